@@ -1,0 +1,48 @@
+"""Shared set-up: 8 virtual CPU devices, golden text files, and skips for what a machine lacks."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import pytest
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-golden", action="store_true", help="write golden files instead of comparing with them")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Before the first use of a device: both settings are read when JAX starts its backends.
+    jax.config.update("jax_num_cpu_devices", 8)
+    if config.option.markexpr != "gpu":
+        jax.config.update("jax_platforms", "cpu")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if "ray" in item.keywords and importlib.util.find_spec("ray") is None:
+            item.add_marker(pytest.mark.skip(reason="Ray is not installed: pip install 'alpa-lite[ray]'"))
+        if "gpu" in item.keywords and config.option.markexpr != "gpu":
+            item.add_marker(pytest.mark.skip(reason="GPU tests run alone: pytest -m gpu"))
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
+    """``golden(name, text)`` compares ``text`` with ``tests/golden/NAME.txt``; a missing file fails."""
+
+    def compare(name: str, text: str) -> None:
+        path = GOLDEN / f"{name}.txt"
+        if request.config.getoption("--update-golden"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+            return
+        if not path.exists():
+            pytest.fail(f"golden file {path.name} is missing; read the text, then run with --update-golden:\n{text}")
+        assert text == path.read_text(encoding="utf-8"), f"{path.name} differs; if intended, run with --update-golden"
+
+    return compare

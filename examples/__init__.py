@@ -1,0 +1,1 @@
+"""Small models that alpa_lite plans and runs; ``registry.py`` lists them."""

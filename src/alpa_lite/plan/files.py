@@ -1,0 +1,48 @@
+"""Files that are whole or not there."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from os import PathLike
+from pathlib import Path
+
+
+def write_atomically(path: str | PathLike[str], data: bytes) -> None:
+    """Writes ``data`` so that a crash leaves the old file or the new one, never a part.
+
+    The temporary file lies in the same folder because a rename is atomic only within one file system; the folder is
+    synced too because the rename itself is an entry of the folder.
+
+    Raises:
+        OSError: if the folder is missing or not writable; no temporary file is left behind.
+    """
+    target = Path(path)
+    descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            os.fchmod(file.fileno(), _mode_of(target))
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    _sync_folder(target.parent)
+
+
+def _mode_of(target: Path) -> int:
+    """Mode of the file that is replaced, else an ordinary one (mkstemp's files are private to the user)."""
+    try:
+        return target.stat().st_mode & 0o777
+    except FileNotFoundError:
+        return 0o644
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,177 @@
+"""The parts of a plan: what was decided for a leaf, an op, a stage. Frozen records without behaviour."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from enum import StrEnum
+
+from alpa_lite.core.collective import Collective
+from alpa_lite.core.mesh import DeviceMesh
+from alpa_lite.core.program import Value
+from alpa_lite.core.spec import ShardingSpec
+
+
+class LeafRole(StrEnum):
+    """What an argument or result leaf is.
+
+    State is an argument leaf with an aliased or same-path result; parameters are the state leaves that reach the
+    differentiated function, optimizer state is the rest of the state.
+    """
+
+    PARAMETER = "parameter"
+    OPTIMIZER_STATE = "optimizer_state"
+    INPUT = "input"
+    OUTPUT = "output"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leaf:
+    """One leaf of the arguments or results, and how it lies on its stage's mesh.
+
+    Attributes:
+        path: pytree path, e.g. "0/params/kernel" or "out/0/params/kernel".
+        value: global shape and dtype.
+        spec: the decided layout; never unreduced.
+        role: what the leaf is; a result that is new state has the role of its argument.
+        stage: index of the stage that holds it.
+        pin: the pin as the user wrote it, "" where the planner was free.
+    """
+
+    path: str
+    value: Value
+    spec: ShardingSpec
+    role: LeafRole = LeafRole.INPUT
+    stage: int = 0
+    pin: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpDecision:
+    """The strategy chosen for one op.
+
+    Attributes:
+        path: path of the op as ``Program.walk`` names it.
+        op: the op's text (``identity.op_text``), by which a plan knows its program again.
+        operands: layout in which the op reads each operand (rank 0 for a literal).
+        results: layout in which it leaves each result, before any copy.
+        time_s: predicted compute time of one execution, in the plan's unit.
+    """
+
+    path: str
+    op: str = ""
+    operands: tuple[ShardingSpec, ...]
+    results: tuple[ShardingSpec, ...]
+    time_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copy:
+    """A second layout of a value, converted once and kept for several consumers.
+
+    Attributes:
+        program_path: "" for the outer program, else the body, e.g. "12.0".
+        value: value id within that program.
+        spec: the further layout.
+    """
+
+    program_path: str = ""
+    value: int
+    spec: ShardingSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryProfile:
+    """Bytes per device: totals of the state, and what else is alive when memory is fullest.
+
+    Attributes:
+        parameters, optimizer_state: state, alive for the whole step.
+        inputs: argument leaves that are not state, e.g. the batch.
+        gradients, activations, temporaries: alive at the peak.
+        outputs: results that reuse no argument's buffer, alive at the peak.
+        constants: captured arrays.
+        peak: the largest sum over the step.
+    """
+
+    parameters: int = 0
+    optimizer_state: int = 0
+    inputs: int = 0
+    gradients: int = 0
+    activations: int = 0
+    temporaries: int = 0
+    outputs: int = 0
+    constants: int = 0
+    peak: int = 0
+
+    def items(self) -> tuple[tuple[str, int], ...]:
+        """All parts by name, the peak last."""
+        return tuple((f.name, getattr(self, f.name)) for f in fields(self))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagePlan:
+    """One stage: contiguous layers on one submesh.
+
+    Attributes:
+        mesh: the logical device mesh that all specs of the stage refer to.
+        submesh: (hosts, devices per host) of the part of the cluster it takes.
+        layers: indices of its layers; empty while the whole program is one stage.
+        memory: bytes per device.
+        collectives: everything that moves data between devices of the mesh.
+        decisions: one per op, in the order of ``Program.walk``.
+        copies: values kept in more than one layout.
+        compute_s: predicted compute time of one step, in the plan's unit.
+    """
+
+    mesh: DeviceMesh
+    submesh: tuple[int, int] = (1, 1)
+    layers: tuple[int, ...] = ()
+    memory: MemoryProfile = field(default_factory=MemoryProfile)
+    collectives: tuple[Collective, ...] = ()
+    decisions: tuple[OpDecision, ...] = ()
+    copies: tuple[Copy, ...] = ()
+    compute_s: float = 0.0
+
+    @property
+    def communication_s(self) -> float:
+        """Predicted time of all collectives of one step, in the plan's unit."""
+        return sum(c.time_s * c.count for c in self.collectives)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeshCandidate:
+    """One device mesh that was considered.
+
+    Attributes:
+        mesh: shape and axis names.
+        objective: what the best plan on it costs; None if none was found.
+        lower_bound: proven bound; None if none was proven.
+        peak_bytes: predicted peak memory per device; None without a plan.
+        status: the solver's status, or "ruled out".
+        reason: why it was not taken or could not be solved.
+    """
+
+    mesh: DeviceMesh
+    objective: float | None = None
+    lower_bound: float | None = None
+    peak_bytes: int | None = None
+    status: str = ""
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanIdentity:
+    """What a plan is for, and what made it.
+
+    Attributes:
+        fingerprint: ``identity.fingerprint`` of the program.
+        cluster: the cluster's text, e.g. "8x8:h100-sxm".
+        calibration: the measured record that replaced the hardware table, as text; "" if none.
+        jax_version: JAX that traced the program.
+        alpa_lite_version: the planner.
+    """
+
+    fingerprint: str = ""
+    cluster: str = ""
+    calibration: str = ""
+    jax_version: str = ""
+    alpa_lite_version: str = ""

@@ -1,0 +1,245 @@
+"""A plan as headed tables of text: what to show and in which order. Renderers (plain text, rich, HTML) only lay it out."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING, Any
+
+from alpa_lite.core.collective import Collective
+from alpa_lite.plan.grouping import group_paths
+from alpa_lite.plan.records import Leaf, LeafRole, MeshCandidate, StagePlan
+from alpa_lite.units import format_bytes, format_cost
+
+if TYPE_CHECKING:
+    from alpa_lite.plan.plan import Plan
+
+# Groups beyond these stand summed up in the last line; the plan file has them all.
+SHOWN_OP_GROUPS = 16
+SHOWN_COLLECTIVE_GROUPS = 24
+SHOWN_NOTES = 40
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Section:
+    """One table.
+
+    Attributes:
+        title: heading.
+        columns: column headings; empty for a list of sentences.
+        rows: cells, one per column.
+        right: positions of right-aligned columns.
+        footer: a line below, "" for none.
+    """
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    right: tuple[int, ...] = ()
+    footer: str = ""
+
+
+def summary(plan: Plan) -> tuple[Section, ...]:
+    """All sections that have something to say, in reading order."""
+    sections = (
+        _header(plan),
+        _stages(plan),
+        _arguments(plan),
+        _results(plan),
+        _ops(plan),
+        _collectives(plan),
+        _memory(plan),
+        _meshes(plan),
+        _pins(plan),
+        _notes(plan),
+    )
+    return tuple(section for section in sections if section.rows)
+
+
+def _header(plan: Plan) -> Section:
+    identity = plan.identity
+    measured = " (calibrated)" if identity.calibration else ""
+    compute, communication = (format_cost(t, plan.unit) for t in (plan.compute_s, plan.communication_s))
+    rows = [
+        ("mesh", ", ".join(dict.fromkeys(str(stage.mesh) for stage in plan.stages))),
+        ("cluster", (identity.cluster or "not given") + measured),
+        ("objective", format_cost(plan.objective, plan.unit) + f" per step, costs {plan.costs}"),
+        ("lower bound", format_cost(plan.lower_bound, plan.unit) + f", gap {100 * plan.gap:.2g} %, {plan.status}"),
+        ("parts", f"compute {compute}, communication {communication}"),
+        ("peak memory", f"{format_bytes(plan.memory.peak)} per device"),
+    ]
+    if plan.options:
+        rows.append(("options", ", ".join(f"{name}={value}" for name, value in plan.options)))
+    return Section(title="Plan", columns=("", ""), rows=tuple(rows))
+
+
+def _stages(plan: Plan) -> Section:
+    if len(plan.stages) == 1:
+        return Section(title="Stages", columns=(), rows=())
+    rows = tuple(
+        (
+            str(index),
+            _span(stage.layers),
+            f"{stage.submesh[0]}x{stage.submesh[1]}",
+            str(stage.mesh),
+            format_cost(stage.compute_s, plan.unit),
+            format_cost(stage.communication_s, plan.unit),
+            format_bytes(stage.memory.peak),
+        )
+        for index, stage in enumerate(plan.stages)
+    )
+    columns = ("stage", "layers", "submesh", "mesh", "compute", "communication", "peak")
+    return Section(title="Stages", columns=columns, rows=rows, right=(0, 4, 5, 6))
+
+
+def _span(layers: tuple[int, ...]) -> str:
+    return "" if not layers else str(layers[0]) if len(layers) == 1 else f"{layers[0]}-{layers[-1]}"
+
+
+def _arguments(plan: Plan) -> Section:
+    columns = ("argument", "count", "tensor", "spec", "per device", "role", "pin")
+    return Section(title="Arguments", columns=columns, rows=_leaf_rows(plan, plan.inputs), right=(1, 4))
+
+
+def _results(plan: Plan) -> Section:
+    own = [leaf for leaf in plan.outputs if leaf.role is LeafRole.OUTPUT]
+    columns = ("result", "count", "tensor", "spec", "per device", "role", "pin")
+    state = len(plan.outputs) - len(own)
+    footer = f"and {state} leaves of new state, laid out as the arguments they replace" if state else ""
+    return Section(title="Results", columns=columns, rows=_leaf_rows(plan, own), right=(1, 4), footer=footer)
+
+
+def _leaf_rows(plan: Plan, leaves: Iterable[Leaf]) -> tuple[tuple[str, ...], ...]:
+    leaves = tuple(leaves)
+    keys = [(leaf.value, leaf.spec, leaf.role, leaf.stage, leaf.pin) for leaf in leaves]
+    rows = []
+    for group in group_paths([leaf.path for leaf in leaves], keys):
+        value, spec, role, stage, pin = group.key
+        each = spec.local_size_bytes(value.shape, value.itemsize, plan.stages[stage].mesh)
+        count = f"x{len(group.members)}" if len(group.members) > 1 else ""
+        place = f"{spec} on stage {stage}" if len(plan.stages) > 1 else str(spec)
+        size = format_bytes(each * len(group.members))
+        rows.append((group.label, count, str(value), place, size, role.value.replace("_", " "), pin))
+    return tuple(rows)
+
+
+def _ops(plan: Plan) -> Section:
+    groups: dict[Hashable, list[Any]] = defaultdict(lambda: [0, 0.0])
+    for stage in plan.stages:
+        for d in stage.decisions:
+            entry = groups[d.op or "op", d.operands, d.results]
+            entry[0] += 1
+            entry[1] += d.time_s
+    # Sorted by time, then by count; Python's sort keeps program order among equals.
+    ordered = sorted(groups.items(), key=lambda item: (-item[1][1], -item[1][0]))
+    rows = tuple(
+        (f"x{count}", op, f"{_joined(operands)} -> {_joined(results)}", format_cost(time, plan.unit))
+        for (op, operands, results), (count, time) in ordered[:SHOWN_OP_GROUPS]  # type: ignore[misc]
+    )
+    rest = [entry for _, entry in ordered[SHOWN_OP_GROUPS:]]
+    footer = ""
+    if rest:
+        time = format_cost(sum(entry[1] for entry in rest), plan.unit)
+        footer = f"and {len(rest)} further groups: {sum(entry[0] for entry in rest)} ops, {time}"
+    columns = ("count", "op", "operands -> results", "time")
+    return Section(title="Ops", columns=columns, rows=rows, right=(0, 3), footer=footer)
+
+
+def _joined(specs: Iterable[Any]) -> str:
+    return " ".join(map(str, specs)) or "()"
+
+
+def _collectives(plan: Plan) -> Section:
+    members = [(stage, c) for stage in plan.stages for c in stage.collectives]
+    labels = _tensor_labels(plan)
+    groups: dict[Hashable, list[Collective]] = defaultdict(list)
+    for c, label in zip((c for _, c in members), labels, strict=True):
+        groups[c.kind.value, c.axes, label, _file_and_line(c.source)].append(c)
+    ordered = sorted(groups.items(), key=lambda item: (-_time(item[1]), -_size(item[1])))
+    rows = tuple(
+        (kind, ",".join(axes), label, source, f"x{_count(cs)}", format_bytes(_size(cs)), format_cost(_time(cs), plan.unit))
+        for (kind, axes, label, source), cs in ordered[:SHOWN_COLLECTIVE_GROUPS]  # type: ignore[misc]
+    )
+    rest = [c for _, cs in ordered[SHOWN_COLLECTIVE_GROUPS:] for c in cs]
+    everything = [c for _, c in members]
+    footer = f"total: {_totals(everything, plan.unit)}" if everything else ""
+    if rest:
+        footer = f"and {len(ordered) - SHOWN_COLLECTIVE_GROUPS} further groups: {_totals(rest, plan.unit)}; {footer}"
+    columns = ("collective", "axes", "tensor", "source", "count", "bytes", "time")
+    return Section(title="Collectives per step", columns=columns, rows=rows, right=(4, 5, 6), footer=footer)
+
+
+def _tensor_labels(plan: Plan) -> list[str]:
+    """Argument tensors by the pattern of their path, intermediates by the op at which they are converted."""
+    labels: list[str] = []
+    for stage in plan.stages:
+        primitives = {d.path: d.op.partition("(")[0].partition(" ")[0] for d in stage.decisions}
+        named = [c.tensor if c.tensor and not c.tensor.startswith("%") else "" for c in stage.collectives]
+        paths = [name for name in dict.fromkeys(named) if name]
+        patterns = {paths[m]: g.label for g in group_paths(paths, [None] * len(paths)) for m in g.members}
+        for c, name in zip(stage.collectives, named, strict=True):
+            primitive = primitives.get(c.op, "")
+            labels.append(patterns[name] if name else f"at {primitive}" if primitive else "intermediate")
+    return labels
+
+
+def _file_and_line(source: str) -> str:
+    return PurePosixPath(source.partition(" (")[0]).name
+
+
+def _count(collectives: list[Collective]) -> int:
+    return sum(c.count for c in collectives)
+
+
+def _size(collectives: list[Collective]) -> int:
+    return sum(c.size_bytes * c.count for c in collectives)
+
+
+def _time(collectives: list[Collective]) -> float:
+    return sum(c.time_s * c.count for c in collectives)
+
+
+def _totals(collectives: list[Collective], unit: str) -> str:
+    parts = (_count(collectives), format_bytes(_size(collectives)), format_cost(_time(collectives), unit))
+    return f"{parts[0]} collectives, {parts[1]}, {parts[2]}"
+
+
+def _memory(plan: Plan) -> Section:
+    names = [name for name, _ in plan.stages[0].memory.items()]
+    profiles = [dict(stage.memory.items()) for stage in plan.stages]
+    rows = tuple(
+        (name.replace("_", " "), *(format_bytes(profile[name]) for profile in profiles))
+        for name in names
+        if name == "peak" or any(profile[name] for profile in profiles)
+    )
+    stages: tuple[StagePlan, ...] = plan.stages
+    heads = ("per device",) if len(stages) == 1 else tuple(f"stage {i}" for i in range(len(stages)))
+    right = tuple(range(1, len(heads) + 1))
+    shown = any(profile["peak"] for profile in profiles)
+    return Section(title="Memory", columns=("", *heads), rows=rows if shown else (), right=right)
+
+
+def _meshes(plan: Plan) -> Section:
+    chosen = {stage.mesh for stage in plan.stages}
+
+    def row(c: MeshCandidate) -> tuple[str, ...]:
+        objective = "-" if c.objective is None else format_cost(c.objective, plan.unit)
+        bound = "-" if c.lower_bound is None else format_cost(c.lower_bound, plan.unit)
+        peak = "-" if c.peak_bytes is None else format_bytes(c.peak_bytes)
+        remark = "; ".join(text for text in ("chosen" if c.mesh in chosen else "", c.reason) if text)
+        return (str(c.mesh), objective, bound, peak, c.status, remark)
+
+    columns = ("mesh", "objective", "lower bound", "peak", "status", "")
+    return Section(title="Meshes", columns=columns, rows=tuple(map(row, plan.mesh_table)), right=(1, 2, 3))
+
+
+def _pins(plan: Plan) -> Section:
+    return Section(title="Pins", columns=("key", "spec"), rows=plan.pins)
+
+
+def _notes(plan: Plan) -> Section:
+    rest = len(plan.notes) - SHOWN_NOTES
+    footer = f"and {rest} more, all in plan.notes" if rest > 0 else ""
+    return Section(title="Notes", columns=(), rows=tuple((note,) for note in plan.notes[:SHOWN_NOTES]), footer=footer)

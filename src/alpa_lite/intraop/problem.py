@@ -1,0 +1,221 @@
+"""The intra-op problem: pick one strategy per node; what comes in, what goes out, and how an answer is scored.
+
+Formulation (x_i is the choice of node i)::
+
+    minimise   sum_i c_i[x_i]  +  sum_(u,v) C_uv[x_u, x_v]                 (``node_costs``, ``edges``)
+    such that  base[t] + sum_{usages covering t} size[x_node] <= limit     for every time t (``usages``)
+               no infinite entry is chosen
+
+Everything a solver claims is scored again by ``evaluate`` on this record.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+FORBIDDEN = 10**18
+"""Integer costs at or above this are forbidden choices, like ``inf`` in float costs."""
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Usage:
+    """Bytes that a node's choice keeps live over ops [lo, hi).
+
+    Attributes:
+        node: index of the node.
+        lo, hi: half-open interval of times; empty if lo >= hi.
+        size_bytes: int64[k_node].
+    """
+
+    node: int
+    lo: int
+    hi: int
+    size_bytes: Array
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Edge:
+    """Cost of a pair of choices. One array object may be shared by many edges, which makes presolve fast.
+
+    Attributes:
+        u, v: two different nodes; parallel edges are summed.
+        costs: float64[k_u, k_v]; ``inf`` = forbidden.
+    """
+
+    u: int
+    v: int
+    costs: Array
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class IntraOpProblem:
+    """One choice per node under a memory limit; see the module docstring.
+
+    Costs are float64 with ``inf`` for forbidden choices, or int64 with ``FORBIDDEN`` for them.
+
+    Attributes:
+        node_costs: per node float64[k_node].
+        edges: pairwise costs.
+        usages: live intervals.
+        usage_limit: bytes; None = no limit.
+        base_usage: int64[num_times], bytes that no choice changes; None = 0.
+        num_times: number of times; intervals lie in [0, num_times).
+        names: per node, for messages; may be empty.
+        classes: int per node; nodes of one class are copies of one another (repeated layers) and have equal domains.
+    """
+
+    node_costs: tuple[Array, ...]
+    edges: tuple[Edge, ...] = ()
+    usages: tuple[Usage, ...] = ()
+    usage_limit: int | None = None
+    base_usage: Array | None = None
+    num_times: int = 0
+    names: tuple[str, ...] = ()
+    classes: Array | None = None
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.node_costs)
+
+    def name(self, node: int) -> str:
+        """The node's name for messages."""
+        return self.names[node] if self.names else f"node {node}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Solution:
+    """An answer and what is known about it.
+
+    Attributes:
+        choice: int64 per node; empty if there is none.
+        objective: cost of ``choice`` on the original problem; ``inf`` if there is none.
+        lower_bound: no choice costs less (always of the problem as given, never of a tied one).
+        gap: (objective - lower_bound) / |objective|.
+        status: "optimal" (gap within the solver's tolerance), "feasible", "infeasible" or "no-solution".
+        limit_used: what ended the search: "none", "gap" (close enough) or "time".
+        time_s: wall seconds.
+        peak_bytes, peak_time: peak usage of ``choice``.
+        rows_used: memory rows that the solver needed.
+        tied: the answer comes from a problem in which copies were forced to be equal.
+        message: for "infeasible" and "no-solution": why.
+        conflict: for "infeasible": names of the nodes involved, as far as known.
+        core_size: (nodes, edges) that were left after presolve.
+    """
+
+    choice: Array
+    objective: float
+    lower_bound: float
+    gap: float
+    status: str
+    limit_used: str = "none"
+    time_s: float = 0.0
+    peak_bytes: int = 0
+    peak_time: int = -1
+    rows_used: int = 0
+    tied: bool = False
+    message: str = ""
+    conflict: tuple[str, ...] = field(default=())
+    core_size: tuple[int, int] = (0, 0)
+
+
+class Score(NamedTuple):
+    """What ``evaluate`` returns."""
+
+    objective: float
+    peak_bytes: int
+    peak_time: int
+
+
+def as_float(costs: Array) -> Array:
+    """Costs as float64 with ``inf`` for forbidden entries; float arrays are returned as they are."""
+    if costs.dtype == np.float64:
+        return costs
+    return np.where(costs >= FORBIDDEN, np.inf, costs.astype(np.float64))
+
+
+def evaluate(problem: IntraOpProblem, choice: Array) -> Score:
+    """Scores a choice on the problem as given.
+
+    Sums are exact: ``math.fsum`` for floats, and Python integers where the total of integers passes 2**53.
+
+    Args:
+        problem: what to score on.
+        choice: int per node, each in range.
+
+    Returns:
+        (objective, peak_bytes, peak_time); objective is ``inf`` if a forbidden entry is chosen.
+
+    Raises:
+        ValueError: the choice has a wrong length or an index out of range.
+    """
+    picks = [int(x) for x in choice]
+    if len(picks) != problem.num_nodes:
+        raise ValueError(f"a choice needs {problem.num_nodes} entries, got {len(picks)}")
+    for node, (x, costs) in enumerate(zip(picks, problem.node_costs, strict=True)):
+        if not 0 <= x < len(costs):
+            raise ValueError(f"{problem.name(node)} has {len(costs)} strategies, the choice names number {x}")
+    parts = [costs[x] for x, costs in zip(picks, problem.node_costs, strict=True)]
+    parts += [edge.costs[picks[edge.u], picks[edge.v]] for edge in problem.edges]
+    peak, time = _peak(usage_profile(problem, picks))
+    return Score(_exact_sum(parts), peak, time)
+
+
+def usage_profile(problem: IntraOpProblem, picks: list[int]) -> Array:
+    """Bytes live at every time, int64[num_times]."""
+    steps = np.zeros(problem.num_times + 1, dtype=np.int64)
+    live = [u for u in problem.usages if u.lo < u.hi]
+    if live:
+        size = np.array([u.size_bytes[picks[u.node]] for u in live], dtype=np.int64)
+        np.add.at(steps, [u.lo for u in live], size)
+        np.subtract.at(steps, [u.hi for u in live], size)
+    profile = np.cumsum(steps[:-1])
+    return profile if problem.base_usage is None else profile + problem.base_usage
+
+
+def _peak(profile: Array) -> tuple[int, int]:
+    if not profile.size:
+        return 0, -1
+    time = int(profile.argmax())
+    return int(profile[time]), time
+
+
+def _exact_sum(parts: list[Any]) -> float:
+    if any(isinstance(p, np.integer) for p in parts):
+        if any(p >= FORBIDDEN for p in parts):
+            return math.inf
+        if all(float(p).is_integer() for p in parts):
+            total = sum(int(p) for p in parts)
+            return total if abs(total) > 2**53 else float(total)
+    total = math.fsum(parts)
+    if abs(total) > 2**53 and math.isfinite(total) and all(float(p).is_integer() for p in parts):
+        return sum(int(p) for p in parts)
+    return total
+
+
+def check_problem(problem: IntraOpProblem) -> None:
+    """Verifier.
+
+    Raises:
+        AssertionError: naming the node, edge or usage; such a problem is our mistake, not the user's.
+    """
+    sizes = [len(costs) for costs in problem.node_costs]
+    for node, costs in enumerate(problem.node_costs):
+        assert costs.ndim == 1 and costs.size, f"{problem.name(node)} has no strategies"
+    for edge in problem.edges:
+        assert edge.u != edge.v, f"an edge joins {problem.name(edge.u)} to itself"
+        expected = (sizes[edge.u], sizes[edge.v])
+        assert edge.costs.shape == expected, f"edge {edge.u}-{edge.v}: shape {edge.costs.shape}, expected {expected}"
+    for usage in problem.usages:
+        assert 0 <= usage.lo <= problem.num_times and usage.hi <= problem.num_times, f"usage of {usage.node}: interval"
+        assert len(usage.size_bytes) == sizes[usage.node], f"usage of {problem.name(usage.node)}: size"
+    if problem.classes is not None:
+        first: dict[int, int] = {}
+        for node, cls in enumerate(problem.classes.tolist()):
+            assert sizes[first.setdefault(cls, node)] == sizes[node], f"class {cls} has unequal domains"

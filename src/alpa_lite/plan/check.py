@@ -20,7 +20,9 @@ BOUND_TOLERANCE = 1e-6
 
 
 def check_plan(plan: Plan, program: Program | None = None) -> None:
-    """Verifies a plan: specs fit meshes and shapes, bounds and memory are consistent; with a program, every op is decided.
+    """Verifies a plan: specs fit meshes and shapes, bounds and memory are consistent, no op is decided twice.
+
+    With a program also: every op is decided, paths are its paths, and every spec has its tensor's rank.
 
     Raises:
         AssertionError: naming the first fault; a plan of ours that fails is our mistake.

@@ -1,8 +1,8 @@
 """Plan to bytes and back: strict, versioned JSON.
 
 A plan of 14,000 ops repeats a few hundred layouts and strategies, so three tables (specs, strings, op strategies) are
-interned and referred to by position; collectives and leaves are rows. The tables are filled in order of first use, which
-makes the bytes a function of the plan. Rows, not objects: ``columns`` in the file says what stands where.
+interned and referred to by position; collectives and leaves are rows. The tables are filled in order of first use, so
+the bytes are a function of the plan. Rows, not objects: ``columns`` in the file says what stands where.
 """
 
 from __future__ import annotations
@@ -35,14 +35,15 @@ if TYPE_CHECKING:
 FORMAT = "alpa_lite.plan"
 FORMAT_VERSION = 1
 
-T = TypeVar("T", bound=Hashable)
+T = TypeVar("T")
+H = TypeVar("H", bound=Hashable)
 
 
-class _Strict(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+class _Strict(msgspec.Struct, forbid_unknown_fields=True):
     """An object of the file."""
 
 
-class _Row(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
+class _Row(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     """A row of the file."""
 
 
@@ -153,13 +154,13 @@ class _Document(_Strict):
     stages: list[_Stage]
 
 
-class _Table(Generic[T]):
+class _Table(Generic[H]):
     """Distinct items in order of first use."""
 
     def __init__(self) -> None:
-        self.items: dict[T, int] = {}
+        self.items: dict[H, int] = {}
 
-    def __call__(self, item: T) -> int:
+    def __call__(self, item: H) -> int:
         return self.items.setdefault(item, len(self.items))
 
 
@@ -236,7 +237,9 @@ def _encode_stage(
         compute_s=float(stage.compute_s),
         memory=dict(stage.memory.items()),
         collectives=[
-            _CollectiveRow(c.kind, axes(c.axes), c.size_bytes, c.count, float(c.time_s), c.op, strings(c.source), c.tensor)
+            _CollectiveRow(
+                c.kind, axes(c.axes), c.size_bytes, c.count, float(c.time_s), c.op, strings(c.source), c.tensor
+            )
             for c in stage.collectives
         ],
         copies=[_CopyRow(copy.program_path, copy.value, specs(copy.spec)) for copy in stage.copies],
@@ -263,8 +266,8 @@ def _decode(data: bytes, kind: type[Any], name: str) -> Any:
         return msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError as error:
         raise PlanFileError(
-            f"plan file {name!r} breaks the plan format: {error}. The format is strict: every field known, none missing."
-            " Save the plan again instead of editing the file."
+            f"plan file {name!r} breaks the plan format: {error}. The format is strict: every field known, none"
+            " missing. Save the plan again instead of editing the file."
         ) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         cut = "is cut short" if "truncated" in str(error) or not data.strip() else "is not JSON"
@@ -284,7 +287,7 @@ def _check_header(data: bytes, name: str) -> None:
             raise
     if header.format != FORMAT:
         raise PlanFileError(
-            f"{name!r} is JSON but no plan: it does not start with \"format\": \"{FORMAT}\"."
+            f'{name!r} is JSON but no plan: it does not start with "format": "{FORMAT}".'
             " Plan files are written by `plan.save`. Check the path."
         )
     if header.format_version != FORMAT_VERSION:
@@ -324,13 +327,18 @@ class _Decoder:
         return {"op": self.string(row.op), "operands": specs[0], "results": specs[1], "time_s": row.time_s}
 
     def _candidate(self, c: _Candidate) -> MeshCandidate:
-        return MeshCandidate(**{**msgspec.structs.asdict(c), "mesh": _decode_mesh(c.mesh)})
+        return MeshCandidate(
+            mesh=_decode_mesh(c.mesh),
+            objective=c.objective,
+            lower_bound=c.lower_bound,
+            peak_bytes=c.peak_bytes,
+            status=c.status,
+            reason=c.reason,
+        )
 
     def _leaf(self, row: _LeafRow) -> Leaf:
         value = Value(shape=tuple(row.shape), dtype=row.dtype, itemsize=row.itemsize)
-        return Leaf(
-            path=row.path, value=value, spec=self.spec(row.spec), role=row.role, stage=row.stage, pin=row.pin
-        )
+        return Leaf(path=row.path, value=value, spec=self.spec(row.spec), role=row.role, stage=row.stage, pin=row.pin)
 
     def _stage(self, s: _Stage) -> StagePlan:
         return StagePlan(

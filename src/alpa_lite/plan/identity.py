@@ -1,7 +1,7 @@
 """Which program a plan is for: fingerprint, and what differs when it is another one.
 
-The fingerprint is a digest of the program's text (ops, shapes, sharding rules, paths, donation) and of the ops' keys. It
-holds no file names or line numbers, so moving a function in its file does not make its plans useless.
+The fingerprint is a digest of the program's text (ops, shapes, sharding rules, paths, donation) and of the ops' keys.
+It holds no file names or line numbers, so moving a function in its file does not make its plans useless.
 """
 
 from __future__ import annotations
@@ -61,8 +61,9 @@ def verify_identity(plan: Plan, program: Program, *, jax_version: str) -> tuple[
         if jax_version != plan.identity.jax_version:
             differences.append(_version_text(plan, jax_version))
         raise PlanFileError(
-            "this plan belongs to another program: " + "; ".join(differences) + ". A plan holds for exactly the function,"
-            " argument tree and shapes it was made for. Make a new plan with `al.plan`, or load the one for this function."
+            "this plan belongs to another program: " + "; ".join(differences) + ". A plan holds for exactly the"
+            " function, argument tree and shapes it was made for. Make a new plan with `al.plan`, or load the one for"
+            " this function."
         )
     if jax_version != plan.identity.jax_version:
         return (f"{_version_text(plan, jax_version)}; the traced program is the same, so the plan is used.",)

@@ -161,8 +161,8 @@ class Plan:
     def _bound(self) -> PlanTrees:
         if self.trees is None:
             raise AlpaLiteError(
-                "this plan knows paths but no pytrees: it was read below the public layer. Pytrees come with plans from "
-                "`al.plan` and `al.load_plan`. Use `plan.specs_by_path`, or load the file with `al.load_plan`."
+                "this plan knows paths but no pytrees: it was read below the public layer. Pytrees come with plans"
+                " from `al.plan` and `al.load_plan`. Use `plan.specs_by_path`, or load the file with `al.load_plan`."
             )
         return self.trees
 

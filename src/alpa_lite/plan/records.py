@@ -54,7 +54,7 @@ class OpDecision:
         op: the op's text (``identity.op_text``), by which a plan knows its program again.
         operands: layout in which the op reads each operand (rank 0 for a literal).
         results: layout in which it leaves each result, before any copy.
-        time_s: predicted compute time of one execution, in the plan's unit.
+        time_s: predicted compute time of all its executions in one step, in the plan's unit.
     """
 
     path: str

@@ -1,16 +1,17 @@
-"""A plan as headed tables of text: what to show and in which order. Renderers (plain text, rich, HTML) only lay it out."""
+"""A plan as headed tables of text: what to show and in which order. Renderers (plain, rich, HTML) only lay it out."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from alpa_lite.core.collective import Collective
+from alpa_lite.core.spec import ShardingSpec
 from alpa_lite.plan.grouping import group_paths
-from alpa_lite.plan.records import Leaf, LeafRole, MeshCandidate, StagePlan
+from alpa_lite.plan.records import Leaf, LeafRole, MeshCandidate
 from alpa_lite.units import format_bytes, format_cost
 
 if TYPE_CHECKING:
@@ -126,41 +127,39 @@ def _leaf_rows(plan: Plan, leaves: Iterable[Leaf]) -> tuple[tuple[str, ...], ...
 
 
 def _ops(plan: Plan) -> Section:
-    groups: dict[Hashable, list[Any]] = defaultdict(lambda: [0, 0.0])
+    groups: dict[tuple[str, str], list[float]] = defaultdict(list)
     for stage in plan.stages:
         for d in stage.decisions:
-            entry = groups[d.op or "op", d.operands, d.results]
-            entry[0] += 1
-            entry[1] += d.time_s
+            groups[d.op or "op", f"{_joined(d.operands)} -> {_joined(d.results)}"].append(d.time_s)
     # Sorted by time, then by count; Python's sort keeps program order among equals.
-    ordered = sorted(groups.items(), key=lambda item: (-item[1][1], -item[1][0]))
+    ordered = sorted(groups.items(), key=lambda item: (-sum(item[1]), -len(item[1])))
     rows = tuple(
-        (f"x{count}", op, f"{_joined(operands)} -> {_joined(results)}", format_cost(time, plan.unit))
-        for (op, operands, results), (count, time) in ordered[:SHOWN_OP_GROUPS]  # type: ignore[misc]
+        (f"x{len(times)}", op, layouts, format_cost(sum(times), plan.unit))
+        for (op, layouts), times in ordered[:SHOWN_OP_GROUPS]
     )
-    rest = [entry for _, entry in ordered[SHOWN_OP_GROUPS:]]
+    rest = [time for _, times in ordered[SHOWN_OP_GROUPS:] for time in times]
     footer = ""
     if rest:
-        time = format_cost(sum(entry[1] for entry in rest), plan.unit)
-        footer = f"and {len(rest)} further groups: {sum(entry[0] for entry in rest)} ops, {time}"
+        groups_left = len(ordered) - SHOWN_OP_GROUPS
+        footer = f"and {groups_left} further groups: {len(rest)} ops, {format_cost(sum(rest), plan.unit)}"
     columns = ("count", "op", "operands -> results", "time")
     return Section(title="Ops", columns=columns, rows=rows, right=(0, 3), footer=footer)
 
 
-def _joined(specs: Iterable[Any]) -> str:
+def _joined(specs: Iterable[ShardingSpec]) -> str:
     return " ".join(map(str, specs)) or "()"
 
 
 def _collectives(plan: Plan) -> Section:
     members = [(stage, c) for stage in plan.stages for c in stage.collectives]
     labels = _tensor_labels(plan)
-    groups: dict[Hashable, list[Collective]] = defaultdict(list)
+    groups: dict[tuple[str, ...], list[Collective]] = defaultdict(list)
     for c, label in zip((c for _, c in members), labels, strict=True):
-        groups[c.kind.value, c.axes, label, _file_and_line(c.source)].append(c)
+        groups[c.kind.value, ",".join(c.axes), label, _file_and_line(c.source)].append(c)
     ordered = sorted(groups.items(), key=lambda item: (-_time(item[1]), -_size(item[1])))
     rows = tuple(
-        (kind, ",".join(axes), label, source, f"x{_count(cs)}", format_bytes(_size(cs)), format_cost(_time(cs), plan.unit))
-        for (kind, axes, label, source), cs in ordered[:SHOWN_COLLECTIVE_GROUPS]  # type: ignore[misc]
+        (*group, f"x{_count(cs)}", format_bytes(_size(cs)), format_cost(_time(cs), plan.unit))
+        for group, cs in ordered[:SHOWN_COLLECTIVE_GROUPS]
     )
     rest = [c for _, cs in ordered[SHOWN_COLLECTIVE_GROUPS:] for c in cs]
     everything = [c for _, c in members]
@@ -214,8 +213,7 @@ def _memory(plan: Plan) -> Section:
         for name in names
         if name == "peak" or any(profile[name] for profile in profiles)
     )
-    stages: tuple[StagePlan, ...] = plan.stages
-    heads = ("per device",) if len(stages) == 1 else tuple(f"stage {i}" for i in range(len(stages)))
+    heads = ("per device",) if len(plan.stages) == 1 else tuple(f"stage {i}" for i in range(len(plan.stages)))
     right = tuple(range(1, len(heads) + 1))
     shown = any(profile["peak"] for profile in profiles)
     return Section(title="Memory", columns=("", *heads), rows=rows if shown else (), right=right)

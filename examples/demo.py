@@ -1,0 +1,124 @@
+"""``make demo``: a byte-level GPT learns Python's standard library on 8 virtual devices, beside a single-device run.
+
+Plans the step with two parameters pinned, prints the plan, trains both runs on the same batches from the same start,
+and leaves the plan, the losses and their plot in ``out/demo/``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+if __package__ in (None, ""):  # run as a script: make the package `examples` importable
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import jax
+from matplotlib.figure import Figure
+
+import alpa_lite as al
+from examples import gpt_linen
+from examples.corpus import load_corpus
+from examples.example import NUM_DEVICES, Example, use_virtual_devices
+
+P = jax.sharding.PartitionSpec
+
+OUT = Path("out/demo")
+NUM_STEPS = 200
+PRINT_EVERY = 10
+PINS = {
+    "0/params/block0/up/kernel": P(None, "model"),
+    "0/params/block0/down/kernel": P("model", None),
+}
+OPTIONS = {"mesh_shape": (2, 4), "axis_names": ("data", "model")}
+
+
+@dataclass(slots=True, kw_only=True)
+class Losses:
+    """The two runs' losses, step by step."""
+
+    planned: list[float] = field(default_factory=list)
+    single: list[float] = field(default_factory=list)
+
+    def largest_difference(self) -> float:
+        return max(abs(a - b) for a, b in zip(self.planned, self.single, strict=True))
+
+
+def train_both(step: Callable, example: Example, num_steps: int) -> Losses:
+    """Trains the planned ``step`` and the plain jitted one on the same batches, printing both losses."""
+    key = jax.random.key(0)
+    single_step = jax.jit(example.train_step, donate_argnums=(0,))
+    planned_state, single_state = step.init(example.init, key), jax.jit(example.init)(key)
+    losses = Losses()
+    print(f"{'step':>5} {'planned, 8 devices':>19} {'one device':>11} {'difference':>11} {'seconds':>8}")
+    start_s = time.perf_counter()
+    for index in range(num_steps):
+        batch = example.batch(index)
+        planned_state, planned = step(planned_state, batch)
+        losses.planned.append(float(planned["loss"]))
+        single_state, single = single_step(single_state, batch)
+        losses.single.append(float(single["loss"]))
+        if index % PRINT_EVERY == 0 or index == num_steps - 1:
+            a, b = losses.planned[-1], losses.single[-1]
+            print(f"{index:5d} {a:19.5f} {b:11.5f} {abs(a - b):11.2e} {time.perf_counter() - start_s:8.1f}", flush=True)
+    return losses
+
+
+def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
+    """Calls ``write`` on a neighbour of ``path`` and moves the result into place: readers never see half a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".partial-{path.name}")
+    write(partial)
+    os.replace(partial, path)
+
+
+def plot(losses: Losses, path: Path) -> None:
+    """Both loss curves as a PNG; the single-device one dashed on top, because they should coincide."""
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.add_subplot()
+    axes.plot(losses.planned, label=f"planned, {NUM_DEVICES} devices", linewidth=3, alpha=0.6)
+    axes.plot(losses.single, label="one device", linestyle="--", color="black", linewidth=1)
+    axes.set(xlabel="step", ylabel="loss (nats per byte)", title="Byte-level GPT on the standard library's source")
+    axes.legend()
+    figure.savefig(path, format="png", dpi=120)
+
+
+def run(out: Path = OUT, num_steps: int = NUM_STEPS) -> Losses:
+    """The whole demo; returns the losses."""
+    start_s = time.perf_counter()
+    example = gpt_linen.make("demo")
+    print(
+        f"{load_corpus().size / 1e6:.1f} MB of Python source; {len(jax.devices())} {jax.devices()[0].platform} devices"
+    )
+    step = al.parallelize(example.train_step, pins=PINS, options=al.PlanOptions(**OPTIONS), donate_argnums=(0,))
+    plan = step.plan(*example.abstract_args())
+    print(plan)
+    print(f"planned in {time.perf_counter() - start_s:.1f} s")
+    losses = train_both(step, example, num_steps)
+
+    write_atomically(out / "plan.json", plan.save)
+    write_atomically(
+        out / "losses.json", lambda path: path.write_text(json.dumps(dataclasses.asdict(losses)), encoding="utf-8")
+    )
+    write_atomically(out / "loss.png", lambda path: plot(losses, path))
+    print(f"loss {losses.planned[0]:.3f} -> {losses.planned[-1]:.3f} in {num_steps} steps")
+    print(f"largest difference from the single-device run: {losses.largest_difference():.1e}")
+    print(f"wrote {', '.join(str(out / name) for name in ('plan.json', 'losses.json', 'loss.png'))}")
+    print(f"{time.perf_counter() - start_s:.0f} s in all")
+    return losses
+
+
+def main() -> None:
+    use_virtual_devices()
+    losses = run()
+    if losses.planned[-1] > 0.8 * losses.planned[0]:
+        raise SystemExit("the loss did not fall")
+
+
+if __name__ == "__main__":
+    main()

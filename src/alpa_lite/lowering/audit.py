@@ -26,7 +26,7 @@ from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.lowering.audit_forms import form_of, same_size
 from alpa_lite.lowering.device_groups import mesh_axes_of, permute_axes_of
 from alpa_lite.lowering.hlo import HloCollective, collectives_in
-from alpa_lite.lowering.hlo_text import bytes_of
+from alpa_lite.lowering.hlo_text import bytes_of, dtypes_in
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,14 +127,21 @@ def audit(planned: Iterable[Collective], hlo_text: str, mesh: DeviceMesh) -> Aud
     Raises:
         ValueError: the text is not HLO.
     """
-    return _Audit(tuple(planned), collectives_in(hlo_text), mesh).report()
+    return _Audit(tuple(planned), collectives_in(hlo_text), mesh, dtypes_in(hlo_text)).report()
 
 
 class _Audit:
     """Counts still to be matched, and the passes over them."""
 
-    def __init__(self, planned: tuple[Collective, ...], compiled: tuple[HloCollective, ...], mesh: DeviceMesh) -> None:
+    def __init__(
+        self,
+        planned: tuple[Collective, ...],
+        compiled: tuple[HloCollective, ...],
+        mesh: DeviceMesh,
+        dtypes: frozenset[str],
+    ) -> None:
         self.mesh = mesh
+        self.dtypes = dtypes
         self.planned = planned
         self.axes_of_planned = [self._real(p.axes) for p in planned]
         self.free = tuple(
@@ -208,8 +215,9 @@ class _Audit:
         for i, left in enumerate(self.planned_left):
             if left:
                 buckets.setdefault(self.axes_of_planned[i], []).append(i)
-        for j, collective in enumerate(self.compiled):
-            axes = self.axes_of_compiled[j]
+        # Converted ones last: an equal tensor that was planned in the wider type is not converted, and comes first.
+        for j in sorted(range(len(self.compiled)), key=lambda j: "convert" in self.compiled[j].near):
+            collective, axes = self.compiled[j], self.axes_of_compiled[j]
             if axes is None or not self.compiled_left[j]:
                 continue
             candidates = collective.keys if keyed else buckets.get(axes, ())
@@ -224,7 +232,7 @@ class _Audit:
         if planned.kind == collective.kind and same_size(planned.size_bytes, collective.size_bytes):
             form = ""
         elif forms:
-            found = form_of(planned, collective, named=keyed)
+            found = form_of(planned, collective, named=keyed, dtypes=self.dtypes)
             if found is None:
                 return
             form = found

@@ -67,6 +67,11 @@ def tensors_in(type_text: str) -> tuple[Tensor, ...]:
     )
 
 
+def dtypes_in(text: str) -> frozenset[str]:
+    """All element types that occur in a text."""
+    return frozenset(dtype for dtype, _ in _SHAPE.findall(text))
+
+
 @dataclass(frozen=True, slots=True)
 class Instruction:
     """One line of a computation.

@@ -1,0 +1,144 @@
+"""The only file that touches JAX's non-public parts. Every gate names the JAX version it is for.
+
+Checked with JAX 0.10.2 (the last for Python 3.11) and 0.12.0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import random as extend_random
+from jax.extend import source_info_util
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var
+from jax.interpreters import ad, batching, mlir
+from jaxlib.mlir import ir, passmanager
+from jaxlib.mlir.dialects import sdy
+
+__all__ = [
+    "ClosedJaxpr",
+    "Jaxpr",
+    "JaxprEqn",
+    "Literal",
+    "Primitive",
+    "Var",
+    "annotate_sharding_rules",
+    "identity_primitive",
+    "name_scope_of",
+    "shardy_factors",
+    "source_of",
+    "threefry_2x32",
+]
+
+
+def source_of(eqn: JaxprEqn) -> str:
+    """The user's ``file:line (function)`` of an equation."""
+    return source_info_util.summarize(eqn.source_info)
+
+
+def name_scope_of(eqn: JaxprEqn) -> str:
+    """The name stack of an equation, e.g. ``transpose(jvp(layer0))``."""
+    return str(eqn.source_info.name_stack)
+
+
+def identity_primitive(name: str) -> Primitive:
+    """A primitive that is the identity on one operand, linear for autodiff (the cotangent passes unchanged)."""
+    primitive = Primitive(name)
+    primitive.def_impl(lambda x, **_: x)
+    primitive.def_abstract_eval(lambda x, **_: x)
+    mlir.register_lowering(primitive, lambda ctx, x, **_: [x])
+
+    def jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
+        return primitive.bind(*primals, **params), tangents[0]
+
+    def batch(args: Sequence[Any], dims: Sequence[Any], **params: Any) -> tuple[Any, Any]:
+        # Under vmap the tensor gains a dim: the spec no longer fits, so the pin is dropped rather than misapplied.
+        return args[0], dims[0]
+
+    ad.primitive_jvps[primitive] = jvp
+    batching.primitive_batchers[primitive] = batch
+    return primitive
+
+
+def threefry_2x32(key: Any, high: Any, low: Any) -> tuple[Any, Any]:
+    """The threefry block cipher on explicit 64-bit counters (two uint32 arrays), as JAX's partitionable RNG calls it."""
+    counts = jnp.concatenate([high.ravel(), low.ravel()])
+    first, second = jnp.split(extend_random.threefry_2x32(key, counts), 2)
+    return first.reshape(high.shape), second.reshape(high.shape)
+
+
+def annotate_sharding_rules(lowered: jax.stages.Lowered) -> ir.Module:
+    """A copy of the StableHLO module in which Shardy has put an ``sdy.sharding_rule`` on every op that has one.
+
+    A copy, because leftover rule attributes break compilation (jaxlib 0.10.2: "Failed to get shape").
+    """
+    module = lowered.compiler_ir("stablehlo")
+    with module.context:
+        copy = ir.Module.parse(module.operation.get_asm(binary=True))
+        pipeline = "builtin.module(func.func(sdy-populate-op-sharding-rules{conservative-propagation=false}))"
+        passmanager.PassManager.parse(pipeline).run(copy.operation)
+    return copy
+
+
+def function_bodies(module: ir.Module) -> dict[str, Any]:
+    """Name -> entry block of every function of the module."""
+    return {
+        ir.StringAttr(op.attributes["sym_name"]).value: op.regions[0].blocks[0]
+        for op in module.body.operations
+        if "sym_name" in op.attributes and len(op.regions[0].blocks)
+    }
+
+
+def callee_of(op: Any) -> str:
+    """Name of the function that a ``func.call`` calls."""
+    return ir.FlatSymbolRefAttr(op.attributes["callee"]).value
+
+
+def shape_of(value: Any) -> tuple[int, ...]:
+    """Static shape of an MLIR value; () for tokens and such."""
+    try:
+        return tuple(ir.RankedTensorType(value.type).shape)
+    except (ValueError, TypeError):
+        return ()
+
+
+def shardy_factors(op: Any) -> dict[str, Any] | None:
+    """The rule that Shardy gives one StableHLO op, as plain data, or None.
+
+    Keys: ``sizes``, ``operands`` and ``results`` (per tensor, per dim, factor indices), ``reduction``,
+    ``need_replication``, ``permutation`` (factor index sets).
+    """
+    if "sdy.sharding_rule" not in op.attributes:
+        return None
+    rule = sdy.OpShardingRuleAttr(op.attributes["sdy.sharding_rule"])
+
+    def mappings(items: Any) -> list[list[list[int]]]:
+        return [
+            [list(sdy.DimMappingAttr(dim).factor_indices) for dim in sdy.TensorMappingAttr(item).dim_mappings]
+            for item in items
+        ]
+
+    return {
+        "sizes": list(rule.factor_sizes),
+        "operands": mappings(rule.operand_mappings),
+        "results": mappings(rule.result_mappings),
+        "reduction": set(rule.reduction_factors),
+        "need_replication": set(rule.need_replication_factors),
+        "permutation": set(rule.permutation_factors),
+    }
+
+
+def iter_operations(block: Any) -> Iterator[Any]:
+    """Top-level operations of an MLIR block (regions of ops are not entered)."""
+    yield from block.operations
+
+
+def lower_many(functions: Sequence[Callable[..., Any]], arguments: Sequence[Sequence[Any]]) -> jax.stages.Lowered:
+    """Lower several functions in one module, each as a private function called once, in order, from ``main``."""
+
+    def main(all_args: Sequence[Sequence[Any]]) -> list[Any]:
+        return [jax.jit(fn)(*args) for fn, args in zip(functions, all_args, strict=True)]
+
+    return jax.jit(main, keep_unused=True).trace([list(a) for a in arguments]).lower(lowering_platforms=("cpu",))

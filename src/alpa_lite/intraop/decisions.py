@@ -1,0 +1,393 @@
+"""Program x mesh -> the decision graph: who decides what, and which tensors join the decisions.
+
+Decisions (nodes):
+
+- *op*: one of the op's strategies (``strategies.py``);
+- *port*: the spec of an argument, a result, or an input or result of a loop or branch body;
+- *copy*: for a value with several consumers, the pair (spec as produced, one further spec that is kept for all of them).
+
+A value links its producer to its consumers; the price of a disagreement is the cheapest conversion. A conversion to the
+kept further spec is paid once however many consumers use it. Inside loops everything counts times the trip count.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from alpa_lite.core.program import Op, Program
+from alpa_lite.core.spec import ShardingSpec
+from alpa_lite.costs.conversion import Conversions
+from alpa_lite.intraop.strategies import StrategySet, enumerate_strategies
+
+CONTRACTIONS = frozenset({"dot_general", "conv_general_dilated"})
+
+
+@dataclass(eq=False, slots=True)
+class Node:
+    """One decision.
+
+    Attributes:
+        kind: "op", "port" or "copy".
+        name: op path, or what a port is for.
+        size: number of choices.
+        weight: executions per step.
+        op, program, strategies: of an op node (``program``: the region that holds it).
+        specs: of a port: the spec number per choice, at rank ``rank``.
+        pairs: of a copy: (spec as produced, kept spec) numbers per choice.
+        shape: of a port or copy: global shape of its tensor.
+    """
+
+    kind: str
+    name: str
+    size: int
+    weight: float = 1.0
+    op: Op | None = None
+    program: Program | None = None
+    strategies: StrategySet | None = None
+    specs: np.ndarray | None = None
+    rank: int = 0
+    pairs: np.ndarray | None = None
+    shape: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class End:
+    """A tensor at a node: per choice of the node, the tensor's spec number.
+
+    ``key`` identifies the array, so that equal pieces are priced once. ``path`` is where a consumer stands.
+    """
+
+    node: int
+    specs: np.ndarray
+    key: tuple[object, ...]
+    path: str = ""
+
+
+@dataclass(eq=False, slots=True)
+class Link:
+    """One value: its producer, its consumers in program order, and its copy node (-1: none).
+
+    ``made_at`` is the path of the producing op, "in" for inputs of a region; ``region`` the path prefix.
+    """
+
+    region: str
+    value: int
+    shape: tuple[int, ...]
+    itemsize: int
+    weight: float
+    producer: End
+    consumers: list[End] = field(default_factory=list)
+    copy: int = -1
+    made_at: str = ""
+
+
+@dataclass(eq=False, slots=True)
+class DecisionGraph:
+    """All decisions of one program on one mesh.
+
+    ``inputs`` and ``outputs`` are the port nodes of the outer program (an aliased result shares its argument's node);
+    ``body_ports[path]`` the ports of a control-flow op's operands and results.
+    """
+
+    conversions: Conversions
+    nodes: list[Node] = field(default_factory=list)
+    links: list[Link] = field(default_factory=list)
+    inputs: list[int] = field(default_factory=list)
+    outputs: list[int] = field(default_factory=list)
+    op_nodes: dict[str, int] = field(default_factory=dict)
+    body_ports: dict[str, tuple[list[int], list[int]]] = field(default_factory=dict)
+
+
+def build_graph(
+    program: Program,
+    conversions: Conversions,
+    *,
+    input_ties: Sequence[tuple[int, int]] = (),
+    sharded_contractions: bool = False,
+) -> DecisionGraph:
+    """Build the graph, before pins and prices.
+
+    Args:
+        input_ties: (argument position, earlier argument position) pairs that share one decision (``pin_like``).
+        sharded_contractions: matmuls and convolutions must use every mesh axis.
+    """
+    builder = _Builder(conversions, sharded_contractions)
+    builder.outer(program, input_ties)
+    return builder.graph
+
+
+class _Builder:
+    """Makes nodes; equal strategy sets, port domains and copy domains are made once."""
+
+    def __init__(self, conversions: Conversions, sharded_contractions: bool) -> None:
+        self.graph = DecisionGraph(conversions=conversions)
+        self.conversions = conversions
+        self.sharded_contractions = sharded_contractions
+        self.strategy_sets: dict[tuple[object, ...], StrategySet] = {}
+        self.by_rule: dict[tuple[object, ...], StrategySet] = {}
+        self.port_specs: dict[tuple[object, ...], np.ndarray] = {}
+        self.copy_pairs: dict[tuple[object, ...], np.ndarray] = {}
+        self.stack_maps: dict[int, np.ndarray] = {}
+        self.stacked: dict[int, np.ndarray] = {}
+
+    def add(self, node: Node) -> int:
+        self.graph.nodes.append(node)
+        return len(self.graph.nodes) - 1
+
+    def port(self, name: str, shape: tuple[int, ...], weight: float, *, unreduced: bool, fixed: bool = False) -> int:
+        """A node that chooses the spec of one tensor; ``fixed`` = replicated."""
+        key = (shape, unreduced, fixed)
+        if key not in self.port_specs:
+            space = self.conversions.space(len(shape))
+            valid = space.valid(shape)
+            keep = [i for i, s in enumerate(space.specs) if valid[i] and (unreduced or not s.unreduced)]
+            keep.sort(key=lambda i: (not space.specs[i].is_replicated, i))
+            self.port_specs[key] = np.array(keep[:1] if fixed else keep, dtype=np.int64)
+        specs = self.port_specs[key]
+        return self.add(Node("port", name, len(specs), weight, specs=specs, rank=len(shape), shape=shape))
+
+    def port_end(self, node: int, path: str = "", stacked: bool = False) -> End:
+        """The tensor of a port; ``stacked`` adds the unsplit leading dim of a scan's stacked tensor."""
+        n = self.graph.nodes[node]
+        assert n.specs is not None
+        if not stacked:
+            return End(node, n.specs, ("port", id(n.specs)), path)
+        if id(n.specs) not in self.stacked:
+            self.stacked[id(n.specs)] = self.stack_map(n.rank)[n.specs]
+        return End(node, self.stacked[id(n.specs)], ("stacked", id(n.specs)), path)
+
+    def stack_map(self, rank: int) -> np.ndarray:
+        """Spec number of a slice -> spec number of the stacked tensor."""
+        if rank not in self.stack_maps:
+            inner, outer = self.conversions.space(rank), self.conversions.space(rank + 1)
+            self.stack_maps[rank] = np.array(
+                [outer.index[ShardingSpec(((), *s.dims), s.unreduced)] for s in inner.specs], dtype=np.int64
+            )
+        return self.stack_maps[rank]
+
+    def strategies(self, op: Op, unreduced: tuple[bool, ...]) -> StrategySet:
+        strict = self.sharded_contractions and op.primitive in CONTRACTIONS
+        quick = (id(op.rule), unreduced, strict)
+        if quick not in self.by_rule:
+            key = (op.rule.operands, op.rule.results, op.rule.factors, op.rule.reduce_op, op.rule.linear, *quick[1:])
+            if key not in self.strategy_sets:
+                self.strategy_sets[key] = enumerate_strategies(
+                    op.rule,
+                    self.conversions.mesh,
+                    self.conversions,
+                    unreduced_inputs=unreduced,
+                    sharded_contractions=strict,
+                )
+            self.by_rule[quick] = self.strategy_sets[key]
+        return self.by_rule[quick]
+
+    def outer(self, program: Program, ties: Sequence[tuple[int, int]]) -> None:
+        region = _Region(self, program, "", 1.0)
+        tied = dict(ties)
+        for position, value in enumerate(program.inputs):
+            if position in tied:
+                node = self.graph.inputs[tied[position]]
+            else:
+                node = self.port(f"in {position}", program.values[value].shape, 1.0, unreduced=False)
+            self.graph.inputs.append(node)
+            region.produce(value, self.port_end(node), False, "in")
+        region.constants()
+        region.ops()
+        aliased = {o: i for i, o in program.aliases}
+        for position, value in enumerate(program.outputs):
+            if position in aliased:
+                node = self.graph.inputs[aliased[position]]
+            else:
+                shape = program.values[value].shape if value >= 0 else ()
+                node = self.port(f"out {position}", shape, 1.0, unreduced=False)
+            self.graph.outputs.append(node)
+            if value >= 0:
+                region.consume(value, self.port_end(node, "out"))
+        region.close()
+
+
+class _Region:
+    """Builds one program or body: values, their producers and consumers."""
+
+    def __init__(self, builder: _Builder, program: Program, prefix: str, weight: float) -> None:
+        self.b, self.program, self.prefix, self.weight = builder, program, prefix, weight
+        self.links: dict[int, Link] = {}
+        self.unreduced: dict[int, bool] = {}
+
+    def produce(self, value: int, end: End, unreduced: bool, made_at: str) -> None:
+        v = self.program.values[value]
+        self.links[value] = Link(self.prefix, value, v.shape, v.itemsize, self.weight, end, made_at=made_at)
+        self.unreduced[value] = unreduced
+
+    def consume(self, value: int, end: End) -> None:
+        self.links[value].consumers.append(end)
+
+    def constants(self) -> None:
+        for value in self.program.constants:
+            node = self.b.port("constant", self.program.values[value].shape, self.weight, unreduced=False, fixed=True)
+            self.produce(value, self.b.port_end(node), False, "in")
+
+    def ops(self) -> None:
+        for index, op in enumerate(self.program.ops):
+            path = f"{self.prefix}{index}"
+            if not op.bodies:
+                self.op(op, path)
+            elif op.primitive == "scan":
+                self.scan(op, path)
+            elif op.primitive == "while":
+                self.while_(op, path)
+            else:
+                self.cond(op, path)
+
+    def op(self, op: Op, path: str) -> None:
+        unreduced = tuple(i >= 0 and self.unreduced[i] for i in op.inputs)
+        strategies = self.b.strategies(op, unreduced)
+        node = self.b.add(
+            Node("op", path, len(strategies), self.weight, op=op, program=self.program, strategies=strategies)
+        )
+        self.b.graph.op_nodes[path] = node
+        for position, value in enumerate(op.inputs):
+            if value >= 0:
+                self.consume(value, End(node, strategies.operands[position], (id(strategies), 0, position), path))
+        can = _can_be_unreduced(op, unreduced)
+        for position, value in enumerate(op.outputs):
+            if value >= 0:
+                self.produce(value, End(node, strategies.results[position], (id(strategies), 1, position)), can, path)
+
+    def enter(self, op: Op, position: int, path: str, weight: float, *, stacked: bool = False) -> int:
+        """Port for operand ``position`` of a control-flow op, joined to the outer value."""
+        value = op.inputs[position]
+        shape = self.program.values[value].shape if value >= 0 else ()
+        can = value >= 0 and self.unreduced[value] and op.primitive != "cond"
+        node = self.b.port(f"{path} in {position}", shape[1:] if stacked else shape, weight, unreduced=can)
+        if value >= 0:
+            self.consume(value, self.b.port_end(node, path, stacked))
+        return node
+
+    def body(self, op: Op, number: int, path: str, weight: float, ports: list[int]) -> _Region:
+        inner = _Region(self.b, op.bodies[number], f"{path}.{number}.", weight)
+        for node, value in zip(ports, inner.program.inputs, strict=True):
+            inner.produce(value, self.b.port_end(node), self.may_be_unreduced(node), "in")
+        inner.constants()
+        inner.ops()
+        return inner
+
+    def may_be_unreduced(self, node: int) -> bool:
+        n = self.b.graph.nodes[node]
+        assert n.specs is not None
+        space = self.b.conversions.space(n.rank)
+        return any(space.specs[i].unreduced for i in n.specs)
+
+    def end_body(self, inner: _Region, path: str, number: int, ports: list[int]) -> None:
+        for value, node in zip(inner.program.outputs, ports, strict=True):
+            if value >= 0:
+                inner.consume(value, self.b.port_end(node, f"{path}.{number}.out"))
+        inner.close()
+
+    def scan(self, op: Op, path: str) -> None:
+        weight = self.weight * op.trip_count
+        first, last = op.num_consts, op.num_consts + op.num_carry
+        ports = [self.enter(op, i, path, weight, stacked=i >= last) for i in range(len(op.inputs))]
+        inner = self.body(op, 0, path, weight, ports)
+        outs = list(ports[first:last])
+        for position, value in enumerate(inner.program.outputs[op.num_carry :], op.num_carry):
+            shape = inner.program.values[value].shape if value >= 0 else ()
+            can = value >= 0 and inner.unreduced[value]
+            outs.append(self.b.port(f"{path} out {position}", shape, weight, unreduced=can))
+        self.end_body(inner, path, 0, outs)
+        self.leave(op, path, ports, outs, op.num_carry)
+
+    def while_(self, op: Op, path: str) -> None:
+        # The number of iterations is unknown; a while loop counts as one (the report says so).
+        ports = [self.enter(op, i, path, self.weight) for i in range(len(op.inputs))]
+        carries = len(op.bodies[1].outputs)
+        carry = ports[len(ports) - carries :]
+        tests = len(op.bodies[0].inputs) - carries
+        inner = self.body(op, 0, path, self.weight, ports[:tests] + carry)
+        self.end_body(inner, path, 0, [self.b.port(f"{path} test", (), self.weight, unreduced=False, fixed=True)])
+        inner = self.body(op, 1, path, self.weight, ports[tests : len(ports) - carries] + carry)
+        self.end_body(inner, path, 1, carry)
+        self.leave(op, path, ports, carry, carries)
+
+    def cond(self, op: Op, path: str) -> None:
+        # One branch is taken at a time; without knowledge each counts as equally likely.
+        weight = self.weight / len(op.bodies)
+        ports = [self.enter(op, i, path, weight) for i in range(len(op.inputs))]
+        shapes = [self.result_shape(op, i) for i in range(len(op.outputs))]
+        outs = [self.b.port(f"{path} out {i}", s, weight, unreduced=False) for i, s in enumerate(shapes)]
+        for number in range(len(op.bodies)):
+            inner = self.body(op, number, path, weight, ports[1:])
+            self.end_body(inner, path, number, outs)
+        self.leave(op, path, ports, outs, len(outs))
+
+    def result_shape(self, op: Op, position: int) -> tuple[int, ...]:
+        """Shape of a conditional's result, from the first branch that computes it."""
+        for body in op.bodies:
+            if body.outputs[position] >= 0:
+                return body.values[body.outputs[position]].shape
+        return ()
+
+    def leave(self, op: Op, path: str, ports: list[int], outs: list[int], unstacked: int) -> None:
+        """The results of a control-flow op lie as the ports ``outs`` say."""
+        self.b.graph.body_ports[path] = (ports, outs)
+        for position, node in enumerate(outs):
+            value = op.outputs[position]
+            if value >= 0:
+                stacked = op.primitive == "scan" and position >= unstacked
+                self.produce(value, self.b.port_end(node, "", stacked), self.may_be_unreduced(node), path)
+
+    def close(self) -> None:
+        """Add copy nodes where several consumers may share a conversion; hand the links to the graph."""
+        for link in self.links.values():
+            if len({c.node for c in link.consumers}) > 1:
+                pairs = self.copy_pairs(link)
+                if len(pairs):
+                    name = f"{self.prefix}%{link.value}"
+                    link.copy = self.b.add(
+                        Node("copy", name, len(pairs), self.weight, pairs=pairs, shape=link.shape, rank=len(link.shape))
+                    )
+            self.b.graph.links.append(link)
+
+    def copy_pairs(self, link: Link) -> np.ndarray:
+        """(produced, kept) spec numbers; kept = produced: nothing is kept. Empty if no conversion can be shared.
+
+        Kept specs are what several consumers can read: the produced spec with some axes gathered or reduced.
+        """
+        key = (link.producer.key, link.shape, tuple(dict.fromkeys(c.key for c in link.consumers)))
+        cache = self.b.copy_pairs
+        if key not in cache:
+            space = self.b.conversions.space(len(link.shape))
+            valid = space.valid(link.shape)
+            wanted: dict[int, int] = defaultdict(int)
+            for consumer in link.consumers:
+                for spec in np.unique(consumer.specs):
+                    wanted[int(spec)] += 1
+            shared = [s for s in sorted(wanted) if wanted[s] > 1 and valid[s]]
+            rows = []
+            for made in map(int, np.unique(link.producer.specs)):
+                rows.append((made, made))
+                rows += [(made, k) for k in shared if k != made and _coarser(space.specs[made], space.specs[k])]
+            only_base = all(a == b for a, b in rows)
+            cache[key] = np.array([] if only_base else rows, dtype=np.int64).reshape(-1, 2)
+        return cache[key]
+
+
+def _can_be_unreduced(op: Op, inputs: tuple[bool, ...]) -> bool:
+    reduces = op.rule.reduce_op == "add" and any(op.rule.factors[i].size > 1 for i in op.rule.reduction_factors)
+    return reduces or any(all(inputs[i] for i in group) for group in op.rule.linear)
+
+
+def _coarser(made: ShardingSpec, kept: ShardingSpec) -> bool:
+    """Whether ``kept`` follows from ``made`` by gathers, or by reducing all partial sums (scattered or not)."""
+    if kept.unreduced:
+        return False
+    if made.unreduced:
+        if any(k[: len(m)] != m for m, k in zip(made.dims, kept.dims, strict=True)):
+            return False
+        extra = {a for m, k in zip(made.dims, kept.dims, strict=True) for a in k[len(m) :]}
+        return extra <= set(made.unreduced)
+    return all(m[: len(k)] == k for m, k in zip(made.dims, kept.dims, strict=True))

@@ -1,0 +1,242 @@
+"""Choices of the decision graph -> what a plan holds: specs of every op and leaf, conversions, collectives.
+
+A conversion of a value to a spec happens once per region, before the first op that needs it (a reduction of partial sums
+right after the value is made), and serves every later consumer.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from alpa_lite.core.collective import Collective, CollectiveKind
+from alpa_lite.core.conversion import Conversion, Step
+from alpa_lite.core.program import Op, Program
+from alpa_lite.core.spec import ShardingSpec
+from alpa_lite.costs.conversion import step_size_bytes
+from alpa_lite.intraop.decisions import DecisionGraph, Link
+from alpa_lite.plan.records import OpDecision
+
+if TYPE_CHECKING:
+    from alpa_lite.costs.model import CostModel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Realised:
+    """A choice written out; times in the cost model's unit for one step."""
+
+    in_specs: tuple[ShardingSpec, ...]
+    out_specs: tuple[ShardingSpec, ...]
+    decisions: tuple[OpDecision, ...]
+    conversions: tuple[Conversion, ...]
+    collectives: tuple[Collective, ...]
+
+    @property
+    def communication(self) -> float:
+        return sum(c.time_s * c.count for c in self.collectives)
+
+
+def realise(program: Program, graph: DecisionGraph, choice: np.ndarray, costs: CostModel) -> Realised:
+    """Write out ``choice`` (one number per node of ``graph``)."""
+    writer = _Writer(graph, choice, costs)
+    decisions = [writer.decision(path, owner, op) for path, owner, op in program.walk()]
+    for link in graph.links:
+        writer.convert(link, program)
+    collectives, conversions = writer.finish(program)
+    return Realised(
+        in_specs=tuple(writer.port_spec(n) for n in graph.inputs),
+        out_specs=tuple(writer.port_spec(n) for n in graph.outputs),
+        decisions=tuple(decisions),
+        conversions=conversions,
+        collectives=collectives,
+    )
+
+
+class _Writer:
+    def __init__(self, graph: DecisionGraph, choice: np.ndarray, costs: CostModel) -> None:
+        self.graph, self.choice, self.costs = graph, choice, costs
+        self.conversions = graph.conversions
+        self.mesh = graph.conversions.mesh
+        self.raw: list[tuple[str, Link, tuple[Step, ...]]] = []
+        self.inside: list[tuple[str, Collective]] = []
+
+    def spec(self, rank: int, number: int) -> ShardingSpec:
+        return self.conversions.space(rank).specs[number]
+
+    def port_spec(self, node: int) -> ShardingSpec:
+        n = self.graph.nodes[node]
+        assert n.specs is not None
+        return self.spec(n.rank, int(n.specs[self.choice[node]]))
+
+    def decision(self, path: str, program: Program, op: Op) -> OpDecision:
+        if op.bodies:
+            return self.control_flow(path, op)
+        node = self.graph.op_nodes[path]
+        strategies, c = self.graph.nodes[node].strategies, int(self.choice[node])
+        assert strategies is not None
+        operands = tuple(
+            self.spec(len(dims), int(numbers[c]))
+            for dims, numbers in zip(op.rule.operands, strategies.operands, strict=True)
+        )
+        results = tuple(
+            self.spec(len(dims), int(numbers[c]))
+            for dims, numbers in zip(op.rule.results, strategies.results, strict=True)
+        )
+        if strategies.reduce_axes[c]:
+            self.reduce_inside(path, program, op, results[0], strategies.reduce_axes[c])
+        return OpDecision(path=path, operands=operands, results=results)
+
+    def reduce_inside(
+        self, path: str, program: Program, op: Op, result: ShardingSpec, axes: tuple[str, ...]
+    ) -> None:
+        value = program.values[op.outputs[0]]
+        size = result.local_size_bytes(value.shape, value.itemsize, self.mesh)
+        axes = self.mesh.sort_axes(axes)
+        self.inside.append(
+            (
+                path,
+                Collective(
+                    kind=CollectiveKind.ALL_REDUCE,
+                    axes=axes,
+                    size_bytes=size,
+                    count=round(self.graph.nodes[self.graph.op_nodes[path]].weight) or 1,
+                    time_s=float(self.costs.collective(CollectiveKind.ALL_REDUCE, axes, size)),
+                    op=path,
+                    source=op.source,
+                    tensor=f"%{op.outputs[0]}",
+                ),
+            )
+        )
+
+    def control_flow(self, path: str, op: Op) -> OpDecision:
+        ports, outs = self.graph.body_ports[path]
+        stacked_in = op.num_consts + op.num_carry if op.primitive == "scan" else len(ports)
+        stacked_out = op.num_carry if op.primitive == "scan" else len(outs)
+
+        def outer(node: int, stacked: bool) -> ShardingSpec:
+            spec = self.port_spec(node)
+            return ShardingSpec(((), *spec.dims), spec.unreduced) if stacked else spec
+
+        return OpDecision(
+            path=path,
+            operands=tuple(outer(n, i >= stacked_in) for i, n in enumerate(ports)),
+            results=tuple(outer(n, i >= stacked_out) for i, n in enumerate(outs)),
+        )
+
+    def convert(self, link: Link, program: Program) -> None:
+        """Record the conversions of one value."""
+        rank = len(link.shape)
+        table = self.conversions.table(link.shape, link.itemsize)
+        made = int(link.producer.specs[self.choice[link.producer.node]])
+        have = [made]
+        if link.copy >= 0:
+            pairs = self.graph.nodes[link.copy].pairs
+            assert pairs is not None
+            kept = int(pairs[self.choice[link.copy], 1])
+            if kept != made and self.is_read(link, table, made, kept):
+                self.record(link, made, kept, self.first_path(link, made))
+                have.append(kept)
+        done = set(have)
+        for consumer in link.consumers:
+            want = int(consumer.specs[self.choice[consumer.node]])
+            if want not in done:
+                source = min(have, key=lambda s: (table[s, want], s != made))
+                place = link if not self.spec(rank, source).unreduced else None
+                path = consumer.path if place else self.first_path(link, source)
+                self.record(link, source, want, path)
+                done.add(want)
+
+    def is_read(self, link: Link, table: np.ndarray, made: int, kept: int) -> bool:
+        """Whether any consumer is better off with the kept spec (else keeping it would only cost)."""
+        wants = [int(c.specs[self.choice[c.node]]) for c in link.consumers]
+        return any(table[kept, w] < table[made, w] for w in wants)
+
+    def first_path(self, link: Link, source: int) -> str:
+        """Partial sums are reduced as soon as they are made; other conversions wait for the first reader."""
+        if not self.spec(len(link.shape), source).unreduced:
+            return link.consumers[0].path
+        return next_path(link.made_at, link.region) or link.consumers[0].path
+
+    def record(self, link: Link, source: int, target: int, path: str) -> None:
+        rank = len(link.shape)
+        steps = self.conversions.steps(
+            self.spec(rank, source), self.spec(rank, target), link.shape, link.itemsize
+        )
+        self.raw.append((path, link, steps))
+
+    def finish(self, program: Program) -> tuple[tuple[Collective, ...], tuple[Conversion, ...]]:
+        """Number the collectives in program order."""
+        owners = {path: (owner, op) for path, owner, op in program.walk()}
+        order = _place_order(program)
+        self.raw.sort(key=lambda item: order[_existing(item[0], order)])
+        collectives: list[Collective] = []
+        conversions = []
+        for path, link, steps in self.raw:
+            path = _existing(path, order)
+            numbers = []
+            for step in steps:
+                if step.kind is None:
+                    numbers.append(-1)
+                    continue
+                numbers.append(len(collectives))
+                collectives.append(self.collective(step, link, path, program, owners))
+            conversions.append(Conversion(op=path, value=link.value, steps=steps, collectives=tuple(numbers)))
+        collectives += [c for _, c in self.inside]
+        return tuple(collectives), tuple(conversions)
+
+    def collective(
+        self, step: Step, link: Link, path: str, program: Program, owners: dict[str, tuple[Program, Op]]
+    ) -> Collective:
+        assert step.kind is not None
+        axes = self.mesh.sort_axes(step.axes)
+        size = step_size_bytes(step, link.shape, link.itemsize, self.mesh)
+        source = owners[link.made_at][1].source if link.made_at in owners else ""
+        if not source and path in owners:
+            source = owners[path][1].source
+        tensor = f"%{link.value}"
+        if not link.region and link.value in program.inputs and program.input_paths:
+            tensor = program.input_paths[program.inputs.index(link.value)]
+        return Collective(
+            kind=step.kind,
+            axes=axes,
+            size_bytes=size,
+            count=max(1, round(link.weight)),
+            time_s=float(self.costs.collective(step.kind, axes, size)),
+            op=path,
+            source=source,
+            tensor=tensor,
+        )
+
+
+def next_path(made_at: str, region: str) -> str:
+    """Path of the op after the one that made a value ("" when it was an input)."""
+    if made_at == "in":
+        return ""
+    return f"{region}{int(made_at[len(region) :]) + 1}"
+
+
+def _existing(path: str, order: dict[str, int]) -> str:
+    """A path past the last op of its region means the region's end."""
+    if path in order:
+        return path
+    return f"{path.rpartition('.')[0]}.out" if "." in path else "out"
+
+
+def _place_order(program: Program) -> dict[str, int]:
+    """Position of every place where a conversion may stand."""
+    places: list[str] = []
+
+    def visit(p: Program, prefix: str) -> None:
+        for index, op in enumerate(p.ops):
+            places.append(f"{prefix}{index}")
+            for b, body in enumerate(op.bodies):
+                visit(body, f"{prefix}{index}.{b}.")
+        places.append(f"{prefix}out")
+
+    visit(program, "")
+    return {path: i for i, path in enumerate(places)}
+
+

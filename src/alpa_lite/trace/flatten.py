@@ -1,0 +1,168 @@
+"""Closed jaxpr -> FlatJaxpr: calls inlined, dead code dropped, control flow kept as ops with bodies.
+
+Inlined: ``jit``, ``custom_jvp_call``, ``custom_vjp_call``, ``closed_call`` and ``remat`` (a differentiated remat puts an
+``optimization_barrier`` on its inputs, as JAX's own lowering does, so that XLA does not undo the recomputation).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from alpa_lite._jax_compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, name_scope_of, source_of
+
+_CALLS = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "custom_vjp_call_jaxpr": "fun_jaxpr",
+    "remat2": "jaxpr",
+    "checkpoint": "jaxpr",
+    "remat": "jaxpr",
+    "custom_lin": "bwd",
+}
+_REMATS = ("remat2", "checkpoint", "remat")
+
+
+@dataclass(slots=True)
+class FlatOp:
+    """One equation after inlining: ``inputs`` are value ids or ``Literal``.
+
+    ``outputs`` are value ids, -1 when nothing uses the result; ``all_outputs`` keeps the ids, for their types.
+    """
+
+    primitive: Any
+    params: dict[str, Any]
+    inputs: list[Any]
+    outputs: list[int]
+    source: str
+    scope: str
+    bodies: list[FlatJaxpr] = field(default_factory=list)
+    all_outputs: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        self.all_outputs = tuple(self.outputs)
+
+    @property
+    def name(self) -> str:
+        return self.primitive.name
+
+
+@dataclass(slots=True)
+class FlatJaxpr:
+    """A jaxpr without calls. ``avals[i]`` is the abstract value of value i; ``constants`` maps value ids to arrays."""
+
+    avals: list[Any]
+    ops: list[FlatOp]
+    inputs: list[int]
+    outputs: list[Any]
+    constants: dict[int, Any]
+
+
+def flatten(closed: ClosedJaxpr) -> FlatJaxpr:
+    """Inline and simplify; see the module docstring."""
+    builder = _Builder()
+    flat = builder.run(closed.jaxpr, closed.consts)
+    _drop_dead(flat)
+    return flat
+
+
+class _Builder:
+    """Holds the growing value list of one flat jaxpr."""
+
+    def __init__(self) -> None:
+        self.avals: list[Any] = []
+        self.ops: list[FlatOp] = []
+        self.constants: dict[int, Any] = {}
+
+    def new(self, aval: Any) -> int:
+        self.avals.append(aval)
+        return len(self.avals) - 1
+
+    def run(self, jaxpr: Jaxpr, consts: Any) -> FlatJaxpr:
+        env: dict[Var, Any] = {}
+        for var, const in zip(jaxpr.constvars, consts, strict=True):
+            env[var] = self.new(var.aval)
+            self.constants[env[var]] = const
+        inputs = []
+        for var in jaxpr.invars:
+            env[var] = self.new(var.aval)
+            inputs.append(env[var])
+        outputs = self.inline(jaxpr, env, "", "")
+        return FlatJaxpr(self.avals, self.ops, inputs, outputs, self.constants)
+
+    def inline(self, jaxpr: Jaxpr, env: dict[Var, Any], scope: str, source: str) -> list[Any]:
+        """Append the equations of ``jaxpr`` under ``env``; returns what its outvars are (ids or literals)."""
+
+        def read(atom: Any) -> Any:
+            return atom if isinstance(atom, Literal) else env[atom]
+
+        for eqn in jaxpr.eqns:
+            inputs = [read(a) for a in eqn.invars]
+            own = name_scope_of(eqn)
+            inner_scope = f"{scope}/{own}" if scope and own else scope or own
+            name = eqn.primitive.name
+            if name in _CALLS:
+                results = self.call(eqn, inputs, inner_scope, source)
+            else:
+                results = [self.new(v.aval) for v in eqn.outvars]
+                op = FlatOp(eqn.primitive, eqn.params, inputs, results, source_of(eqn) or source, inner_scope)
+                op.bodies = [flatten(body) for body in _bodies(eqn)]
+                self.ops.append(op)
+            env.update(zip(eqn.outvars, results, strict=True))
+        return [read(a) for a in jaxpr.outvars]
+
+    def call(self, eqn: JaxprEqn, inputs: list[Any], scope: str, source: str) -> list[Any]:
+        inner = eqn.params[_CALLS[eqn.primitive.name]]
+        jaxpr, consts = (inner.jaxpr, inner.consts) if isinstance(inner, ClosedJaxpr) else (inner, ())
+        if eqn.primitive.name in _REMATS and eqn.params["differentiated"] and eqn.params["prevent_cse"]:
+            inputs = self.barrier(inputs, eqn, scope)
+        env: dict[Var, Any] = dict(zip(jaxpr.invars, inputs, strict=True))
+        for var, const in zip(jaxpr.constvars, consts, strict=True):
+            env[var] = self.new(var.aval)
+            self.constants[env[var]] = const
+        label = eqn.params.get("name", "")
+        inner_scope = f"{scope}/{label}" if scope and label else scope or label
+        return self.inline(jaxpr, env, inner_scope, source_of(eqn) or source)
+
+    def barrier(self, inputs: list[Any], eqn: JaxprEqn, scope: str) -> list[Any]:
+        from jax.lax import optimization_barrier_p
+
+        real = list(dict.fromkeys(i for i in inputs if not isinstance(i, Literal)))
+        renamed = {i: self.new(self.avals[i]) for i in real}
+        group = tuple(renamed.values())
+        # One op per tensor, so that each has its own layout; ``group`` lets lowering emit the one joint barrier.
+        for old, fresh in renamed.items():
+            self.ops.append(FlatOp(optimization_barrier_p, {"group": group}, [old], [fresh], source_of(eqn), scope))
+        return [i if isinstance(i, Literal) else renamed[i] for i in inputs]
+
+
+def _bodies(eqn: JaxprEqn) -> list[ClosedJaxpr]:
+    name = eqn.primitive.name
+    if name == "scan":
+        return [eqn.params["jaxpr"]]
+    if name == "while":
+        return [eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]]
+    if name == "cond":
+        return list(eqn.params["branches"])
+    return []
+
+
+def _drop_dead(flat: FlatJaxpr) -> None:
+    """Remove ops that no output needs; unused results become -1."""
+    live = {o for o in flat.outputs if not isinstance(o, Literal)}
+    kept = []
+    for op in reversed(flat.ops):
+        effects = getattr(op.primitive, "effects", None) or op.params.get("effects") or op.params.get("has_side_effect")
+        if not effects and not op.bodies and not any(o in live for o in op.outputs):
+            continue
+        if op.bodies and not any(o in live for o in op.outputs):
+            continue
+        op.outputs = [o if o in live else -1 for o in op.outputs]
+        live.update(i for i in op.inputs if not isinstance(i, Literal))
+        kept.append(op)
+    flat.ops = kept[::-1]
+    flat.constants = {i: c for i, c in flat.constants.items() if i in live}

@@ -1,0 +1,270 @@
+"""A Python function and abstract arguments -> ``Traced``: the Program and the flat jaxpr that it mirrors op by op."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from alpa_lite._jax_compat import Literal
+from alpa_lite.core.program import Op, Program, Value, check_program
+from alpa_lite.core.rule import OpShardingRule
+from alpa_lite.errors import AlpaLiteError, TraceError
+from alpa_lite.trace.flatten import FlatJaxpr, FlatOp, flatten
+from alpa_lite.trace.rules import ELEMENTWISE, op_key, rules_for
+
+_KEY_ITEMSIZE = 8  # a threefry key holds two uint32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traced:
+    """A traced function.
+
+    Attributes:
+        program: what the planner sees.
+        flat: the jaxpr without calls; ``flat.ops[i]`` is ``program.ops[i]``, also inside bodies.
+        in_tree, out_tree: pytree structures of the (dynamic) arguments and of the result.
+        in_leaves: abstract values of the flat arguments.
+    """
+
+    program: Program
+    flat: FlatJaxpr
+    in_tree: Any
+    out_tree: Any
+
+
+def trace(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    static_argnums: tuple[int, ...] = (),
+    static_argnames: tuple[str, ...] = (),
+    donate_argnums: tuple[int, ...] = (),
+) -> Traced:
+    """Trace ``fn``; arguments are arrays or ``jax.ShapeDtypeStruct`` pytrees. Touches no device.
+
+    Raises:
+        TraceError: the function cannot be traced, with the user's line.
+    """
+    try:
+        traced = jax.jit(fn, static_argnums=static_argnums, static_argnames=static_argnames).trace(*args, **kwargs)
+    except AlpaLiteError:
+        raise
+    except Exception as error:
+        raise TraceError(_trace_message(fn, error)) from error
+    flat = flatten(traced.jaxpr)
+    dynamic = {i: a for i, a in enumerate(args) if i not in static_argnums}
+    named = {k: v for k, v in kwargs.items() if k not in static_argnames}
+    in_paths, donated = _input_paths(dynamic, named, donate_argnums)
+    out_tree = traced.out_info
+    out_paths = [p for p, _ in leaf_paths(out_tree, "out")]
+    zero = [i for i, v in enumerate(flat.inputs) if 0 in flat.avals[v].shape]
+    if zero:
+        raise TraceError(
+            f"argument {in_paths[zero[0]]!r} has a dim of size 0 (shape {flat.avals[flat.inputs[zero[0]]].shape}); "
+            "a plan needs sizes of at least 1 on every dim. Pass arguments with the shapes of a real step."
+        )
+    program = build_program(flat, in_paths, out_paths, donated)
+    in_tree = jax.tree_util.tree_structure((tuple(dynamic.values()), named))
+    return Traced(program=program, flat=flat, in_tree=in_tree, out_tree=jax.tree_util.tree_structure(out_tree))
+
+
+def _trace_message(fn: Callable[..., Any], error: Exception) -> str:
+    name = getattr(fn, "__qualname__", repr(fn))
+    where = _user_line(error)
+    first = str(error).strip().splitlines()[0] if str(error).strip() else ""
+    return (
+        f"{name} cannot be traced by JAX: {type(error).__name__}: {first}\n"
+        f"  where: {where}\n"
+        "  allowed: a function of arrays that jax.jit can trace (no Python branch on traced values).\n"
+        "  next: make jax.jit(fn) work on these arguments first; mark Python-valued arguments with static_argnums."
+    )
+
+
+def _user_line(error: BaseException) -> str:
+    """Innermost frame of the traceback that is outside of JAX and this package."""
+    best, tb = "unknown", error.__traceback__
+    while tb is not None:
+        file = tb.tb_frame.f_code.co_filename
+        if "/jax/" not in file and "/alpa_lite/" not in file and "/jaxlib/" not in file:
+            best = f"{file}:{tb.tb_lineno} ({tb.tb_frame.f_code.co_name})"
+        tb = tb.tb_next
+    return best
+
+
+def leaf_paths(tree: Any, prefix: str) -> list[tuple[str, Any]]:
+    """Leaves with their ``/``-joined paths under ``prefix``."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return [
+        (f"{prefix}/{jax.tree_util.keystr(path, simple=True, separator='/')}" if path else prefix, leaf)
+        for path, leaf in leaves
+    ]
+
+
+def _input_paths(
+    dynamic: dict[int, Any], named: dict[str, Any], donate_argnums: tuple[int, ...]
+) -> tuple[list[str], list[bool]]:
+    paths, donated = [], []
+    for number, tree in [*dynamic.items(), *sorted(named.items())]:
+        found = leaf_paths(tree, str(number))
+        paths += [p for p, _ in found]
+        donated += [number in donate_argnums] * len(found)
+    return paths, donated
+
+
+def build_program(flat: FlatJaxpr, in_paths: list[str], out_paths: list[str], donated: list[bool]) -> Program:
+    """Mirror a flat jaxpr as a Program with rules."""
+    distinct: dict[tuple[Any, ...], tuple[FlatOp, FlatJaxpr]] = {}
+    keys: dict[int, tuple[Any, ...]] = {}
+    _collect(flat, distinct, keys)
+    rules = rules_for(distinct)
+    names = {key: f"{key[0]}#{i}" for i, key in enumerate(distinct)}
+    program = _mirror(flat, keys, rules, names, in_paths, out_paths, donated)
+    check_program(program)
+    return program
+
+
+def _collect(flat: FlatJaxpr, distinct: dict[Any, Any], keys: dict[int, Any]) -> None:
+    for op in flat.ops:
+        key = op_key(op, flat) if not op.bodies else (op.name, id(op))
+        keys[id(op)] = key
+        distinct.setdefault(key, (op, flat))
+        for body in op.bodies:
+            _collect(body, distinct, keys)
+
+
+def _mirror(
+    flat: FlatJaxpr,
+    keys: dict[int, tuple[Any, ...]],
+    rules: dict[tuple[Any, ...], OpShardingRule],
+    names: dict[tuple[Any, ...], str],
+    in_paths: list[str],
+    out_paths: list[str],
+    donated: list[bool],
+) -> Program:
+    values = tuple(_value(a) for a in flat.avals)
+    ops = []
+    for op in flat.ops:
+        key = keys[id(op)]
+        bodies = tuple(_mirror(b, keys, rules, names, [], [], []) for b in op.bodies)
+        consts, carry, trips = _loop_layout(op)
+        ops.append(
+            Op(
+                primitive=op.name,
+                inputs=tuple(-1 if isinstance(i, Literal) else i for i in op.inputs),
+                outputs=tuple(op.outputs),
+                rule=rules[key],
+                key=names[key],
+                flops=_flops(op, flat),
+                source=op.source,
+                scope=op.scope,
+                elementwise=op.name in ELEMENTWISE,
+                bodies=bodies,
+                num_consts=consts,
+                num_carry=carry,
+                trip_count=trips,
+                pinned=str(op.params.get("spec", "")) if op.name == "pin" else "",
+            )
+        )
+    outputs = tuple(-1 if isinstance(o, Literal) else o for o in flat.outputs)
+    aliases = find_aliases(values, tuple(flat.inputs), outputs, in_paths, out_paths, donated)
+    return Program(
+        values=values,
+        ops=tuple(ops),
+        inputs=tuple(flat.inputs),
+        outputs=outputs,
+        input_paths=tuple(in_paths),
+        output_paths=tuple(out_paths),
+        donated=tuple(donated),
+        aliases=aliases,
+        constants=tuple(flat.constants),
+    )
+
+
+def _value(aval: Any) -> Value:
+    dtype = getattr(aval, "dtype", np.dtype("uint32"))
+    itemsize = getattr(dtype, "itemsize", _KEY_ITEMSIZE)
+    return Value(shape=tuple(getattr(aval, "shape", ())), dtype=str(dtype), itemsize=itemsize)
+
+
+def _loop_layout(op: FlatOp) -> tuple[int, int, int]:
+    if op.name == "scan":
+        return op.params["num_consts"], op.params["num_carry"], op.params["length"]
+    return 0, 0, 1
+
+
+def _flops(op: FlatOp, flat: FlatJaxpr) -> float:
+    """Floating-point operations; an elementwise op counts one per result element."""
+    if op.bodies:
+        return 0.0
+    out = [math.prod(flat.avals[o].shape) for o in op.all_outputs if hasattr(flat.avals[o], "shape")]
+    ins = [math.prod(np.shape(i.val)) if isinstance(i, Literal) else math.prod(flat.avals[i].shape) for i in op.inputs]
+    if op.name == "dot_general":
+        (contract, _), _ = op.params["dimension_numbers"]
+        lhs = flat.avals[op.inputs[0]].shape
+        return 2.0 * out[0] * math.prod(lhs[d] for d in contract)
+    if op.name == "conv_general_dilated":
+        kernel = flat.avals[op.inputs[1]].shape
+        out_features = kernel[op.params["dimension_numbers"].rhs_spec[0]]
+        return 2.0 * out[0] * math.prod(kernel) / out_features
+    if op.name.startswith("reduce") or op.name.startswith("cum") or op.name.startswith("arg"):
+        return float(sum(ins))
+    return float(sum(out))
+
+
+def find_aliases(
+    values: tuple[Value, ...],
+    inputs: tuple[int, ...],
+    outputs: tuple[int, ...],
+    in_paths: list[str],
+    out_paths: list[str],
+    donated: list[bool],
+) -> tuple[tuple[int, int], ...]:
+    """Which result leaf is the next step's value of which argument leaf.
+
+    A result and an argument belong together when their paths agree after the leading position and their types are equal;
+    among several such arguments the one whose position equals the result's, else the first still free. Donated arguments
+    that found no partner this way take the first free result of their type, as XLA's donation does.
+    """
+    by_tail: dict[tuple[str, Any], list[int]] = {}
+    for i, path in enumerate(in_paths):
+        for tail in (path.partition("/")[2], path):
+            by_tail.setdefault((tail, _type(values[inputs[i]])), []).append(i)
+    taken: dict[int, int] = {}
+    used: set[int] = set()
+    for o, path in enumerate(out_paths):
+        if outputs[o] < 0:
+            continue
+        rest = path.removeprefix("out").removeprefix("/")
+        tails = (rest.partition("/")[2], rest)
+        candidates = [
+            i
+            for tail in tails
+            for i in by_tail.get((tail, _type(values[outputs[o]])), [])
+            if i not in used and tail.count("/") + bool(tail) == _tail_length(in_paths[i], tail)
+        ]
+        if candidates:
+            best = min(candidates, key=lambda i: (in_paths[i] != rest, i))
+            taken[o] = best
+            used.add(best)
+    for i in range(len(in_paths)):
+        if donated[i] and i not in used:
+            for o in range(len(out_paths)):
+                if o not in taken and outputs[o] >= 0 and _type(values[outputs[o]]) == _type(values[inputs[i]]):
+                    taken[o] = i
+                    used.add(i)
+                    break
+    return tuple(sorted((i, o) for o, i in taken.items()))
+
+
+def _type(value: Value) -> tuple[Any, ...]:
+    return (value.shape, value.dtype)
+
+
+def _tail_length(path: str, tail: str) -> int:
+    return tail.count("/") + bool(tail)

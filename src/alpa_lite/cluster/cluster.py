@@ -1,0 +1,165 @@
+"""The cluster: hosts, devices per host, what a device can do, and the links. Pure data; no device is touched.
+
+Device ``i`` of a mesh (row-major) is device ``i`` of the cluster, and host ``h`` owns ``devices_per_host`` consecutive
+ones: earlier mesh axes run across hosts, later ones inside them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from alpa_lite.cluster.calibration import Calibration, calibrated_device
+from alpa_lite.cluster.hardware import Device, Link, device_names, read_device
+from alpa_lite.core.mesh import DeviceMesh
+from alpa_lite.errors import ClusterError
+from alpa_lite.units import format_bytes, format_time
+
+_TEXT = re.compile(r"(\d+)x(\d+):([A-Za-z0-9._-]+)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """Hosts of equal make.
+
+    Attributes:
+        num_hosts, devices_per_host: the layout.
+        device: what each device can do.
+        inside: the link between devices of one host.
+        between: the link between hosts.
+        calibration: measurements that replaced the table's figures, if any.
+    """
+
+    num_hosts: int
+    devices_per_host: int
+    device: Device
+    inside: Link
+    between: Link
+    calibration: Calibration | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_hosts < 1 or self.devices_per_host < 1:
+            raise ClusterError(
+                f"a cluster of {self.num_hosts} hosts with {self.devices_per_host} devices each has no device. Both "
+                f"numbers must be at least 1, as in '1x8:{self.device.name}'; write the number of hosts first."
+            )
+
+    @classmethod
+    def parse(cls, text: str) -> Cluster:
+        """Reads ``"HOSTSxDEVICES:NAME"``, e.g. ``"8x8:h100-sxm"``: hosts, devices per host, device of the table.
+
+        Raises:
+            ClusterError: the text has another form, a number is 0, or the device is unknown.
+        """
+        match = _TEXT.fullmatch(text.strip())
+        if match is None:
+            raise ClusterError(
+                f"the cluster text {text!r} cannot be read. It must be HOSTSxDEVICES_PER_HOST:DEVICE, like '8x8:h100-sxm' "
+                f"for 8 hosts with 8 devices each, with a device of {', '.join(device_names())}. It was given to "
+                f"Cluster.parse (or --cluster); correct it there, '1x8:cpu' is a laptop."
+            )
+        hosts, devices, name = match.groups()
+        return cls.of(name, num_hosts=int(hosts), devices_per_host=int(devices))
+
+    @classmethod
+    def of(
+        cls, name: str, *, num_hosts: int = 1, devices_per_host: int, calibration: Calibration | None = None
+    ) -> Cluster:
+        """A cluster of devices of the hardware table, with measured figures where a calibration is given."""
+        device, inside, between = read_device(name)
+        if calibration is not None:
+            device = calibrated_device(device, calibration)
+        return cls(
+            num_hosts=num_hosts,
+            devices_per_host=devices_per_host,
+            device=device,
+            inside=inside,
+            between=between,
+            calibration=calibration,
+        )
+
+    @property
+    def num_devices(self) -> int:
+        return self.num_hosts * self.devices_per_host
+
+    def mesh_candidates(
+        self, num_axes: int, *, min_axis_size: int = 1, up_to_symmetry: bool = False
+    ) -> tuple[tuple[int, ...], ...]:
+        """Every ordered factorisation of the device count into ``num_axes`` axis sizes, lexicographically.
+
+        Args:
+            num_axes: number of axes.
+            min_axis_size: 2 leaves out shapes that are really shapes of fewer axes.
+            up_to_symmetry: on one host, where all links are alike, keep one shape of those that differ only in order.
+
+        Example:
+            ``Cluster.parse("1x8:cpu").mesh_candidates(2)`` is ``((1, 8), (2, 4), (4, 2), (8, 1))``.
+        """
+        if num_axes < 1:
+            raise ClusterError(
+                f"a mesh of {num_axes} axes was asked of Cluster.mesh_candidates; it needs at least 1. Give 1, 2 or 3."
+            )
+        shapes = tuple(_factorisations(self.num_devices, num_axes, min_axis_size))
+        if up_to_symmetry and self.num_hosts == 1:
+            return tuple(shape for shape in shapes if list(shape) == sorted(shape))
+        return shapes
+
+    def check_mesh(self, mesh: DeviceMesh) -> None:
+        """Refuses a mesh that does not fit (``ClusterError``)."""
+        if mesh.num_devices > self.num_devices:
+            raise ClusterError(
+                f"the mesh {mesh} has {mesh.num_devices} devices, the cluster {self} has {self.num_devices}. A mesh may "
+                f"have at most as many devices as its cluster; set PlanOptions.mesh_shape so that the product is "
+                f"{self.num_devices}, or name a larger cluster."
+            )
+
+    def group_extent(self, mesh: DeviceMesh, axes: tuple[str, ...]) -> tuple[int, int]:
+        """Over the groups along ``axes``: the most hosts that one spans, the most devices that it has in one host."""
+        self.check_mesh(mesh)
+        hosts = (np.arange(mesh.num_devices) // self.devices_per_host).reshape(mesh.shape)
+        positions = [mesh.axis_names.index(axis) for axis in axes]
+        groups = np.moveaxis(hosts, positions, range(len(positions))).reshape(mesh.axes_size(axes), -1)
+        counts = [np.unique(group, return_counts=True)[1] for group in np.unique(groups, axis=1).T]
+        return max(len(count) for count in counts), max(int(count.max()) for count in counts)
+
+    def axes_inside_hosts(self, mesh: DeviceMesh) -> tuple[str, ...]:
+        """The mesh axes along which every group lies inside one host."""
+        return tuple(axis for axis in mesh.axis_names if self.group_extent(mesh, (axis,))[0] == 1)
+
+    def describe(self) -> str:
+        """A few lines for people: layout, device, links."""
+        device, rates = self.device, ", ".join(f"{d} {rate / 1e12:.4g}" for d, rate in self.device.flops_per_s)
+        basis = f"measured {self.calibration.date}" if self.calibration else "hardware table"
+        hosts = "1 host" if self.num_hosts == 1 else f"{self.num_hosts} hosts"
+        lines = [
+            f"{hosts} x {self.devices_per_host} {device.description} ({basis})",
+            f"  TFLOP/s {rates}; a large matmul reaches {device.matmul_efficiency:.0%}",
+            f"  memory {format_bytes(device.memory_bytes)}, {device.memory_bandwidth_bytes_per_s / 1e9:.4g} GB/s, "
+            f"a large copy reaches {device.memory_efficiency:.0%}",
+            f"  inside a host {_link_text(self.inside)}",
+        ]
+        if self.num_hosts > 1:
+            lines.append(f"  between hosts {_link_text(self.between)}")
+        return "\n".join(lines) + "\n"
+
+    def __str__(self) -> str:
+        return f"{self.num_hosts}x{self.devices_per_host}:{self.device.name}"
+
+
+def _factorisations(number: int, num_axes: int, min_axis_size: int) -> Iterator[tuple[int, ...]]:
+    if num_axes == 1:
+        if number >= min_axis_size:
+            yield (number,)
+        return
+    for first in range(min_axis_size, number + 1):
+        if number % first == 0:
+            for rest in _factorisations(number // first, num_axes - 1, min_axis_size):
+                yield (first, *rest)
+
+
+def _link_text(link: Link) -> str:
+    whose = "per host" if link.per_host else "per device"
+    return f"{link.bandwidth_bytes_per_s / 1e9:.4g} GB/s {whose} and direction, {format_time(link.latency_s)} a hop"

@@ -1,0 +1,124 @@
+"""Pins as data: what a user fixed for a leaf, dim by dim, and whether a spec keeps to it. Knows no JAX.
+
+``trace/pins.py`` reads them from what users write; the intra-op problem uses ``PinnedDims.allows`` as a domain filter.
+Text form, as for specs with ``?`` for a free dim: ``[_,model,?]``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from alpa_lite.core.mesh import DeviceMesh
+from alpa_lite.core.spec import ShardingSpec
+from alpa_lite.errors import PinError
+from alpa_lite.plan.identity import close_matches
+
+Dims = tuple[tuple[str, ...] | None, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PinnedDims:
+    """What is fixed for one tensor.
+
+    Attributes:
+        path: the leaf, or the op of an ``al.pin``.
+        shape: global shape.
+        dims: per dim the axes that split it, () for whole, None for free.
+        origin: the key as the user wrote it; "" if nothing was said about the tensor.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dims: Dims
+    origin: str = ""
+
+    def __post_init__(self) -> None:
+        assert len(self.dims) == len(self.shape), f"{self.path}: pin {self.dims} for shape {self.shape}"
+
+    @property
+    def is_free(self) -> bool:
+        return all(axes is None for axes in self.dims)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Axes used, in dim order."""
+        return tuple(axis for axes in self.dims for axis in axes or ())
+
+    def allows(self, spec: ShardingSpec, mesh: DeviceMesh | None = None) -> bool:
+        """Whether the spec has exactly the pinned axes, in order, on every dim that is not free.
+
+        Never true for an unreduced spec. With a mesh, axes of size 1 do not count: splitting over them is no splitting.
+        """
+
+        def counted(axes: tuple[str, ...]) -> tuple[str, ...]:
+            return axes if mesh is None else tuple(axis for axis in axes if mesh.axis_size(axis) > 1)
+
+        if spec.rank != len(self.dims) or counted(spec.unreduced):
+            return False
+        pairs = zip(self.dims, spec.dims, strict=True)
+        return all(pinned is None or counted(pinned) == counted(axes) for pinned, axes in pairs)
+
+    def check(self, mesh: DeviceMesh, source: str) -> None:
+        """Refuses a pin that the mesh cannot hold.
+
+        Raises:
+            PinError: for an unknown axis, or a dim that does not divide.
+        """
+        for axis in self.axes:
+            if axis not in mesh.axis_names:
+                raise PinError(
+                    f"the pin {self.origin!r} uses the axis {axis!r}. The axes of the mesh {mesh} are"
+                    f" {', '.join(map(repr, mesh.axis_names))}.{close_matches(axis, mesh.axis_names)} At {source}."
+                    " Use one of them, or name the axes with PlanOptions(axis_names=...)."
+                )
+        for dim, (size, axes) in enumerate(zip(self.shape, self.dims, strict=True)):
+            if axes and size % mesh.axes_size(axes):
+                over = f"axis {axes[0]!r}" if len(axes) == 1 else f"axes {axes}"
+                raise PinError(
+                    f"the pin {self.origin!r} cannot split {self.path!r} of shape {self.shape}: dim {dim} of size"
+                    f" {size} does not divide over {over} of {mesh.axes_size(axes)} devices. Only even splits are"
+                    f" possible. At {source}. Pad dim {dim} to {_next_multiple(size, mesh.axes_size(axes))}, pin"
+                    " another dim, or use a mesh on which it divides."
+                )
+
+    def __str__(self) -> str:
+        return "[" + ",".join("?" if axes is None else ".".join(axes) or "_" for axes in self.dims) + "]"
+
+
+def parse_dims(text: str) -> Dims:
+    """Inverse of ``str`` of a ``PinnedDims``; ``ValueError`` names a bad text."""
+    if not (text.startswith("[") and text.endswith("]")):
+        raise ValueError(f"cannot read the pin {text!r}; expected a form like '[_,model,?]'")
+    entries = text[1:-1].split(",") if len(text) > 2 else []
+    return tuple(None if e == "?" else () if e == "_" else tuple(e.split(".")) for e in entries)
+
+
+def _next_multiple(size: int, factor: int) -> int:
+    return -(-size // factor) * factor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedPins:
+    """All pins of one step.
+
+    Attributes:
+        inputs, outputs: one per argument and result leaf.
+        ties: pairs of argument positions that must have one spec (from ``pin_like``).
+        axis_names: axes that pins use, in order of first use.
+        keys: (key, spec) as the user wrote them, for the plan.
+        notes: what was skipped or did not match.
+        source: where in the user's code the pins came in.
+    """
+
+    inputs: tuple[PinnedDims, ...]
+    outputs: tuple[PinnedDims, ...]
+    ties: tuple[tuple[int, int], ...] = ()
+    axis_names: tuple[str, ...] = ()
+    keys: tuple[tuple[str, str], ...] = ()
+    notes: tuple[str, ...] = ()
+    source: str = ""
+
+    def check(self, mesh: DeviceMesh) -> None:
+        """Refuses pins that the mesh cannot hold (``PinError``, the first one); for each mesh that is searched."""
+        for pinned in self.inputs + self.outputs:
+            pinned.check(mesh, self.source)

@@ -57,9 +57,9 @@ class Cluster:
         match = _TEXT.fullmatch(text.strip())
         if match is None:
             raise ClusterError(
-                f"the cluster text {text!r} cannot be read. It must be HOSTSxDEVICES_PER_HOST:DEVICE, like '8x8:h100-sxm' "
-                f"for 8 hosts with 8 devices each, with a device of {', '.join(device_names())}. It was given to "
-                f"Cluster.parse (or --cluster); correct it there, '1x8:cpu' is a laptop."
+                f"the cluster text {text!r} cannot be read. It must be HOSTSxDEVICES_PER_HOST:DEVICE, like "
+                f"'8x8:h100-sxm' for 8 hosts with 8 devices each, with a device of {', '.join(device_names())}. It was "
+                f"given to Cluster.parse (or --cluster); correct it there, '1x8:cpu' is a laptop."
             )
         hosts, devices, name = match.groups()
         return cls.of(name, num_hosts=int(hosts), devices_per_host=int(devices))
@@ -111,8 +111,8 @@ class Cluster:
         """Refuses a mesh that does not fit (``ClusterError``)."""
         if mesh.num_devices > self.num_devices:
             raise ClusterError(
-                f"the mesh {mesh} has {mesh.num_devices} devices, the cluster {self} has {self.num_devices}. A mesh may "
-                f"have at most as many devices as its cluster; set PlanOptions.mesh_shape so that the product is "
+                f"the mesh {mesh} has {mesh.num_devices} devices, the cluster {self} has {self.num_devices}. A mesh "
+                f"may have at most as many devices as its cluster; set PlanOptions.mesh_shape so that the product is "
                 f"{self.num_devices}, or name a larger cluster."
             )
 
@@ -122,8 +122,9 @@ class Cluster:
         hosts = (np.arange(mesh.num_devices) // self.devices_per_host).reshape(mesh.shape)
         positions = [mesh.axis_names.index(axis) for axis in axes]
         groups = np.moveaxis(hosts, positions, range(len(positions))).reshape(mesh.axes_size(axes), -1)
-        counts = [np.unique(group, return_counts=True)[1] for group in np.unique(groups, axis=1).T]
-        return max(len(count) for count in counts), max(int(count.max()) for count in counts)
+        counts = np.zeros((groups.shape[1], self.num_hosts), dtype=np.int64)  # devices of each group in each host
+        np.add.at(counts, (np.broadcast_to(np.arange(groups.shape[1]), groups.shape), groups), 1)
+        return int((counts > 0).sum(axis=1).max()), int(counts.max())
 
     def axes_inside_hosts(self, mesh: DeviceMesh) -> tuple[str, ...]:
         """The mesh axes along which every group lies inside one host."""

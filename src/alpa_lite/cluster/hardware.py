@@ -144,7 +144,8 @@ def read_device(name: str) -> tuple[Device, Link, Link]:
     """
     devices = _read_table()["devices"]
     if name not in devices:
-        close = difflib.get_close_matches(name.lower(), devices, n=1, cutoff=0.4)
+        close = [known for known in devices if name and known.startswith(name.lower())]
+        close += difflib.get_close_matches(name.lower(), devices, n=1, cutoff=0.4)
         guess = f" Did you mean {close[0]!r}?" if close else ""
         raise ClusterError(
             f"device {name!r} is not in the hardware table, which has {', '.join(devices)}.{guess} The device is the "

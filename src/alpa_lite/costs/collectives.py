@@ -1,11 +1,12 @@
 """Alpha-beta time of collectives on a mesh over a cluster's links.
 
-Formulation, for a group of n devices on h hosts with m of them in each, and B = ``size_bytes`` (``core/collective.py``):
+Formulation, for a group of n devices on h hosts with m of them in each, and B = ``size_bytes`` as in
+``core/collective.py``:
 
-- *bandwidth per device*: inside a host w. Between hosts v, the network port of one device, or its share where the devices
-  of a host share one port (all of them communicate at the same time: every group of a mesh runs the same program).
-- *all-gather, reduce-scatter*: NCCL's ring. (n-1)/n * B passes every edge of the ring. A ring that leaves a host can use
-  the ports of all m members, as NCCL does with one channel per port: bandwidth min(w, m*v). n-1 hops, h-1 of them
+- *bandwidth per device*: inside a host w. Between hosts v, the network port of one device, or its share where the
+  devices of a host share one port (all of them communicate at once: every group of a mesh runs the same program).
+- *all-gather, reduce-scatter*: NCCL's ring. (n-1)/n * B passes every edge of the ring. A ring that leaves a host can
+  use the ports of all m members, as NCCL does with one channel per port: bandwidth min(w, m*v). n-1 hops, h-1 of them
   between hosts.
 - *all-reduce*: one after the other, so twice that.
 - *all-to-all*: each device sends B/n to each other one, m-1 of them in its host and n-m outside; both kinds move at the
@@ -103,8 +104,7 @@ def group_of(cluster: Cluster, mesh: DeviceMesh, axes: tuple[str, ...]) -> Group
     )
 
 
-def _linear(cluster: Cluster, mesh: DeviceMesh, kind: CollectiveKind, axes: tuple[str, ...]) -> tuple[float, float]:
-    group = group_of(cluster, mesh, axes)
+def _linear(cluster: Cluster, group: Group, kind: CollectiveKind) -> tuple[float, float]:
     if group.num_devices == 1:
         return 0.0, 0.0
     calibration = cluster.calibration
@@ -138,8 +138,11 @@ class MeshCosts:
         self.cluster.check_mesh(self.mesh)
         names = self.mesh.axis_names
         subsets = [axes for size in range(len(names) + 1) for axes in itertools.combinations(names, size)]
+        groups = {axes: group_of(self.cluster, self.mesh, axes) for axes in subsets}
         table = {
-            (kind, axes): _linear(self.cluster, self.mesh, kind, axes) for kind in CollectiveKind for axes in subsets
+            (kind, axes): _linear(self.cluster, group, kind)
+            for axes, group in groups.items()
+            for kind in CollectiveKind
         }
         object.__setattr__(self, "_table", MappingProxyType(table))
 

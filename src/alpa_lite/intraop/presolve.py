@@ -1,0 +1,175 @@
+"""Exact reductions of the cost graph before any solver sees it.
+
+In the order in which they are tried:
+
+1. ``_filter``: arc consistency, states without a usable partner go.
+2. ``_separate``: an edge with ``C[x, y] = a[x] + b[y]`` becomes node costs.
+3. ``_merge``: a node whose choice is determined by a neighbour's (a function of it) joins that neighbour.
+4. ``_eliminate``: a node of degree 0, 1 or 2 whose choice no memory row sees is minimised out: nothing, a node cost, or
+   an edge between its neighbours remains.
+5. ``_dominated``: a state that another state beats whatever the neighbours choose goes (Goldstein's criterion, usages too).
+6. ``trim_usages``: times that cannot exceed the limit, and usages that no critical time sees, do not count.
+
+Rounds work on nodes that the same round has not touched yet, so copies of one layer go through the same operations on the
+same arrays and the tables answer from memory.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from alpa_lite.intraop.graph import CostGraph, InfeasibleError, interval_sums
+
+_JOIN_CAP = 8_000_000  # work of one elimination, k_i * k_j * k_l
+_SMALL_EDGE = 4096  # an edge of this many entries may always arise
+
+
+def presolve(graph: CostGraph) -> None:
+    """Shrinks the graph in place until nothing applies.
+
+    Raises:
+        InfeasibleError: a domain became empty.
+    """
+    dirty = set(graph.alive())
+    while True:
+        while dirty:
+            _filter(graph, dirty)
+            dirty = _round(graph, dirty)
+        dirty = trim_usages(graph) if graph.limit is not None else set()
+        if not dirty:
+            dirty = _dominated(graph)
+        if not dirty:
+            return
+
+
+def _filter(graph: CostGraph, dirty: set[int]) -> None:
+    """Arc consistency from the given nodes on; nodes that lose states, and their neighbours, become dirty."""
+    unary, adjacent, usable = graph.unary, graph.adjacent, graph.tables.usable
+    queue = sorted(dirty)
+    while queue:
+        again: set[int] = set()
+        for i in queue:
+            if unary[i] < 0:
+                continue
+            index = usable(unary[i], tuple(sorted(set(adjacent[i].values()))))
+            if index < 0:
+                continue
+            if not graph.tables.arrays[index].size:
+                raise InfeasibleError(i, (i, *adjacent[i]))
+            graph.keep_states(i, index)
+            again.update(adjacent[i])
+            dirty.add(i)
+        dirty |= again
+        queue = sorted(again)
+
+
+def _round(graph: CostGraph, dirty: set[int]) -> set[int]:
+    """One round over the dirty nodes; returns the nodes to look at next."""
+    touched: set[int] = set()
+    later: set[int] = set()
+    for i in sorted(dirty):
+        if graph.unary[i] < 0:
+            continue
+        if i in touched:
+            later.add(i)
+            continue
+        touched |= _separate(graph, i)
+        touched |= _merge(graph, i) or _eliminate(graph, i)
+    return later | touched
+
+
+def _separate(graph: CostGraph, i: int) -> set[int]:
+    tables, touched = graph.tables, set()
+    for j, m in list(graph.adjacent[i].items()):
+        parts = tables.split(m)
+        if parts is not None:
+            graph.unary[i] = tables.add(graph.unary[i], parts[0])
+            graph.unary[j] = tables.add(graph.unary[j], parts[1])
+            graph.drop_edge(i, j)
+            touched |= {i, j}
+    return touched
+
+
+def _merge(graph: CostGraph, i: int) -> set[int]:
+    """Merges the node into the first neighbour that determines it."""
+    tables, adjacent = graph.tables, graph.adjacent
+    for j in adjacent[i]:
+        m = adjacent[j][i]
+        f = tables.function(m)
+        if f < 0:
+            continue
+        graph.unary[j] = tables.follow(graph.unary[j], m, graph.unary[i], f)
+        graph.drop_edge(i, j)
+        touched = {j}
+        for other, n in list(adjacent[i].items()):
+            graph.drop_edge(i, other)
+            graph.add_edge(j, other, tables.take(n, f))
+            touched.add(other)
+        graph.carries[j] |= graph.carries[i]
+        graph.remove(i, "function", j, f)
+        return touched
+    return set()
+
+
+def _eliminate(graph: CostGraph, i: int) -> set[int]:
+    tables, near = graph.tables, graph.adjacent[i]
+    if graph.carries[i] or len(near) > 2:
+        return set()
+    v, neighbours = graph.unary[i], tuple(near.items())
+    if len(near) == 2:
+        (j, m), (k, n) = neighbours
+        if not _worthwhile(graph, i, j, k):
+            return set()
+        graph.drop_edge(i, j)
+        graph.drop_edge(i, k)
+        graph.add_edge(j, k, tables.join(v, m, n))
+    elif len(near) == 1:
+        ((j, m),) = neighbours
+        graph.drop_edge(i, j)
+        graph.unary[j] = tables.add(graph.unary[j], tables.fold(v, m))
+    else:
+        graph.constants.append(float(tables.arrays[v].min()))
+    graph.remove(i, "pick", v, neighbours)
+    return {j for j, _ in neighbours}
+
+
+def _worthwhile(graph: CostGraph, i: int, j: int, k: int) -> bool:
+    a, b, c = graph.num_states(i), graph.num_states(j), graph.num_states(k)
+    if a * b * c > _JOIN_CAP:
+        return False
+    return k in graph.adjacent[j] or b * c <= max(_SMALL_EDGE, 2 * a * (b + c))
+
+
+def _dominated(graph: CostGraph) -> set[int]:
+    dirty: set[int] = set()
+    for i in graph.alive():
+        matrices = tuple(sorted(graph.adjacent[i].values()))
+        index = graph.tables.undominated(graph.unary[i], matrices, tuple(sorted({n for _, _, n in graph.usages[i]})))
+        if index >= 0:
+            graph.keep_states(i, index)
+            dirty |= {i, *graph.adjacent[i]}
+    return dirty
+
+
+def trim_usages(graph: CostGraph) -> set[int]:
+    """Drops usages that no critical time sees; returns the nodes that became free of memory.
+
+    A time is critical if the largest choices together exceed the limit there.
+    """
+    assert graph.limit is not None
+    freed = graph.refresh_usages()
+    arrays = graph.tables.arrays
+    items = [(lo, hi, int(arrays[n].max()), i) for i, usages in enumerate(graph.usages) for lo, hi, n in usages]
+    if not items:
+        return freed
+    table = np.array(items, dtype=np.int64)
+    critical = interval_sums(table, len(graph.base)) + graph.base > graph.limit
+    before = np.concatenate([[0], np.cumsum(critical)])
+    idle = before[table[:, 1]] == before[table[:, 0]]
+    for i in np.unique(table[idle, 3]).tolist():
+        # The usage no longer counts, and need not: these times can never be too full.
+        graph.usages[i] = tuple(item for item in graph.usages[i] if before[item[1]] > before[item[0]])
+        graph.carries[i] = bool(graph.usages[i])
+        if not graph.usages[i]:
+            freed.add(i)
+    return freed

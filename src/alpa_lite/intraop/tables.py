@@ -1,0 +1,191 @@
+"""Interned arrays and memoised operations on them, the reason why presolve of repeated layers is cheap.
+
+A program of 32 equal layers has thousands of nodes but few distinct cost arrays. Arrays are known by small integers; equal
+contents get equal numbers, and every operation is remembered by the numbers of its operands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from hashlib import blake2b
+
+import numpy as np
+
+from alpa_lite.intraop.problem import Array
+
+_DOMINANCE_CAP = 4_000_000  # largest k*k*l for which pairwise differences of rows are formed
+
+
+class Tables:
+    """Interned vectors and matrices (costs, index lists, usages alike)."""
+
+    __slots__ = ("_by_content", "_by_id", "_keep", "_memo", "arrays")
+
+    def __init__(self) -> None:
+        self.arrays: list[Array] = []
+        self._by_content: dict[tuple[object, ...], int] = {}
+        self._by_id: dict[int, int] = {}
+        self._keep: list[Array] = []  # ids of arrays stay valid only while the arrays live
+        self._memo: dict[tuple[Hashable, ...], int] = {}
+
+    def intern(self, array: Array) -> int:
+        """The number of an array's content."""
+        array = np.ascontiguousarray(array)
+        key = (array.shape, array.dtype.char, blake2b(array, digest_size=16).digest())
+        number = self._by_content.get(key)
+        if number is None:
+            number = self._by_content[key] = len(self.arrays)
+            self.arrays.append(array)
+        return number
+
+    def intern_object(self, array: Array, convert: Callable[[Array], Array]) -> int:
+        """As ``intern(convert(array))``, remembered by object identity."""
+        number = self._by_id.get(id(array))
+        if number is None:
+            number = self._by_id[id(array)] = self.intern(convert(array))
+            self._keep.append(array)
+        return number
+
+    def _remember(self, key: tuple[Hashable, ...], make: Callable[[], Array]) -> int:
+        number = self._memo.get(key)
+        if number is None:
+            number = self._memo[key] = self.intern(make())
+        return number
+
+    def transpose(self, m: int) -> int:
+        key = ("T", m)
+        number = self._memo.get(key)
+        if number is None:
+            number = self._memo[key] = self.intern(self.arrays[m].T)
+            self._memo["T", number] = m
+        return number
+
+    def add(self, a: int, b: int) -> int:
+        """Sum of two arrays of one shape."""
+        return self._remember(("+", a, b), lambda: self.arrays[a] + self.arrays[b])
+
+    def take(self, a: int, index: int) -> int:
+        """Rows (or entries) ``index`` of an array."""
+        return self._remember(("take", a, index), lambda: self.arrays[a][self.arrays[index]])
+
+    def excess(self, a: int) -> tuple[int, int]:
+        """(smallest entry, number of the array less that entry); the number is -1 if all entries are equal."""
+        key = ("excess", a)
+        number = self._memo.get(key)
+        if number is None:
+            low = self._memo["low", a] = int(self.arrays[a].min())
+            rest = self.arrays[a] - low
+            number = self._memo[key] = self.intern(rest) if rest.any() else -1
+        return self._memo["low", a], number
+
+    def row(self, m: int, i: int) -> int:
+        return self._remember(("row", m, i), lambda: self.arrays[m][i])
+
+    def usable(self, v: int, matrices: tuple[int, ...]) -> int:
+        """Index list of the states with a finite cost and a finite entry in every matrix; -1 if that is all of them."""
+        key = ("usable", v, matrices)
+        number = self._memo.get(key)
+        if number is None:
+            keep = np.isfinite(self.arrays[v])
+            for m in matrices:
+                keep &= self.arrays[self._remember(("support", m), lambda m=m: np.isfinite(self.arrays[m]).any(1))]
+            number = self._memo[key] = -1 if keep.all() else self.intern(np.flatnonzero(keep))
+        return number
+
+    def function(self, m: int) -> int:
+        """Index list f if row x allows column f[x] only; -1 if some row allows several columns."""
+        key = ("function", m)
+        number = self._memo.get(key)
+        if number is None:
+            finite = np.isfinite(self.arrays[m])
+            single = (finite.sum(1) == 1).all()
+            number = self._memo[key] = self.intern(finite.argmax(1)) if single else -1
+        return number
+
+    def follow(self, v: int, m: int, source: int, f: int) -> int:
+        """Costs ``v + m[x, f(x)] + source[f(x)]`` of a node that takes over the one it determines."""
+
+        def make() -> Array:
+            to = self.arrays[f]
+            return self.arrays[v] + self.arrays[m][np.arange(len(to)), to] + self.arrays[source][to]
+
+        return self._remember(("follow", v, m, source, f), make)
+
+    def split(self, m: int) -> tuple[int, int] | None:
+        """(a, b) with ``m[x, y] = a[x] + b[y]``, or None."""
+        key = ("split", m)
+        first = self._memo.get(key)
+        if first is None:
+            a, b = _split(self.arrays[m])
+            first = self._memo[key] = -1 if a is None else self.intern(a)
+            if b is not None:
+                self._memo["split2", m] = self.intern(b)
+        return None if first < 0 else (first, self._memo["split2", m])
+
+    def fold(self, v: int, m: int) -> int:
+        """``min_x v[x] + m[x, y]`` for all y."""
+        return self._remember(("fold", v, m), lambda: (self.arrays[v][:, None] + self.arrays[m]).min(0))
+
+    def join(self, v: int, m: int, n: int) -> int:
+        """``min_x m[x, y] + v[x] + n[x, z]`` for all y, z."""
+        return self._remember(("join", v, m, n), lambda: min_plus(self.arrays[m].T + self.arrays[v], self.arrays[n]))
+
+    def pick(self, v: int, rows: tuple[tuple[int, int], ...]) -> int:
+        """Lowest index that minimises ``v[x] + sum m[x, y]`` over the given (m, y)."""
+        key = ("pick", v, rows)
+        number = self._memo.get(key)
+        if number is None:
+            total = self.arrays[v]
+            for m, y in rows:
+                total = total + self.arrays[m][:, y]
+            number = self._memo[key] = int(total.argmin())
+        return number
+
+    def undominated(self, v: int, matrices: tuple[int, ...], usages: tuple[int, ...]) -> int:
+        """Index list of the states that no other state beats whatever the neighbours choose; -1 if that is all of them."""
+        key = ("undominated", v, matrices, usages)
+        number = self._memo.get(key)
+        if number is None:
+            keep = self._undominated(v, matrices, usages)
+            number = self._memo[key] = -1 if keep.all() else self.intern(np.flatnonzero(keep))
+        return number
+
+    def _undominated(self, v: int, matrices: tuple[int, ...], usages: tuple[int, ...]) -> Array:
+        costs = self.arrays[v]
+        k = len(costs)
+        if k == 1 or any(k * self.arrays[m].size > _DOMINANCE_CAP for m in matrices):
+            return np.ones(k, dtype=bool)
+        worse = costs[:, None] - costs[None, :]  # worse[s, t] > 0: s costs more than t in any case
+        for m in matrices:
+            worse = worse + self.arrays[self._remember(("margin", m), lambda m=m: _row_margins(self.arrays[m]))]
+        beaten = worse >= 0
+        for u in usages:
+            size = self.arrays[u]
+            beaten &= size[:, None] >= size[None, :]
+        np.fill_diagonal(beaten, False)
+        lower_index = np.arange(k)[None, :] < np.arange(k)[:, None]
+        beaten &= ~beaten.T | lower_index  # of equals the lowest index stays
+        return ~beaten.any(1)
+
+
+def min_plus(a: Array, b: Array) -> Array:
+    """``min_x a[y, x] + b[x, z]``."""
+    if a.shape[0] > b.shape[1]:
+        return min_plus(b.T, a.T).T
+    return np.stack([(row[:, None] + b).min(0) for row in a])
+
+
+def _row_margins(m: Array) -> Array:
+    """``min_y m[s, y] - m[t, y]``; a forbidden entry of s never counts in its favour."""
+    with np.errstate(invalid="ignore"):
+        return np.fmin.reduce(m[:, None, :] - m[None, :, :], axis=2)
+
+
+def _split(m: Array) -> tuple[Array | None, Array | None]:
+    if not np.isfinite(m).all():
+        return None, None
+    a, b = m[:, 0], m[0] - m[0, 0]
+    error = np.abs(m - a[:, None] - b)
+    if error.max() > 1e-15 * np.abs(m).max():  # a few roundings; exact for whole numbers
+        return None, None
+    return a, b

@@ -84,7 +84,7 @@ def test_note():
     assert note.startswith(
         'the arguments carry 5 sharding annotations, not binding; annotations="pin" makes them pins: 0'
     )
-    assert note.endswith("2 P('x',) (committed array) and 2 more")
+    assert note.endswith("2 P('x') (committed array) and 2 more")
     assert 'read as pins (annotations="pin")' in annotation_note(found, binding=True)[0]
     assert annotation_note((), binding=True) == ()
 

@@ -64,7 +64,7 @@ class TestAssignment:
         assert at(resolved, "0/params/dense/kernel") == "[data,_]"
         assert at(resolved, "0/params/dense/bias") == "[?]"
         assert at(resolved, "1") == "[?,?]"
-        assert resolved.keys == (("0/params/dense/kernel", "P('data',)"), ("1", "None"))
+        assert resolved.keys == (("0/params/dense/kernel", "P('data')"), ("1", "None"))
 
     def test_replicated_unconstrained_and_joined_axes(self):
         pins = {"0/params/dense/kernel": P(P.UNCONSTRAINED, ("model", "data")), "0/params/out/kernel": P()}

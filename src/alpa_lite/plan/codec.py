@@ -164,12 +164,9 @@ class _Table(Generic[H]):
         return self.items.setdefault(item, len(self.items))
 
 
-_COLUMNS = {
-    "inputs": list(_LeafRow.__struct_fields__),
-    "ops": list(_OpRow.__struct_fields__),
-    "collectives": list(_CollectiveRow.__struct_fields__),
-    "copies": list(_CopyRow.__struct_fields__),
-}
+_ROWS: dict[str, type[_Row]] = {"inputs": _LeafRow, "outputs": _LeafRow, "ops": _OpRow}
+_STAGE_ROWS: dict[str, type[_Row]] = {"collectives": _CollectiveRow, "copies": _CopyRow}
+_COLUMNS = {table: list(kind.__struct_fields__) for table, kind in (_ROWS | _STAGE_ROWS).items()}
 
 
 def encode_plan(plan: Plan) -> bytes:
@@ -265,9 +262,10 @@ def _decode(data: bytes, kind: type[Any], name: str) -> Any:
     try:
         return msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError as error:
+        place = "" if " - at `" in str(error) else _long_row(data)
         raise PlanFileError(
-            f"plan file {name!r} breaks the plan format: {error}. The format is strict: every field known, none"
-            " missing. Save the plan again instead of editing the file."
+            f"plan file {name!r} breaks the plan format: {error}{place}. The format is strict: every field"
+            " known, none missing. Save the plan again instead of editing the file."
         ) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         cut = "is cut short" if "truncated" in str(error) or not data.strip() else "is not JSON"
@@ -275,6 +273,22 @@ def _decode(data: bytes, kind: type[Any], name: str) -> Any:
             f"plan file {name!r} {cut} ({len(data)} bytes; {error}). `plan.save` writes whole files only,"
             " so it was damaged on the way. Copy it again, or make the plan again."
         ) from error
+
+
+def _long_row(data: bytes) -> str:
+    """The place of the first row that is too long, for which msgspec (0.22) gives no place."""
+    document = msgspec.json.decode(data)
+    if not isinstance(document, dict):
+        return ""
+    tables = [(f"$.{table}", document.get(table), kind) for table, kind in _ROWS.items()]
+    stages = document.get("stages")
+    for number, stage in enumerate(stages if isinstance(stages, list) else ()):
+        tables += [(f"$.stages[{number}].{table}", stage.get(table), kind) for table, kind in _STAGE_ROWS.items()]
+    for place, rows, kind in tables:
+        for number, row in enumerate(rows or ()):
+            if isinstance(row, list) and len(row) > len(kind.__struct_fields__):
+                return f" - at `{place}[{number}]`"
+    return ""
 
 
 def _check_header(data: bytes, name: str) -> None:

@@ -72,7 +72,7 @@ def _is_nnx_variable(node: Any) -> bool:
 
 def _read_box(path: str, box: Any) -> list[Annotation]:
     spec = box.get_partition_spec() if _is_linen_box(box) else _nnx_spec(box.get_metadata())
-    if spec is None or not any(entry is not None for entry in spec):
+    if spec is None or not any(entry is not None for entry in spec.partitions):
         return []
     kind = "box" if _is_linen_box(box) else "variable"
     origin = f"flax {kind} {type(box).__name__}"

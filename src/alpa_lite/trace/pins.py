@@ -180,7 +180,7 @@ def _assign(key: PinKey, leaves: _Leaves) -> None:
     found = below(key.text, leaves.paths[: leaves.num_inputs]) if key.subtree else select(key.text, leaves.paths)
     if not found and not key.subtree and key.rank != ANNOTATION:
         _refuse_no_match(key, leaves)
-    length = len(key.spec) if key.spec is not None else 0
+    length = len(key.spec.partitions) if key.spec is not None else 0
     exact = key.text in leaves.paths
     skipped = [position for position in found if len(leaves.shapes[position]) < length]
     if skipped and exact:
@@ -301,12 +301,16 @@ def _entries(spec: PartitionSpec) -> list[tuple[str, ...] | None]:
             return None
         return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
 
-    return [entry(axes) for axes in spec]
+    return [entry(axes) for axes in spec.partitions]
 
 
 def spec_text(spec: PartitionSpec | None) -> str:
-    """As users write it: ``P(None, 'model')``."""
-    return str(spec).replace("PartitionSpec(", "P(", 1) if spec is not None else "None"
+    """As users write it, ``P(None, 'model')``; not ``str``, whose form depends on the version of JAX."""
+    if spec is None:
+        return "None"
+    parts = ["P.UNCONSTRAINED" if entry is PartitionSpec.UNCONSTRAINED else repr(entry) for entry in spec.partitions]
+    parts += [f"{name}={set(axes)}" for name in ("unreduced", "reduced") if (axes := getattr(spec, name))]
+    return f"P({', '.join(parts)})"
 
 
 def _axis_names(keys: Sequence[PinKey]) -> tuple[str, ...]:

@@ -345,3 +345,22 @@ def test_what_xla_gpu_did() -> None:
     assert any(c.joined > 1 and c.kind == AR for c in joined.compiled)  # laid end to end in one buffer
     peeled = audit(PEELED_PLAN, (PRINTED / "gpu_peeled.txt").read_text(), GRID)
     assert {c.count for c in peeled.compiled} >= {1, 6}  # 7 iterations, one of them peeled
+
+
+def test_a_joined_buffer_is_taken_apart_although_its_size_is_planned_within_the_tolerance() -> None:
+    """XLA:GPU lays the gradients and the loss end to end; the loss is far below 1 % of the buffer."""
+    body = """HloModule jit_f, num_partitions=8
+
+ENTRY %main (p: f32[5000], q: f32[1]) -> f32[5001] {
+  %p = f32[5000]{0} parameter(0)
+  %q = f32[1]{0} parameter(1)
+  %joined = f32[5001]{0} concatenate(%p, %q), dimensions={0}
+  ROOT %ar = f32[5001]{0} all-reduce(%joined), channel_id=1, replica_groups=[1,8]<=[8], use_global_device_ids=true NAME
+}
+"""
+    parts = (plan(AR, ("x",), 20000), plan(AR, ("x",), 4))
+    assert audit(parts, body.replace("NAME", ""), LINE).ok
+    whole = (plan(AR, ("x",), 20004),)
+    own = body.replace("NAME", ', metadata={op_name="jit(f)/al_c0/psum"}')  # the user's own concatenate
+    assert audit(whole, own, LINE).ok
+    assert not audit(parts[1:], body.replace("NAME", ""), LINE).ok

@@ -190,24 +190,25 @@ class _Audit:
         axes: list[tuple[str, ...] | None] = []
         for collective in compiled:
             along = self._axes(collective)
-            whole = any(
-                p.kind == collective.kind and a == along and same_size(p.size_bytes, collective.size_bytes)
-                for p, a in zip(self.planned, self.axes_of_planned, strict=True)
-            )
-            parts = () if whole else collective.parts
-            pieces = [
-                replace(
-                    collective,
-                    elements=elements,
-                    size_bytes=bytes_of(collective.dtype, elements),
-                    parts=(),
-                    joined=len(parts),
-                )
-                for elements in parts
-            ] or [collective]
-            records += pieces
-            axes += [along] * len(pieces)
+            parts = [
+                replace(collective, elements=n, size_bytes=bytes_of(collective.dtype, n), joined=len(collective.parts))
+                for n in collective.parts
+            ]
+            whole = self._is_planned(collective, along)
+            apart = all(self._is_planned(part, along) for part in parts)
+            # A joined buffer of XLA's own has no name; the plan's has one.
+            if not parts or (whole and (collective.op_name or not apart)):
+                parts = [collective]
+            records += parts
+            axes += [along] * len(parts)
         return tuple(records), axes
+
+    def _is_planned(self, collective: HloCollective, along: tuple[str, ...] | None) -> bool:
+        """Whether something of this kind and size is planned over these axes, or (to be folded) over some of them."""
+        return along is not None and any(
+            p.kind == collective.kind and a and set(a) <= set(along) and same_size(p.size_bytes, collective.size_bytes)
+            for p, a in zip(self.planned, self.axes_of_planned, strict=True)
+        )
 
     def _pass(self, *, keyed: bool, forms: bool) -> None:
         """One pass over what is left; ``forms`` allows the known other forms."""

@@ -1,0 +1,177 @@
+"""Compiling a step with the target's own compiler on a machine without the target.
+
+In: a step over an abstract mesh, abstract arguments, a GPU name. Out: a ``TargetCompile``: XLA:GPU's optimised HLO (for
+``lowering.audit``) and XLA's own memory figures per device. Nothing runs, no GPU and no driver are needed; the optional
+extra ``aot`` brings the compiler.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from alpa_lite.core.mesh import DeviceMesh
+from alpa_lite.errors import AlpaLiteError
+from alpa_lite.executor.gpu_targets import gpu_target
+
+_WORKER = Path(__file__).with_name("verify_worker.py")
+_INSTALL = "pip install 'alpa-lite[aot]'"
+
+
+class VerificationError(AlpaLiteError):
+    """The target's compiler is not installed, or it did not compile the step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetCompile:
+    """What the target's compiler made of a step.
+
+    Attributes:
+        device: GPU name of the hardware table.
+        hlo_text: the optimised program.
+        compile_s: lowering and compiling.
+        peak_bytes: XLA's peak memory per device. The other sizes are its parts; ``alias_bytes`` is what results reuse.
+        jax_version: of the compiling environment.
+    """
+
+    device: str
+    hlo_text: str
+    compile_s: float
+    peak_bytes: int
+    argument_bytes: int
+    output_bytes: int
+    temp_bytes: int
+    alias_bytes: int
+    jax_version: str
+
+
+def export_step(step: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    """Lowers a step for CUDA, wherever this process runs.
+
+    Args:
+        step: a traceable function, jitted or not; with a ``jax.sharding.AbstractMesh`` it needs no devices.
+        args: pytrees of ``jax.ShapeDtypeStruct`` with ``NamedSharding`` over that mesh.
+
+    Returns:
+        A serialized ``jax.export`` artefact from the leaves of ``args`` to the leaves of the result. Trees
+        stay outside, so that any pytree type works.
+
+    Raises:
+        VerificationError: the package ``flatbuffers`` (extra ``aot``) is missing.
+    """
+    from jax import export
+
+    leaves, tree = jax.tree.flatten(args)
+
+    def flat(*values: Any) -> tuple[Any, ...]:
+        return tuple(jax.tree.leaves(step(*jax.tree.unflatten(tree, values))))
+
+    exported = export.export(jax.jit(flat, keep_unused=True), platforms=["cuda"])(*leaves)
+    try:
+        return bytes(exported.serialize())
+    except ImportError as error:
+        raise _not_installed(str(error)) from error
+
+
+def compile_for_target(
+    exported: bytes,
+    *,
+    device: str,
+    mesh: DeviceMesh,
+    devices_per_host: int,
+    donated: tuple[int, ...] = (),
+    time_limit_s: float = 900.0,
+    python: str = sys.executable,
+) -> TargetCompile:
+    """Compiles an exported step for a cluster of GPUs that need not be there.
+
+    Args:
+        exported: from ``export_step``.
+        device: GPU name of the hardware table, e.g. "h100-sxm".
+        mesh: the mesh of the step; devices are numbered row-major, host by host.
+        devices_per_host: consecutive devices that share a host.
+        donated: positions of argument leaves whose buffers results may reuse.
+        time_limit_s: the compiling process is ended after this time.
+        python: interpreter of the environment with the extra ``aot``.
+
+    Raises:
+        VerificationError: not installed, out of time, or the compiler's own error.
+        ClusterError: unknown GPU.
+    """
+    hosts, rest = divmod(mesh.num_devices, devices_per_host)
+    if rest:
+        raise VerificationError(
+            f"the mesh {mesh} has {mesh.num_devices} devices, but a host has {devices_per_host}. For the target's "
+            f"compiler it must fill whole hosts. Plan for a cluster whose device count is a multiple of it."
+        )
+    request = {
+        "target_config": gpu_target(device).config_text(),
+        "topology": f"1x{hosts}x{devices_per_host}",
+        "mesh_shape": mesh.shape,
+        "axis_names": mesh.axis_names,
+        "donated": donated,
+    }
+    with tempfile.TemporaryDirectory(prefix="alpa-lite-verify-") as name:
+        folder = Path(name)
+        (folder / "request.json").write_text(json.dumps(request))
+        (folder / "step.bin").write_bytes(exported)
+        result = _run_worker(folder, python, time_limit_s)
+        return TargetCompile(device=device, hlo_text=(folder / "step.hlo").read_text(), **result)
+
+
+def _run_worker(folder: Path, python: str, time_limit_s: float) -> dict[str, Any]:
+    environment = os.environ | {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "JAX_PLATFORMS": "cpu"}
+    # -P: the worker's folder must not shadow other packages.
+    command = [python, "-P", str(_WORKER), str(folder)]
+    try:
+        process = subprocess.run(
+            command,
+            env=environment,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=time_limit_s,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise VerificationError(
+            f"compiling the step for the target took longer than the time limit of {time_limit_s:g} s. It may take as "
+            f"long as compiling on the target itself. Raise the limit, or verify a smaller configuration of the model."
+        ) from error
+    outcome = folder / "result.json"
+    if not outcome.exists():
+        raise VerificationError(
+            f"the process that compiles for the target ended with code {process.returncode} and no result. It writes "
+            f"one whatever happens, so it was stopped from outside or crashed in the compiler. Check the free memory, "
+            f"then report it with these last lines:\n{_tail(process.stderr)}"
+        )
+    result: dict[str, Any] = json.loads(outcome.read_text())
+    if result.get("error") == "not-installed":
+        raise _not_installed(result["message"])
+    if "error" in result:
+        raise VerificationError(
+            f"the target's compiler refused the step. Allowed is what XLA:GPU compiles. It said: {result['message']}\n"
+            f"If it names a line of yours, change that line; else check that the environment has one JAX version "
+            f"throughout ({_INSTALL}).\n{_tail(process.stderr)}"
+        )
+    return result
+
+
+def _not_installed(missing: str) -> VerificationError:
+    return VerificationError(
+        f"verification on the target's own compiler needs packages that are not installed: {missing}. It is an "
+        f"optional extra (1.2 GB, no GPU or driver needed). In the environment that runs alpa-lite: {_INSTALL}"
+    )
+
+
+def _tail(text: str, lines: int = 12) -> str:
+    return "\n".join(text.strip().splitlines()[-lines:])

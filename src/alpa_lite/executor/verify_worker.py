@@ -1,0 +1,81 @@
+"""The compiling half of ``verify.py``: a script that runs in a process of its own and needs only JAX.
+
+In: a folder with ``request.json`` and ``step.bin`` (a serialized ``jax.export`` artefact for cuda). Out, in the same
+folder: ``result.json`` (memory, seconds, or what went wrong) and ``step.hlo`` (XLA:GPU's optimised program).
+
+Why a process: XLA:GPU compiles without a GPU only if ``JAX_SKIP_CUDA_CONSTRAINTS_CHECK`` is set before JAX is imported,
+and a plugin that was loaded this way is of no use for running. Why a script: the interpreter may be another
+environment's.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+
+def main(folder: Path) -> None:
+    """Compiles the request in ``folder``."""
+    result = _missing_packages()
+    if not result:
+        try:
+            result = _compile(json.loads((folder / "request.json").read_text()), folder)
+        except Exception as error:  # whatever XLA or JAX say goes to the parent, which names what to do
+            result = {"error": "compile", "message": f"{type(error).__name__}: {error}"}
+    (folder / "result.json").write_text(json.dumps(result))
+
+
+def _missing_packages() -> dict[str, Any]:
+    """An error record if the compiler is not installed; JAX itself is imported only afterwards."""
+    needed = {"jax": "jax", "jax_plugins": "jax-cuda12-pjrt", "flatbuffers": "flatbuffers"}
+    missing = [package for module, package in needed.items() if importlib.util.find_spec(module) is None]
+    plugins = [f"jax_plugins.xla_cuda{major}" for major in (12, 13)]
+    if not missing and not any(importlib.util.find_spec(plugin) for plugin in plugins):
+        missing = ["jax-cuda12-pjrt"]
+    return {"error": "not-installed", "message": ", ".join(missing)} if missing else {}
+
+
+def _compile(request: dict[str, Any], folder: Path) -> dict[str, Any]:
+    import jax
+    import numpy as np
+    from jax import export
+    from jax.experimental import topologies
+
+    topology = topologies.get_topology_desc(
+        platform="cuda", target_config=request["target_config"], topology=request["topology"]
+    )
+    devices = np.array(sorted(topology.devices, key=lambda device: device.id))
+    mesh = jax.sharding.Mesh(devices.reshape(request["mesh_shape"]), tuple(request["axis_names"]))
+    exported = export.deserialize(bytearray((folder / "step.bin").read_bytes()))
+    arguments = [
+        jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
+        for aval, sharding in zip(exported.in_avals, exported.in_shardings_jax(mesh), strict=True)
+    ]
+    step = jax.jit(
+        exported.call,
+        donate_argnums=tuple(request["donated"]),  # donation does not survive export
+        out_shardings=tuple(exported.out_shardings_jax(mesh)),
+        keep_unused=True,
+    )
+    begin = time.perf_counter()
+    compiled = step.lower(*arguments).compile()
+    seconds = time.perf_counter() - begin
+    (folder / "step.hlo").write_text(compiled.as_text())
+    memory = compiled.memory_analysis()
+    return {
+        "compile_s": seconds,
+        "peak_bytes": memory.peak_memory_in_bytes,
+        "argument_bytes": memory.argument_size_in_bytes,
+        "output_bytes": memory.output_size_in_bytes,
+        "temp_bytes": memory.temp_size_in_bytes,
+        "alias_bytes": memory.alias_size_in_bytes,
+        "jax_version": jax.__version__,
+    }
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,38 +1,72 @@
-"""Which values of a program ever lie in memory: XLA fuses elementwise producers into their consumers.
+"""Which values of a program ever lie in memory: XLA fuses cheap producers into their consumers.
 
-A value is *fused* (no buffer, no bytes moved) when its producer is cheap to repeat and all its consumers can take it in.
+A value is *fused* (no buffer, no bytes moved) when its producer is elementwise or only moves indices, and every consumer
+can take it in.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from functools import lru_cache
 
-from alpa_lite.core.program import Program
+from alpa_lite.core.program import Op, Program
 
-# Producers that XLA repeats inside consumers rather than store, and consumers that take producers in.
+# Producers without operands worth storing: XLA repeats them inside every consumer.
 _SOURCES = frozenset("iota broadcast_in_dim".split())
-_SHAPE_ONLY = frozenset("reshape squeeze expand_dims transpose slice pad concatenate rev dynamic_slice".split())
-_SINKS = frozenset("reduce_sum reduce_max reduce_min reduce_and reduce_or reduce_prod argmax argmin".split())
-_OPAQUE = frozenset("optimization_barrier pin".split())
+_INDEXING = frozenset("reshape squeeze expand_dims transpose slice pad rev dynamic_slice".split())
+_REDUCTIONS = frozenset("reduce_sum reduce_max reduce_min reduce_and reduce_or reduce_prod argmax argmin".split())
+_BARRIERS = frozenset("optimization_barrier pin copy_p".split())
 
 
-@lru_cache(maxsize=256)
 def fused_values(program: Program) -> tuple[bool, ...]:
     """Per value of this program (not of its bodies): whether it never lies in memory."""
     consumers: dict[int, list[bool]] = defaultdict(list)
     for op in program.ops:
-        takes = (op.elementwise or op.primitive in _SHAPE_ONLY | _SINKS | _SOURCES) and op.primitive not in _OPAQUE
+        takes = op.primitive not in _BARRIERS and (
+            op.elementwise or op.primitive in _INDEXING or op.primitive in _REDUCTIONS or op.primitive in _SOURCES
+        )
         for value in set(op.inputs):
             consumers[value].append(takes)
     fused = [False] * len(program.values)
     outputs = set(program.outputs)
     for op in program.ops:
-        makes = (op.elementwise or op.primitive in _SOURCES | _SHAPE_ONLY) and op.primitive not in _OPAQUE
+        makes = op.primitive not in _BARRIERS and (
+            op.elementwise or op.primitive in _SOURCES or op.primitive in _INDEXING
+        )
         for value in op.outputs:
             if value >= 0 and makes and value not in outputs:
                 uses = consumers[value]
-                # A result with several readers is stored unless repeating it costs nothing but its own inputs.
-                cheap = op.primitive in _SOURCES or len(uses) == 1
-                fused[value] = bool(uses) and all(uses) and cheap
+                # A result with several readers is stored, unless repeating it needs nothing but a broadcast.
+                fused[value] = bool(uses) and all(uses) and (op.primitive in _SOURCES or len(uses) == 1)
     return tuple(fused)
+
+
+def reuses_operand(op: Op, program: Program, fused: tuple[bool, ...]) -> bool:
+    """Whether the op may write its result over a dying operand of the same size (elementwise loops)."""
+    if op.bodies or not op.elementwise or not op.outputs or op.outputs[0] < 0 or fused[op.outputs[0]]:
+        return False
+    size = program.values[op.outputs[0]].size_bytes
+    return any(i >= 0 and program.values[i].size_bytes == size for i in op.inputs)
+
+
+def moved_bytes_weights(op: Op, program: Program, fused: tuple[bool, ...]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """How often each operand and each result passes memory when the op runs (0 for what fusion keeps in registers).
+
+    Indexing ops touch only what they select: a gather reads as much of its operand as it returns.
+    """
+    if op.primitive in _BARRIERS or op.primitive in ("reshape", "squeeze", "expand_dims"):
+        return (0.0,) * len(op.inputs), (0.0,) * len(op.outputs)
+
+    def stored(value: int) -> float:
+        return 0.0 if value < 0 or fused[value] else 1.0
+
+    reads = [stored(i) for i in op.inputs]
+    writes = [stored(o) for o in op.outputs]
+    if op.primitive in ("gather", "dynamic_slice", "slice") and reads:
+        picked = math.prod(program.values[op.outputs[0]].shape) if op.outputs[0] >= 0 else 0
+        whole = max(1, math.prod(program.values[op.inputs[0]].shape)) if op.inputs[0] >= 0 else 1
+        reads[0] *= min(1.0, picked / whole)
+    elif op.primitive == "dynamic_update_slice" and op.inputs[1] >= 0 and op.outputs[0] >= 0:
+        share = math.prod(program.values[op.inputs[1]].shape) / math.prod(program.values[op.outputs[0]].shape)
+        reads[0], writes[0] = 0.0, share
+    return tuple(reads), tuple(writes)

@@ -26,17 +26,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Realised:
-    """A choice written out; times in the cost model's unit for one step."""
+    """A choice written out; times in the cost model's unit for one step.
+
+    The first ``num_converting`` collectives belong to conversions, the rest (max, min) stand inside ops.
+    """
 
     in_specs: tuple[ShardingSpec, ...]
     out_specs: tuple[ShardingSpec, ...]
     decisions: tuple[OpDecision, ...]
     conversions: tuple[Conversion, ...]
     collectives: tuple[Collective, ...]
-
-    @property
-    def communication(self) -> float:
-        return sum(c.time_s * c.count for c in self.collectives)
+    num_converting: int
 
 
 def realise(program: Program, graph: DecisionGraph, choice: np.ndarray, costs: CostModel) -> Realised:
@@ -52,6 +52,7 @@ def realise(program: Program, graph: DecisionGraph, choice: np.ndarray, costs: C
         decisions=tuple(decisions),
         conversions=conversions,
         collectives=collectives,
+        num_converting=len(collectives) - len(writer.inside),
     )
 
 

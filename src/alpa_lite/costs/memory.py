@@ -1,0 +1,112 @@
+"""Liveness: when each tensor lies in memory, and the peak that follows. Byte-true for a plan, linear for the ILP.
+
+Time is the position in execution order, loop and branch bodies included (the body of op t follows t). XLA's accounting is
+followed: arguments and results have buffers of their own for the whole step (a donated argument shares its result's);
+everything else is temporary and lives from the op that makes it to its last reader. Values that fusion never stores
+(``fusion.py``) have no bytes, but keep their operands alive until they are read themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from alpa_lite.core.program import Op, Program
+from alpa_lite.costs.fusion import fused_values, reuses_operand
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A temporary: alive at times [lo, hi). ``region`` is the path prefix of its program ("" outer, "12.0." a body)."""
+
+    region: str
+    value: int
+    lo: int
+    hi: int
+
+
+@dataclass(eq=False, slots=True)
+class Timeline:
+    """Times of a program.
+
+    Attributes:
+        start, end: per op path, its time and the time after its bodies.
+        intervals: of all temporaries that lie in memory.
+        num_times: length of the time axis.
+        last_read: (region, value) -> end of life, for values with or without bytes.
+        read_end: op path -> until when its operands must last (a fused op reads them where its result is read).
+    """
+
+    start: dict[str, int] = field(default_factory=dict)
+    end: dict[str, int] = field(default_factory=dict)
+    intervals: list[Interval] = field(default_factory=list)
+    num_times: int = 0
+    last_read: dict[tuple[str, int], int] = field(default_factory=dict)
+    read_end: dict[str, int] = field(default_factory=dict)
+
+
+def timeline(program: Program) -> Timeline:
+    """Times and temporaries of a whole program."""
+    result = Timeline()
+    _number(program, "", result)
+    result.num_times = max(result.num_times, 1)
+    _live(program, "", 0, result.num_times, result)
+    return result
+
+
+def _number(program: Program, prefix: str, out: Timeline) -> None:
+    for index, op in enumerate(program.ops):
+        path = f"{prefix}{index}"
+        out.start[path] = out.num_times
+        out.num_times += 1
+        for b, body in enumerate(op.bodies):
+            _number(body, f"{path}.{b}.", out)
+        out.end[path] = out.num_times
+
+
+def _live(program: Program, prefix: str, lo: int, hi: int, out: Timeline) -> None:
+    """Intervals of one region that runs during [lo, hi)."""
+    fused = fused_values(program)
+    last: dict[int, int] = {v: hi for v in program.outputs if v >= 0}
+    for index in range(len(program.ops) - 1, -1, -1):
+        op = program.ops[index]
+        path = f"{prefix}{index}"
+        reader_end = out.start[path] if reuses_operand(op, program, fused) else out.end[path]
+        # A fused result is computed where it is read, so its operands must last until then.
+        for o in op.outputs:
+            if o >= 0 and fused[o]:
+                reader_end = max(reader_end, last.get(o, 0))
+        out.read_end[path] = reader_end
+        for i in op.inputs:
+            if i >= 0:
+                last[i] = max(last.get(i, 0), reader_end)
+    outside = set(program.outputs) if not prefix else set()
+    outside.update(program.inputs)
+    outside.update(program.constants)
+    for index, op in enumerate(program.ops):
+        path = f"{prefix}{index}"
+        for b, body in enumerate(op.bodies):
+            _live(body, f"{path}.{b}.", out.start[path] + 1, out.end[path], out)
+        for o in op.outputs:
+            if o < 0 or fused[o] or o in outside or _is_view(op):
+                continue
+            out.intervals.append(Interval(prefix, o, out.start[path], max(last.get(o, 0), out.start[path] + 1)))
+    out.last_read.update({(prefix, v): t for v, t in last.items()})
+
+
+def _is_view(op: Op) -> bool:
+    """A pure relabelling of its operand's buffer."""
+    return op.primitive in ("reshape", "squeeze", "expand_dims", "optimization_barrier", "pin", "copy_p")
+
+
+def peak_usage(sizes: Iterable[tuple[int, int, int]], num_times: int, base: int = 0) -> tuple[int, int, np.ndarray]:
+    """(peak bytes, its time, bytes at every time) of (lo, hi, size) items on top of ``base``."""
+    delta = np.zeros(num_times + 1, dtype=np.int64)
+    for lo, hi, size in sizes:
+        delta[lo] += size
+        delta[min(hi, num_times)] -= size
+    usage = np.cumsum(delta[:-1]) + base
+    time = int(usage.argmax())
+    return int(usage[time]), time, usage

@@ -1,0 +1,203 @@
+"""The memory profile of one decided plan, conversions included: byte-true peak per device and what it is made of."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+from alpa_lite.core.conversion import Conversion
+from alpa_lite.core.mesh import DeviceMesh
+from alpa_lite.core.program import Program
+from alpa_lite.core.spec import ShardingSpec
+from alpa_lite.costs.memory import Timeline, peak_usage
+from alpa_lite.plan.records import LeafRole, MemoryProfile, OpDecision
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tensor:
+    """One tensor that is alive at the peak."""
+
+    name: str
+    size_bytes: int
+    category: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeakReport:
+    """The profile, the time of the peak, and what is alive then, largest first."""
+
+    profile: MemoryProfile
+    time: int
+    alive: tuple[Tensor, ...]
+
+
+def memory_profile(
+    program: Program,
+    line: Timeline,
+    mesh: DeviceMesh,
+    *,
+    in_specs: Sequence[ShardingSpec],
+    out_specs: Sequence[ShardingSpec],
+    decisions: Sequence[OpDecision],
+    conversions: Sequence[Conversion],
+    roles: Sequence[LeafRole],
+) -> PeakReport:
+    """Walk the plan's tensors through time; see ``costs/memory.py`` for what counts when."""
+    regions, scopes = _regions(program)
+    made = _made_specs(program, decisions)
+    totals = dict.fromkeys(("parameters", "optimizer_state", "inputs", "outputs", "constants"), 0)
+    words = {LeafRole.PARAMETER: "parameters", LeafRole.OPTIMIZER_STATE: "optimizer_state"}
+    for value, spec, role in zip(program.inputs, in_specs, roles, strict=True):
+        totals[words.get(role, "inputs")] += _bytes(program, value, spec, mesh)
+    donated = {o for i, o in program.aliases if program.donated and program.donated[i]}
+    for position, (value, spec) in enumerate(zip(program.outputs, out_specs, strict=True)):
+        if position not in donated and value >= 0:
+            totals["outputs"] += _bytes(program, value, spec, mesh)
+    totals["constants"] = sum(program.values[v].size_bytes for v in program.constants)
+    parameter_shapes = {
+        program.values[v].shape for v, r in zip(program.inputs, roles, strict=True) if r is LeafRole.PARAMETER
+    }
+    items: list[tuple[int, int, int, str, str]] = []
+    last = _last_reads(regions, line, decisions, conversions)
+    converted = {(_region_of(c.op), c.value) for c in conversions}
+    for interval in line.intervals:
+        owner = regions[interval.region]
+        spec = made.get((interval.region, interval.value))
+        if spec is not None:
+            size = _bytes(owner, interval.value, spec, mesh)
+            scope = scopes.get((interval.region, interval.value), "")
+            category = _category(scope, owner.values[interval.value].shape in parameter_shapes)
+            key = (interval.region, interval.value)
+            # A tensor that is converted dies in its first layout once the last reader of that layout is done.
+            hi = last.get((*key, spec), 0) if key in converted else interval.hi
+            items.append((interval.lo, max(hi, interval.lo + 1), size, f"{interval.region}%{interval.value}", category))
+    items += _converted(regions, line, mesh, conversions, last)
+    base = sum(totals.values())
+    peak, time, _ = peak_usage(((lo, hi, size) for lo, hi, size, *_ in items), line.num_times, base)
+    alive = [Tensor(name=n, size_bytes=s, category=c) for lo, hi, s, n, c in items if lo <= time < hi and s]
+    alive.sort(key=lambda t: (-t.size_bytes, t.name))
+    at_peak = {word: sum(t.size_bytes for t in alive if t.category == word) for word in _TEMPORARY}
+    return PeakReport(profile=MemoryProfile(**totals, **at_peak, peak=peak), time=time, alive=tuple(alive))
+
+
+_TEMPORARY = ("gradients", "activations", "temporaries")
+
+
+def _category(scope: str, parameter_shaped: bool) -> str:
+    if "transpose(" in scope:
+        return "gradients" if parameter_shaped else "temporaries"
+    return "activations" if "jvp(" in scope else "temporaries"
+
+
+def _regions(program: Program) -> tuple[dict[str, Program], dict[tuple[str, int], str]]:
+    regions = {"": program}
+    scopes: dict[tuple[str, int], str] = {}
+    for path, _, op in program.walk():
+        prefix = path.rpartition(".")[0]
+        prefix = f"{prefix}." if prefix else ""
+        for o in op.outputs:
+            scopes[(prefix, o)] = op.scope
+        for b, body in enumerate(op.bodies):
+            regions[f"{path}.{b}."] = body
+    return regions, scopes
+
+
+def _made_specs(program: Program, decisions: Sequence[OpDecision]) -> dict[tuple[str, int], ShardingSpec]:
+    made: dict[tuple[str, int], ShardingSpec] = {}
+    for (path, _, op), decision in zip(program.walk(), decisions, strict=True):
+        prefix = path.rpartition(".")[0]
+        prefix = f"{prefix}." if prefix else ""
+        for value, spec in zip(op.outputs, decision.results, strict=True):
+            if value >= 0:
+                made[(prefix, value)] = spec
+    return made
+
+
+def _bytes(program: Program, value: int, spec: ShardingSpec, mesh: DeviceMesh) -> int:
+    v = program.values[value]
+    shards = mesh.axes_size(spec.sharded_axes)
+    return math.prod(v.shape) * v.itemsize // shards
+
+
+def _converted(
+    regions: dict[str, Program],
+    line: Timeline,
+    mesh: DeviceMesh,
+    conversions: Sequence[Conversion],
+    last: dict[tuple[str, int, ShardingSpec], int],
+) -> list[tuple[int, int, int, str, str]]:
+    """Converted layouts live from their place to the last op that reads them (or converts them on)."""
+    items = []
+    for conversion in conversions:
+        region = _region_of(conversion.op)
+        lo = _time_of(conversion.op, line, regions)
+        key = (region, conversion.value, conversion.target)
+        hi = max(last.get(key, lo), lo + 1)
+        size = _bytes(regions[region], conversion.value, conversion.target, mesh)
+        items.append((lo, hi, size, f"{region}%{conversion.value} as {conversion.target}", "temporaries"))
+        for step in conversion.steps[:-1]:
+            between = _bytes(regions[region], conversion.value, step.after, mesh)
+            items.append((lo, lo + 1, between, f"{region}%{conversion.value} as {step.after}", "temporaries"))
+    return items
+
+
+def _region_of(path: str) -> str:
+    prefix = path.rpartition(".")[0]
+    return f"{prefix}." if prefix else ""
+
+
+def _time_of(path: str, line: Timeline, regions: dict[str, Program]) -> int:
+    if path in line.start:
+        return line.start[path]
+    region = _region_of(path)
+    ops = len(regions[region].ops)
+    return line.end[f"{region}{ops - 1}"] - 1 if ops else max(0, line.num_times - 1)
+
+
+def _last_reads(
+    regions: dict[str, Program], line: Timeline, decisions: Sequence[OpDecision], conversions: Sequence[Conversion]
+) -> dict[tuple[str, int, ShardingSpec], int]:
+    """Time after the last reader of every (region, value, spec)."""
+    last: dict[tuple[str, int, ShardingSpec], int] = {}
+    for decision in decisions:
+        region = _region_of(decision.path)
+        op = regions[region].ops[int(decision.path[len(region) :])]
+        for value, spec in zip(op.inputs, decision.operands, strict=True):
+            if value >= 0:
+                key = (region, value, spec)
+                last[key] = max(last.get(key, 0), line.read_end[decision.path])
+    for conversion in conversions:
+        key = (_region_of(conversion.op), conversion.value, conversion.source)
+        last[key] = max(last.get(key, 0), _time_of(conversion.op, line, regions) + 1)
+    return last
+
+
+def roles_of(program: Program) -> tuple[LeafRole, ...]:
+    """State = an argument leaf with an aliased or same-path result; parameters = state that the differentiated part reads."""
+    state = {i for i, _ in program.aliases}
+    reads_in_forward = _read_under_jvp(program)
+    roles = []
+    for position, value in enumerate(program.inputs):
+        if position not in state:
+            roles.append(LeafRole.INPUT)
+        elif reads_in_forward is None or value in reads_in_forward:
+            roles.append(LeafRole.PARAMETER)
+        else:
+            roles.append(LeafRole.OPTIMIZER_STATE)
+    return tuple(roles)
+
+
+def _read_under_jvp(program: Program) -> set[int] | None:
+    """Values that the differentiated function reads, directly or through casts before it; None without any gradient."""
+    wanted: set[int] = set()
+    found = False
+    for op in reversed(program.ops):
+        inside = "jvp(" in op.scope and "transpose(" not in op.scope
+        found = found or inside
+        if inside or any(o in wanted for o in op.outputs):
+            wanted.update(i for i in op.inputs if i >= 0)
+    return wanted if found else None
+
+

@@ -1,0 +1,195 @@
+"""Plans one program on one device mesh: graph -> prices -> ILP -> written-out plan, memory checked on the result.
+
+The ILP's memory rows know the tensors as they are made and the copies that are kept. What conversions need for a moment
+is measured on the written-out plan; if that passes the budget, the ILP is solved again with its limit lowered by the excess.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from alpa_lite.core.mesh import DeviceMesh
+from alpa_lite.core.program import Program
+from alpa_lite.core.spec import ShardingSpec
+from alpa_lite.costs.conversion import Conversions
+from alpa_lite.costs.memory import Timeline
+from alpa_lite.costs.model import CostModel
+from alpa_lite.costs.profile import PeakReport, memory_profile
+from alpa_lite.intraop.decisions import DecisionGraph, build_graph
+from alpa_lite.intraop.pricing import Pricer
+from alpa_lite.intraop.problem import IntraOpProblem, Solution
+from alpa_lite.intraop.repeats import node_classes
+from alpa_lite.intraop.solve import solve
+from alpa_lite.plan.pins import PinnedDims, ResolvedPins, parse_dims
+from alpa_lite.plan.records import LeafRole
+from alpa_lite.planner.options import PlanOptions
+from alpa_lite.planner.realise import Realised, realise
+
+_MEMORY_ROUNDS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeshResult:
+    """The best plan found on one mesh, or why there is none.
+
+    Attributes:
+        mesh: the device mesh.
+        status: the solver's status.
+        realised, peak: the plan and its memory; None without a plan.
+        objective, lower_bound: in the cost model's unit.
+        compute: total compute price; ``op_times`` per op path.
+        solution: of the ILP.
+        problem: the ILP that was solved last.
+        seconds: building, solving, writing out.
+    """
+
+    mesh: DeviceMesh
+    status: str
+    objective: float = math.inf
+    lower_bound: float = -math.inf
+    realised: Realised | None = None
+    peak: PeakReport | None = None
+    compute: float = 0.0
+    op_times: tuple[tuple[str, float], ...] = ()
+    solution: Solution | None = None
+    problem: IntraOpProblem | None = None
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeshTask:
+    """What is to be planned: everything but the mesh and its prices."""
+
+    program: Program
+    line: Timeline
+    roles: tuple[LeafRole, ...]
+    pins: ResolvedPins
+    options: PlanOptions
+    budget: float
+
+
+def plan_on_mesh(task: MeshTask, costs: CostModel, mesh: DeviceMesh) -> MeshResult:
+    """Solve one mesh. Infeasible and unsolved are results, not errors; bad pins raise ``PinError``."""
+    begin = time.perf_counter()
+    task.pins.check(mesh)
+    graph = build_graph(
+        task.program,
+        Conversions(mesh=mesh, costs=costs),
+        input_ties=[(max(a, b), min(a, b)) for a, b in task.pins.ties],
+        sharded_contractions=task.options.require_sharded_contractions,
+    )
+    pricer = Pricer(program=task.program, graph=graph, costs=costs, state_inputs=_state_ports(task, graph))
+    allowed = allowed_choices(task.program, graph, task.pins)
+    limit = None if math.isinf(task.budget) else int(task.budget)
+    best: MeshResult | None = None
+    for _ in range(_MEMORY_ROUNDS):
+        problem = pricer.problem(allowed=allowed, timeline=task.line if limit is not None else None, usage_limit=limit)
+        problem = replace(problem, classes=node_classes(problem))
+        solution = solve(problem, time_limit_s=task.options.time_limit_s, seed=task.options.seed)
+        result = _write_out(task, costs, graph, problem, solution, begin)
+        if result.peak is None or limit is None or result.peak.profile.peak <= task.budget:
+            return result if result.peak is not None or best is None else result
+        best = result
+        limit -= max(1, math.ceil(result.peak.profile.peak - task.budget))
+        if limit <= 0:
+            break
+    assert best is not None
+    return MeshResult(mesh=mesh, status="over budget", problem=best.problem, peak=best.peak, seconds=best.seconds)
+
+
+def _state_ports(task: MeshTask, graph: DecisionGraph) -> frozenset[int]:
+    return frozenset(
+        node
+        for node, role in zip(graph.inputs, task.roles, strict=True)
+        if role in (LeafRole.PARAMETER, LeafRole.OPTIMIZER_STATE)
+    )
+
+
+def allowed_choices(program: Program, graph: DecisionGraph, pins: ResolvedPins) -> dict[int, np.ndarray]:
+    """Per pinned node, the mask of choices that keep to its pins."""
+    masks: dict[int, np.ndarray] = {}
+    mesh = graph.conversions.mesh
+
+    def restrict(node: int, mask: np.ndarray) -> None:
+        masks[node] = masks[node] & mask if node in masks else mask
+
+    for ports, pinned in ((graph.inputs, pins.inputs), (graph.outputs, pins.outputs)):
+        for node, pin in zip(ports, pinned, strict=True):
+            if not pin.is_free:
+                n = graph.nodes[node]
+                assert n.specs is not None
+                space = graph.conversions.space(n.rank)
+                restrict(node, _mask(pin, mesh, lambda i, s=space: s.specs[i], n.specs))
+    for path, _, op in program.walk():
+        if op.primitive == "pin":
+            node = graph.op_nodes[path]
+            strategies = graph.nodes[node].strategies
+            assert strategies is not None
+            shape = graph.nodes[node].program.values[op.inputs[0]].shape  # type: ignore[union-attr]
+            pin = PinnedDims(path=path, shape=shape, dims=parse_dims(op.pinned), origin=f"al.pin at {op.source}")
+            pin.check(mesh, op.source)
+            space = graph.conversions.space(len(shape))
+            restrict(node, _mask(pin, mesh, lambda i, s=space: s.specs[i], strategies.results[0]))
+    return masks
+
+
+def _mask(
+    pin: PinnedDims, mesh: DeviceMesh, spec_of: Callable[[int], ShardingSpec], numbers: np.ndarray
+) -> np.ndarray:
+    return np.array([pin.allows(spec_of(int(i)), mesh) for i in numbers])
+
+
+def _write_out(
+    task: MeshTask, costs: CostModel, graph: DecisionGraph, problem: IntraOpProblem, solution: Solution, begin: float
+) -> MeshResult:
+    mesh = graph.conversions.mesh
+    if not len(solution.choice):
+        return MeshResult(
+            mesh=mesh,
+            status=solution.status,
+            solution=solution,
+            problem=problem,
+            seconds=time.perf_counter() - begin,
+        )
+    written = realise(task.program, graph, solution.choice, costs)
+    peak = memory_profile(
+        task.program,
+        task.line,
+        mesh,
+        in_specs=written.in_specs,
+        out_specs=written.out_specs,
+        decisions=written.decisions,
+        conversions=written.conversions,
+        roles=task.roles,
+    )
+    node_prices = _node_prices(graph, problem, solution.choice)
+    compute = math.fsum(node_prices.values())
+    # All-reduces inside ops are part of the ops' own prices.
+    moved = math.fsum(c.time_s * c.count for c in written.collectives[: written.num_converting])
+    penalty = math.fsum(
+        float(problem.node_costs[n][solution.choice[n]]) for n in sorted({*graph.inputs, *graph.outputs})
+    )
+    objective = compute + moved + penalty
+    return MeshResult(
+        mesh=mesh,
+        status=solution.status,
+        objective=objective,
+        lower_bound=min(solution.lower_bound, objective),
+        realised=written,
+        peak=peak,
+        compute=compute,
+        op_times=tuple(node_prices.items()),
+        solution=solution,
+        problem=problem,
+        seconds=time.perf_counter() - begin,
+    )
+
+
+def _node_prices(graph: DecisionGraph, problem: IntraOpProblem, choice: np.ndarray) -> Mapping[str, float]:
+    """Price of every op (all-reduces inside an op included)."""
+    return {path: float(problem.node_costs[n][choice[n]]) for path, n in graph.op_nodes.items()}

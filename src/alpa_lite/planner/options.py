@@ -1,0 +1,92 @@
+"""``PlanOptions``: everything that may be asked of the planner, checked once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Literal
+
+from alpa_lite.errors import AlpaLiteError
+from alpa_lite.plan.plan import OptionValue
+
+DEFAULT_AXIS_NAMES = ("x", "y", "z")
+MAX_AXES = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions:
+    """Options of ``al.plan`` and ``al.parallelize``.
+
+    Attributes:
+        mesh_shape: shape of the logical device mesh, e.g. (2, 4); None tries every factorisation of the cluster.
+        axis_names: names of the mesh axes; None takes those that pins use, else ("x", "y", "z").
+        max_axes: number of axes up to which meshes are tried when ``mesh_shape`` is None.
+        memory_budget_bytes: hard limit on the predicted peak per device; None = 0.9 of the device's memory, ``inf`` = none.
+        costs: cost convention, "roofline" (seconds) or "alpa".
+        require_sharded_contractions: matmuls and convolutions may not be repeated along any mesh axis.
+        forbid: kinds of collectives that may not be used, e.g. ("all-gather",).
+        replication_penalty: price of every state leaf that all devices hold whole; None = the convention's own.
+        annotations: "report" lists sharding annotations found in the arguments; "pin" makes them pins.
+        num_stages, num_microbatches, schedule, remat: for pipelines; one stage and one microbatch until they exist.
+        time_limit_s: of the solver, per mesh.
+        seed: of the solver.
+    """
+
+    mesh_shape: tuple[int, ...] | None = None
+    axis_names: tuple[str, ...] | None = None
+    max_axes: int = 2
+    memory_budget_bytes: float | None = None
+    costs: str = "roofline"
+    require_sharded_contractions: bool = False
+    forbid: tuple[str, ...] = ()
+    replication_penalty: float | None = None
+    annotations: Literal["report", "pin"] = "report"
+    num_stages: int | Literal["auto"] = "auto"
+    num_microbatches: int = 1
+    schedule: str = "1f1b"
+    remat: str = "auto"
+    time_limit_s: float = 60.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.mesh_shape is not None:
+            object.__setattr__(self, "mesh_shape", tuple(self.mesh_shape))
+        if self.axis_names is not None:
+            object.__setattr__(self, "axis_names", tuple(self.axis_names))
+        object.__setattr__(self, "forbid", tuple(self.forbid))
+        for fault in self._faults():
+            raise AlpaLiteError(f"PlanOptions: {fault}")
+
+    def _faults(self) -> list[str]:
+        faults = []
+        shape, names = self.mesh_shape, self.axis_names
+        if shape is not None and (not shape or len(shape) > MAX_AXES or any(n < 1 for n in shape)):
+            faults.append(f"mesh_shape={shape} was given; 1 to {MAX_AXES} sizes of at least 1 are allowed, e.g. (2, 4).")
+        if names is not None and (not names or len(names) > MAX_AXES or len(set(names)) != len(names)):
+            faults.append(f"axis_names={names} was given; 1 to {MAX_AXES} different names are allowed.")
+        if shape is not None and names is not None and len(shape) != len(names):
+            faults.append(
+                f"mesh_shape={shape} has {len(shape)} axes, axis_names={names} has {len(names)}; give one name per axis."
+            )
+        if not 1 <= self.max_axes <= MAX_AXES:
+            faults.append(f"max_axes={self.max_axes} was given; 1 to {MAX_AXES} are allowed.")
+        if self.num_stages not in ("auto", 1):
+            faults.append(f"num_stages={self.num_stages!r} was given; only one stage is possible. Leave it at 'auto'.")
+        if self.num_microbatches != 1:
+            faults.append(f"num_microbatches={self.num_microbatches} was given; only 1 is possible with one stage.")
+        if self.remat != "auto":
+            faults.append(
+                f"remat={self.remat!r} was given; only 'auto' is possible: wrap parts of your function in jax.checkpoint."
+            )
+        if self.annotations not in ("report", "pin"):
+            faults.append(f"annotations={self.annotations!r} was given; allowed are 'report' and 'pin'.")
+        if self.time_limit_s <= 0:
+            faults.append(f"time_limit_s={self.time_limit_s} was given; it must be positive (seconds per mesh).")
+        if self.memory_budget_bytes is not None and self.memory_budget_bytes <= 0:
+            faults.append(f"memory_budget_bytes={self.memory_budget_bytes} was given; it must be positive.")
+        return faults
+
+    def changed(self) -> tuple[tuple[str, OptionValue], ...]:
+        """The options that differ from their defaults, by name, for the plan."""
+        default = {f.name: f.default for f in fields(self)}
+        values = ((f.name, getattr(self, f.name)) for f in fields(self))
+        return tuple((name, value) for name, value in values if value != default[name])

@@ -20,7 +20,7 @@ from alpa_lite.trace.pins import resolve_pins
 
 MESH = DeviceMesh(shape=(2, 4), axis_names=("data", "model"))
 PARAMS = {"dense": {"kernel": (8, 16), "bias": (16,)}, "out": {"kernel": (16, 10), "bias": (10,)}}
-STATE = {"params": PARAMS, "opt": ({"mu": PARAMS, "nu": PARAMS, "count": ()}, {"trace": (3, 3)})}
+STATE = {"params": PARAMS, "opt": ({"mu": PARAMS, "nu": PARAMS, "count": (), "unused": (1,)}, {"trace": (3, 3)})}
 
 
 def is_shape(x):

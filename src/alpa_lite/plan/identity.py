@@ -1,7 +1,8 @@
 """Which program a plan is for: fingerprint, and what differs when it is another one.
 
 The fingerprint is a digest of the program's text (ops, shapes, sharding rules, paths, donation) and of the ops' keys.
-It holds no file names or line numbers, so moving a function in its file does not make its plans useless.
+It holds no file names or line numbers, so moving a function in its file does not make its plans useless; nor literals
+and scalar parameters (a learning rate, an exponent), which do not change how a step can be split.
 """
 
 from __future__ import annotations

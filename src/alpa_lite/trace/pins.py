@@ -6,6 +6,7 @@ leaf), ``_apply_pin_like`` (leaves that follow others), and the check on the mes
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -246,7 +247,7 @@ def _apply_pin_like(target: str, origin: str, leaves: _Leaves) -> list[tuple[int
         match = _counterpart(position, by_suffix, leaves)
         if match is not None and match != position:
             ties += _follow(position, match, target, origin, leaves)
-        elif match is None and leaves.shapes[position]:
+        elif match is None and math.prod(leaves.shapes[position]) > 1:  # step counts and placeholders need no layout
             lonely.append(position)
     if not any(_counterpart(position, by_suffix, leaves) is not None for position in targets):
         raise PinError(

@@ -64,8 +64,9 @@ def _compile(request: dict[str, Any], folder: Path) -> dict[str, Any]:
     begin = time.perf_counter()
     compiled = step.lower(*arguments).compile()
     seconds = time.perf_counter() - begin
-    (folder / "step.hlo").write_text(compiled.as_text())
-    memory = compiled.memory_analysis()
+    text, memory = compiled.as_text(), compiled.memory_analysis()
+    assert text is not None and memory is not None, "XLA:GPU gives both"
+    (folder / "step.hlo").write_text(text)
     return {
         "compile_s": seconds,
         "peak_bytes": memory.peak_memory_in_bytes,

@@ -39,7 +39,8 @@ def test_figures_are_plausible(name):
     assert 1e9 < rates["f32"] < 1e15
     assert rates.get("bf16", rates["f32"]) >= rates["f32"]
     assert 1e9 <= device.memory_bytes < 1e12
-    assert device.memory_bandwidth_bytes_per_s > inside.bandwidth_bytes_per_s
+    if device.platform != "cpu":  # virtual devices copy small shards through a cache that is faster than memory
+        assert device.memory_bandwidth_bytes_per_s > inside.bandwidth_bytes_per_s
     assert between.latency_s >= inside.latency_s
 
 

@@ -1,16 +1,17 @@
 """Measures the devices of this process: matmul rate, memory rate, and alpha-beta of collectives, in a few seconds.
 
-Comes in: JAX's local devices. Goes out: a ``Calibration`` record, and the ``Cluster`` of this process with or without it.
+Comes in: JAX's local devices. Goes out: a ``Calibration`` record, and the ``Cluster`` of this process with or without
+it.
 
-Everything is measured with all devices at work at once, because that is how a plan runs (virtual CPU devices share cores,
-devices of a host share memory and links). Each quantity is one compiled program with a loop of n rounds inside; the time of
-one round is the difference of a long and a short run, so dispatch is not counted. Medians over interleaved repeats.
+Everything is measured with all devices at work at once, because that is how a plan runs (virtual CPU devices share
+cores, devices of a host share memory and links). Each quantity is one compiled program with a loop inside, which runs
+for so many rounds that its dispatch does not matter. The best of the repeats counts: other work on the machine can only
+add time.
 """
 
 from __future__ import annotations
 
 import datetime
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -40,21 +41,20 @@ class Sizes:
         matmul: sides of the square matrices of the small and the large matmul.
         copy_bytes: size of the large copy, per device.
         collective_bytes: sizes per device, small to large.
-        rounds: rounds of the short and the long run.
+        run_s: the least time of a run; its rounds are doubled until they fill it.
         repeats: runs of each.
     """
 
     matmul: tuple[int, int]
     copy_bytes: int
     collective_bytes: tuple[int, ...]
-    rounds: tuple[int, int] = (2, 10)
+    run_s: float = 0.02
     repeats: int = 3
 
 
-CPU_SIZES = Sizes(matmul=(128, 512), copy_bytes=2**24, collective_bytes=(2**12, 2**18, 2**22))
-ACCELERATOR_SIZES = Sizes(
-    matmul=(1024, 8192), copy_bytes=2**30, collective_bytes=(2**14, 2**22, 2**27), rounds=(4, 24), repeats=5
-)
+# The copy is as large as what all devices together keep in a cache: most tensors of a step on CPU are no larger.
+CPU_SIZES = Sizes(matmul=(128, 512), copy_bytes=2**22, collective_bytes=(2**12, 2**18, 2**22))
+ACCELERATOR_SIZES = Sizes(matmul=(1024, 8192), copy_bytes=2**30, collective_bytes=(2**14, 2**22, 2**27), repeats=5)
 
 
 def local_cluster(calibrate: bool = False) -> Cluster:
@@ -71,8 +71,8 @@ def local_cluster(calibrate: bool = False) -> Cluster:
     if len(counts) != 1:
         raise ClusterError(
             f"the hosts of this job have {sorted(counts)} devices. Planning needs hosts of equal make, as in "
-            f"'2x8:h100-sxm'. The counts are those of jax.devices() by process; start every process with the same number "
-            f"of devices, or plan for a part of them with al.Cluster.parse."
+            f"'2x8:h100-sxm'. The counts are those of jax.devices() by process; start every process with the same "
+            f"number of devices, or plan for a part of them with al.Cluster.parse."
         )
     return Cluster.of(
         device_name_of_kind(devices[0].platform, devices[0].device_kind),
@@ -107,24 +107,25 @@ def _round_s(mesh: Mesh, one: Round, operand: tuple[int, ...], dtype: Any, sizes
     """Seconds of one call of ``one`` on every device of ``mesh`` at once; ``operand`` is the shape on one device."""
 
     @jax.jit
-    @partial(jax.shard_map, mesh=mesh, in_specs=(P(mesh.axis_names), P()), out_specs=P(mesh.axis_names), check_vma=False)
+    @partial(
+        jax.shard_map, mesh=mesh, in_specs=(P(mesh.axis_names), P()), out_specs=P(mesh.axis_names), check_vma=False
+    )
     def run(x: jax.Array, rounds: jax.Array) -> jax.Array:
         return jax.lax.fori_loop(0, rounds, lambda _, value: one(value), x[0])[None]
 
     sharding = NamedSharding(mesh, P(mesh.axis_names))
     x = jax.jit(partial(jnp.zeros, (mesh.size, *operand), dtype), out_shardings=sharding)()
-    short, long = (np.int32(n) for n in sizes.rounds)
-    run(x, short).block_until_ready()
-    samples = []
-    for _ in range(sizes.repeats):
-        times = []
-        for rounds in (short, long):
-            start = time.perf_counter()
-            run(x, rounds).block_until_ready()
-            times.append(time.perf_counter() - start)
-        samples.append((times[1] - times[0]) / float(long - short))
-    # Noise on a busy machine can make a tiny difference negative; no round takes less than a nanosecond.
-    return max(statistics.median(samples), 1e-9)
+    run(x, np.int32(1)).block_until_ready()  # compiles
+    rounds = 1
+    while (best := _run_s(run, x, rounds)) < sizes.run_s:
+        rounds = max(2 * rounds, int(1.2 * rounds * sizes.run_s / best))
+    return min(best, *(_run_s(run, x, rounds) for _ in range(sizes.repeats - 1))) / rounds
+
+
+def _run_s(run: Callable[[jax.Array, np.int32], jax.Array], x: jax.Array, rounds: int) -> float:
+    start = time.perf_counter()
+    run(x, np.int32(rounds)).block_until_ready()
+    return time.perf_counter() - start
 
 
 def _line(devices: list[jax.Device]) -> Mesh:
@@ -151,8 +152,8 @@ def _copy_rate(devices: list[jax.Device], sizes: Sizes) -> float:
 
 
 def _launch(devices: list[jax.Device], sizes: Sizes) -> float:
-    """The least time of an op: an addition of a few numbers."""
-    return _round_s(_line(devices), lambda x: x + 1, (8,), jnp.float32, sizes)
+    """The least time of an op: an addition of a few thousand numbers (XLA:CPU runs loops over fewer as one kernel)."""
+    return _round_s(_line(devices), lambda x: x + 1, (4096,), jnp.float32, sizes)
 
 
 def _collectives(devices: list[jax.Device], sizes: Sizes) -> list[MeasuredCollective]:
@@ -162,10 +163,11 @@ def _collectives(devices: list[jax.Device], sizes: Sizes) -> list[MeasuredCollec
     while group > 1:
         mesh = Mesh(np.array(devices).reshape(-1, group), ("outer", "group"))
         for kind in CollectiveKind:
-            points = [
-                (float(size), _round_s(mesh, _collective_round(kind, group), (size // 4,), jnp.float32, sizes))
-                for size in sizes.collective_bytes
-            ]
+            points = []
+            for size in sizes.collective_bytes:
+                count = size // 4 // group * group  # every device's part is equal
+                seconds = _round_s(mesh, _collective_round(kind, group), (count,), jnp.float32, sizes)
+                points.append((4.0 * count, seconds))
             alpha, beta = fit_line(points)
             found.append(MeasuredCollective(kind=kind, num_devices=group, alpha_s=alpha, beta_s_per_byte=beta))
         group = group // 2 if group % 2 == 0 else 1
@@ -173,14 +175,13 @@ def _collectives(devices: list[jax.Device], sizes: Sizes) -> list[MeasuredCollec
 
 
 def _collective_round(kind: CollectiveKind, group: int) -> Round:
-    """One collective whose larger side is the operand; the result has the operand's shape, with as little extra work as can be.
+    """One collective whose larger side has the operand's shape, and so has its result.
 
-    The extra copy of an all-gather (a slice in front) and of a reduce-scatter (an update in place) is 1/group of the bytes.
+    What that adds (a slice before an all-gather, an update in place after a reduce-scatter) is 1/group of the bytes.
     """
 
     def gather(x: jax.Array) -> jax.Array:
-        whole = jax.lax.all_gather(x[: x.shape[0] // group], "group", tiled=True)
-        return whole
+        return jax.lax.all_gather(x[: x.shape[0] // group], "group", tiled=True)
 
     def scatter(x: jax.Array) -> jax.Array:
         part = jax.lax.psum_scatter(x, "group", tiled=True)

@@ -1,0 +1,82 @@
+"""Measuring the local devices: the fit is right, the record is complete, and it changes what a cluster costs."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+
+import jax
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from alpa_lite.cluster import Calibration, Cluster
+from alpa_lite.core.collective import CollectiveKind
+from alpa_lite.core.mesh import DeviceMesh
+from alpa_lite.costs.collectives import MeshCosts
+from alpa_lite.errors import ClusterError
+from alpa_lite.executor import calibrate
+from alpa_lite.executor.calibrate import Sizes, fit_line, local_cluster, measure
+
+TINY = Sizes(matmul=(16, 64), copy_bytes=2**14, collective_bytes=(2**10, 2**16), run_s=1e-3, repeats=2)
+
+
+@given(st.floats(1e-7, 1e-2), st.floats(1e-12, 1e-7))
+def test_fit_recovers_an_exact_line(alpha, beta):
+    found = fit_line([(size, alpha + beta * size) for size in (1e3, 1e5, 1e7)])
+    assert found == pytest.approx((alpha, beta), rel=1e-5)
+
+
+@given(st.lists(st.floats(1e-6, 1.0), min_size=3, max_size=3))
+def test_fit_is_never_negative(times):
+    alpha, beta = fit_line(list(zip((1e3, 1e5, 1e7), times, strict=True)))
+    assert alpha >= 0 and beta >= 0
+    assert alpha + beta * 1e5 > 0
+
+
+@pytest.fixture(scope="module")
+def record() -> Calibration:
+    return measure(TINY)
+
+
+def test_record_covers_every_kind_and_group_size(record):
+    assert record.num_devices == 8
+    assert {(entry.kind, entry.num_devices) for entry in record.collectives} == {
+        (kind, group) for kind in CollectiveKind for group in (2, 4, 8)
+    }
+    assert dict(record.matmul_flops_per_s)["f32"] > 1e6
+    assert record.memory_bandwidth_bytes_per_s > 1e6
+    assert record.launch_s > 0
+    assert record.jax_version == jax.__version__
+    assert Calibration.from_text(record.to_text()) == record
+
+
+def test_record_prices_collectives_of_the_local_cluster(record):
+    cluster = Cluster.of("cpu", devices_per_host=8, calibration=record)
+    costs = MeshCosts(cluster=cluster, mesh=DeviceMesh(shape=(2, 4), axis_names=("x", "y")))
+    for kind in CollectiveKind:
+        measured = record.collective(kind, 4)
+        assert measured is not None
+        assert costs.linear(kind, ("y",)) == pytest.approx((measured.alpha_s, measured.beta_s_per_byte))
+        assert costs.time_s(kind, ("y",), 2**16) > 0
+
+
+def test_local_cluster_is_this_process():
+    assert local_cluster() == Cluster.parse("1x8:cpu")
+
+
+def test_calibrated_local_cluster_carries_the_record(record, monkeypatch):
+    monkeypatch.setattr(calibrate, "measure", lambda: record)
+    assert local_cluster(calibrate=True).calibration == record
+
+
+def test_hosts_of_different_size_are_refused(monkeypatch):
+    devices = [types.SimpleNamespace(process_index=i, platform="cpu", device_kind="cpu") for i in (0, 0, 1)]
+    monkeypatch.setattr(jax, "devices", lambda: devices)
+    with pytest.raises(ClusterError, match=r"have \[1, 2\] devices.*equal make.*jax.devices\(\).*same number"):
+        local_cluster()
+
+
+def test_a_group_size_that_does_not_halve_ends_the_series():
+    three = calibrate._collectives(jax.devices()[:3], dataclasses.replace(TINY, run_s=1e-4, repeats=1))
+    assert {entry.num_devices for entry in three} == {3}

@@ -119,7 +119,7 @@ def _round_s(mesh: Mesh, one: Round, operand: tuple[int, ...], dtype: Any, sizes
     rounds = 1
     while (best := _run_s(run, x, rounds)) < sizes.run_s:
         rounds = max(2 * rounds, int(1.2 * rounds * sizes.run_s / best))
-    return min(best, *(_run_s(run, x, rounds) for _ in range(sizes.repeats - 1))) / rounds
+    return min([best, *(_run_s(run, x, rounds) for _ in range(sizes.repeats - 1))]) / rounds
 
 
 def _run_s(run: Callable[[jax.Array, np.int32], jax.Array], x: jax.Array, rounds: int) -> float:

@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from alpa_lite.core.collective import Collective, CollectiveKind
@@ -30,7 +30,7 @@ BATCH, WIDTH, HIDDEN = 256, 512, 1024
 
 
 def abstract(mesh: DeviceMesh) -> AbstractMesh:
-    return AbstractMesh(mesh.shape, mesh.axis_names)
+    return AbstractMesh(mesh.shape, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.shape))
 
 
 def mlp_step(mesh: DeviceMesh) -> tuple[Callable[..., object], tuple[object, ...], tuple[Collective, ...]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -123,7 +124,7 @@ def test_a_wrong_plan_fails_both_ways_although_the_names_agree(index: int, chang
 
 def test_unplanned_is_listed_with_line_and_groups() -> None:
     hlo = compiled(lambda x: jax.lax.psum(x, "y"), GRID)
-    halves = hlo.replace("replica_groups={{0,1,2,3},{4,5,6,7}}", "replica_groups={{0,1},{2,3},{4,5},{6,7}}")
+    halves = re.sub(r"replica_groups=.*?, use_", "replica_groups={{0,1},{2,3},{4,5},{6,7}}, use_", hlo)
     assert halves != hlo
     report = audit((plan(AR, ("y",), SIZE),), halves, GRID)
     assert [u.axes for u in report.unplanned] == [None]
@@ -354,13 +355,13 @@ def test_a_joined_buffer_is_taken_apart_although_its_size_is_planned_within_the_
 ENTRY %main (p: f32[5000], q: f32[1]) -> f32[5001] {
   %p = f32[5000]{0} parameter(0)
   %q = f32[1]{0} parameter(1)
-  %joined = f32[5001]{0} concatenate(%p, %q), dimensions={0}
-  ROOT %ar = f32[5001]{0} all-reduce(%joined), channel_id=1, replica_groups=[1,8]<=[8], use_global_device_ids=true NAME
+  %joined = f32[5001]{0} concatenate(%p, %q), dimensions={0}NAME
+  ROOT %ar = f32[5001]{0} all-reduce(%joined), channel_id=1, replica_groups=[1,8]<=[8], use_global_device_ids=true
 }
 """
     parts = (plan(AR, ("x",), 20000), plan(AR, ("x",), 4))
     assert audit(parts, body.replace("NAME", ""), LINE).ok
     whole = (plan(AR, ("x",), 20004),)
-    own = body.replace("NAME", ', metadata={op_name="jit(f)/al_c0/psum"}')  # the user's own concatenate
+    own = body.replace("NAME", ', metadata={op_name="jit(f)/concatenate"}')  # the user's own concatenate
     assert audit(whole, own, LINE).ok
     assert not audit(parts[1:], body.replace("NAME", ""), LINE).ok

@@ -6,7 +6,7 @@ import importlib.util
 
 import jax
 import pytest
-from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from alpa_lite.core.mesh import DeviceMesh
@@ -25,7 +25,7 @@ NO_COMPILER = any(importlib.util.find_spec(module) is None for module in ("jax_c
 def test_programs_that_xla_gpu_rewrites(name: str, device: str) -> None:
     """As in test_audit.py on stored text, with what this version of the compiler prints."""
     function, arguments, planned = PROGRAMS[name]
-    here = AbstractMesh(GRID.shape, GRID.axis_names)
+    here = AbstractMesh(GRID.shape, GRID.axis_names, axis_types=(AxisType.Auto,) * 2)
     mapped = jax.shard_map(function, mesh=here, in_specs=P(), out_specs=P(), check_vma=False)
     placed = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(here, P())) for a in arguments)
     result = compile_for_target(export_step(mapped, placed), device=device, mesh=GRID, devices_per_host=8)

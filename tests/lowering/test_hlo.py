@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Callable
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from alpa_lite.lowering import hlo_text
 from alpa_lite.lowering.hlo import HloCollective, collectives_in
 from alpa_lite.lowering.hlo_text import bits_of, parse_hlo, tensors_in
 
@@ -253,7 +255,7 @@ ROOT %t = (f32[16,32]{1,0}, f32[100]{0}) tuple(%r0, %s1)
     assert set(record.keys) == {4, 5}
 
 
-def test_source_from_frame_tables_steps_over_lowering() -> None:
+def test_source_from_frame_tables_steps_over_this_package() -> None:
     text = module(
         P0
         + """\
@@ -263,7 +265,7 @@ ROOT %ar = f32[16,32]{1,0} all-reduce(%p), $FOURS, to_apply=%add, metadata={op_n
     tables = """
 FileNames
 1 "/u/train.py"
-2 "/lib/alpa_lite/lowering/run.py"
+2 "PACKAGE/lowering/run.py"
 
 FunctionNames
 1 "f"
@@ -277,6 +279,7 @@ StackFrames
 2 {file_location_id=2 parent_frame_id=1}
 
 """
+    tables = tables.replace("PACKAGE", str(Path(hlo_text.__file__).parents[1]))
     head, _, rest = text.partition("\n")
     (record,) = collectives_in(f"{head}\n{tables}\n{rest}")
     assert record.source == "/u/train.py:30"

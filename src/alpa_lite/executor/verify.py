@@ -59,7 +59,7 @@ def export_step(step: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
 
     Args:
         step: a traceable function, jitted or not; with a ``jax.sharding.AbstractMesh`` it needs no devices.
-        args: pytrees of ``jax.ShapeDtypeStruct`` with ``NamedSharding`` over that mesh.
+        args: pytrees of ``jax.ShapeDtypeStruct`` with ``NamedSharding`` over that mesh, whose axes are of type Auto.
 
     Returns:
         A serialized ``jax.export`` artefact from the leaves of ``args`` to the leaves of the result. Trees

@@ -49,7 +49,9 @@ def _compile(request: dict[str, Any], folder: Path) -> dict[str, Any]:
         platform="cuda", target_config=request["target_config"], topology=request["topology"]
     )
     devices = np.array(sorted(topology.devices, key=lambda device: device.id))
-    mesh = jax.sharding.Mesh(devices.reshape(request["mesh_shape"]), tuple(request["axis_names"]))
+    names = tuple(request["axis_names"])
+    automatic = (jax.sharding.AxisType.Auto,) * len(names)  # must equal the exported mesh's, see export_step
+    mesh = jax.sharding.Mesh(devices.reshape(request["mesh_shape"]), names, axis_types=automatic)
     exported = export.deserialize(bytearray((folder / "step.bin").read_bytes()))
     arguments = [
         jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)

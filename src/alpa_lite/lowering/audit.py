@@ -185,7 +185,7 @@ class _Audit:
     def _split(
         self, compiled: tuple[HloCollective, ...]
     ) -> tuple[tuple[HloCollective, ...], list[tuple[str, ...] | None]]:
-        """Takes tensors that were laid end to end apart, unless the plan itself moves the joined one."""
+        """Takes tensors apart that XLA laid end to end, unless the plan itself moves the joined one."""
         records: list[HloCollective] = []
         axes: list[tuple[str, ...] | None] = []
         for collective in compiled:
@@ -196,8 +196,7 @@ class _Audit:
             ]
             whole = self._is_planned(collective, along)
             apart = all(self._is_planned(part, along) for part in parts)
-            # A joined buffer of XLA's own has no name; the plan's has one.
-            if not parts or (whole and (collective.op_name or not apart)):
+            if not parts or (whole and not apart):
                 parts = [collective]
             records += parts
             axes += [along] * len(parts)

@@ -48,7 +48,7 @@ class HloCollective:
         instruction: its name in the HLO text.
         keys: numbers of the ``al_c<number>`` scopes in ``op_name`` (or, if there is none, of what uses the result).
         near: opcodes that feed the tensor or use the result, and "convert:TYPE" for conversions there.
-        parts: element counts, if the tensor is several ones laid end to end.
+        parts: element counts, if the tensor is several ones that XLA laid end to end.
         joined: number of tensors that the instruction moves together.
     """
 
@@ -254,7 +254,7 @@ def _opcodes(module: HloModule, computation: Computation, instruction: Instructi
 
 
 def _parts(module: HloModule, computation: Computation, operand: str) -> tuple[int, ...]:
-    """Element counts of the tensors that were laid end to end to make ``operand``; () if it is one tensor."""
+    """Element counts of the tensors that XLA laid end to end to make ``operand``; () if it is one tensor."""
     producer = computation.get(operand)
     for _ in range(_HOPS):
         if producer is None or producer.opcode not in _PASSED or not producer.operands:
@@ -264,6 +264,6 @@ def _parts(module: HloModule, computation: Computation, operand: str) -> tuple[i
     if producer is not None and producer.opcode == "fusion" and producer.called:
         home = module.computations.get(producer.called[0], computation)
         producer = home.root if home is not computation else producer
-    if producer is None or producer.opcode != "concatenate":
+    if producer is None or producer.opcode != "concatenate" or producer.op_name:  # the user's own one has a name
         return ()
     return tuple(t.elements for name in producer.operands for t in _tensors(home, name))

@@ -11,10 +11,13 @@ FileNames, FileLocations and StackFrames at the top of the module (jaxlib 0.8 an
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
+_PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = ")
 _SHAPE = re.compile(r"\b([a-z][a-z0-9]*)\[([\d,<=]*)\]")
@@ -157,9 +160,9 @@ class HloModule:
     frames: dict[int, tuple[tuple[str, int], int]]
 
     def source(self, instruction: Instruction) -> str:
-        """The user's "file:line", "" if the text has none. Frames of this package's lowering are stepped over."""
+        """The user's "file:line", "" if the text has none. Frames of this package are stepped over."""
         stack = list(self._stack(instruction))
-        user = [frame for frame in stack if "/alpa_lite/lowering/" not in frame[0]] or stack
+        user = [frame for frame in stack if not frame[0].startswith(_PACKAGE)] or stack
         return f"{user[0][0]}:{user[0][1]}" if user else ""
 
     def _stack(self, instruction: Instruction) -> Iterator[tuple[str, int]]:

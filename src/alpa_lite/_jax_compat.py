@@ -27,6 +27,7 @@ __all__ = [
     "annotate_sharding_rules",
     "identity_primitive",
     "name_scope_of",
+    "scan_layout",
     "shardy_factors",
     "source_of",
     "threefry_2x32",
@@ -41,6 +42,14 @@ def source_of(eqn: JaxprEqn) -> str:
 def name_scope_of(eqn: JaxprEqn) -> str:
     """The name stack of an equation, e.g. ``transpose(jvp(layer0))``."""
     return str(eqn.source_info.name_stack)
+
+
+def scan_layout(params: dict[str, Any]) -> tuple[int, int]:
+    """(number of constants, number of carries) of a ``scan`` equation."""
+    if "num_consts" in params:  # 0.10
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].elts  # 0.12: flat trees of (consts, carry, xs)
+    return len(list(consts.vals)), len(list(carry.vals))
 
 
 def identity_primitive(name: str) -> Primitive:

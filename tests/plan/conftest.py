@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from alpa_lite.core.collective import Collective, CollectiveKind
+from alpa_lite.core.conversion import Conversion, Step
 from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.core.program import Op, Program, Value, check_program
 from alpa_lite.core.rule import Factor, FactorKind, OpShardingRule
@@ -13,7 +14,6 @@ from alpa_lite.plan.check import check_plan
 from alpa_lite.plan.identity import fingerprint, op_text
 from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.records import (
-    Copy,
     Leaf,
     LeafRole,
     MemoryProfile,
@@ -21,6 +21,14 @@ from alpa_lite.plan.records import (
     OpDecision,
     PlanIdentity,
     StagePlan,
+)
+
+GATHER = Step(
+    kind=CollectiveKind.ALL_GATHER,
+    axes=("data",),
+    source_dim=0,
+    before=ShardingSpec.parse("[data,_]"),
+    after=ShardingSpec.parse("[_,_]"),
 )
 
 MATMUL = OpShardingRule(
@@ -149,7 +157,7 @@ def make_plan(program: Program) -> Plan:
         memory=MemoryProfile(parameters=64, inputs=64, activations=128, temporaries=64, peak=320),
         collectives=(gather, reduce),
         decisions=_decisions(program),
-        copies=(Copy(value=0, spec=ShardingSpec.parse("[_,_]")),),
+        conversions=(Conversion(op="0", value=0, steps=(GATHER,), collectives=(0,)),),
         compute_s=3.4e-5,
     )
     other = DeviceMesh(shape=(8, 1), axis_names=("data", "model"))

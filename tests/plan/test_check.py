@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from alpa_lite.core.conversion import Conversion, Step
 from alpa_lite.core.spec import ShardingSpec
 from alpa_lite.plan.check import check_plan
-from alpa_lite.plan.records import Copy, MemoryProfile
+from alpa_lite.plan.records import MemoryProfile
 
 S = ShardingSpec.parse
 
@@ -31,6 +32,11 @@ def with_collective(plan, **changes):
     return with_stage(plan, collectives=(replace(plan.collectives[0], **changes),))
 
 
+def conversion(after: ShardingSpec, collective: int) -> Conversion:
+    step = Step(kind=None, axes=("data",), target_dim=0, before=S("[_]"), after=after)
+    return Conversion(op="0", value=3, steps=(step,), collectives=(collective,))
+
+
 @pytest.mark.parametrize(
     ("change", "fault"),
     [
@@ -45,7 +51,8 @@ def with_collective(plan, **changes):
         (lambda p: with_input(p, spec=S("[data.model,_]")), "does not divide"),
         (lambda p: with_stage(p, memory=MemoryProfile(parameters=-1)), "parameters is -1"),
         (lambda p: with_stage(p, memory=MemoryProfile(parameters=2, peak=1)), "above the peak"),
-        (lambda p: with_stage(p, copies=(Copy(value=3, spec=S("[q]")),)), "copy of %3"),
+        (lambda p: with_stage(p, conversions=(conversion(S("[q]"), 0),)), "conversion of %3"),
+        (lambda p: with_stage(p, conversions=(conversion(S("[_]"), 9),)), "does not have"),
         (lambda p: with_collective(p, axes=("q",)), "are not axes of"),
         (lambda p: with_collective(p, axes=()), "are not axes of"),
         (lambda p: with_collective(p, count=0), "count 0"),

@@ -57,9 +57,9 @@ class SpecSpace:
         axes = tuple(a for a, n in zip(self.mesh.axis_names, self.mesh.shape, strict=True) if n > 1)
         self.specs = list(_all_specs(axes, self.rank))
         self.index = {s: i for i, s in enumerate(self.specs)}
-        self.parts = np.array(
-            [[self.mesh.axes_size(d) for d in s.dims] for s in self.specs], dtype=np.int64
-        ).reshape(len(self.specs), self.rank)
+        self.parts = np.array([[self.mesh.axes_size(d) for d in s.dims] for s in self.specs], dtype=np.int64).reshape(
+            len(self.specs), self.rank
+        )
         self.shards = self.parts.prod(axis=1) if self.rank else np.ones(len(self.specs), dtype=np.int64)
         for spec in self.specs:
             self.steps += _steps_from(spec, self.mesh, axes)

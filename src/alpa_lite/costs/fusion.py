@@ -12,10 +12,12 @@ from collections import defaultdict
 from alpa_lite.core.program import Op, Program
 
 # Producers without operands worth storing: XLA repeats them inside every consumer.
-_SOURCES = frozenset("iota broadcast_in_dim".split())
-_INDEXING = frozenset("reshape squeeze expand_dims transpose slice pad rev dynamic_slice".split())
-_REDUCTIONS = frozenset("reduce_sum reduce_max reduce_min reduce_and reduce_or reduce_prod argmax argmin".split())
-_BARRIERS = frozenset("optimization_barrier pin copy_p".split())
+_SOURCES = frozenset(["iota", "broadcast_in_dim"])
+_INDEXING = frozenset(["reshape", "squeeze", "expand_dims", "transpose", "slice", "pad", "rev", "dynamic_slice"])
+_REDUCTIONS = frozenset(
+    ["reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "reduce_prod", "argmax", "argmin"]
+)
+_BARRIERS = frozenset(["optimization_barrier", "pin", "copy_p"])
 
 
 def fused_values(program: Program) -> tuple[bool, ...]:
@@ -49,7 +51,9 @@ def reuses_operand(op: Op, program: Program, fused: tuple[bool, ...]) -> bool:
     return any(i >= 0 and program.values[i].size_bytes == size for i in op.inputs)
 
 
-def moved_bytes_weights(op: Op, program: Program, fused: tuple[bool, ...]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def moved_bytes_weights(
+    op: Op, program: Program, fused: tuple[bool, ...]
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """How often each operand and each result passes memory when the op runs (0 for what fusion keeps in registers).
 
     Indexing ops touch only what they select: a gather reads as much of its operand as it returns.

@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-
 from alpa_lite.core.conversion import Conversion
 from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.core.program import Program
@@ -199,5 +198,3 @@ def _read_under_jvp(program: Program) -> set[int] | None:
         if inside or any(o in wanted for o in op.outputs):
             wanted.update(i for i in op.inputs if i >= 0)
     return wanted if found else None
-
-

@@ -155,7 +155,9 @@ class Pricer:
         mesh = self.graph.conversions.mesh
         axes = [a for a, n in zip(mesh.axis_names, mesh.shape, strict=True) if n > 1]
         cost = np.zeros(len(strategies))
-        sizes = sum(self.local_bytes(program, v, s) for v, s in zip(op.inputs, strategies.operands, strict=True) if v >= 0)
+        sizes = sum(
+            self.local_bytes(program, v, s) for v, s in zip(op.inputs, strategies.operands, strict=True) if v >= 0
+        )
         for i, row in enumerate(strategies.assignment):
             idle = tuple(a for a, c in zip(axes, row, strict=True) if c == -1)
             if idle:
@@ -267,9 +269,7 @@ class Pricer:
             self._size_cache[key] = np.where(node.pairs[:, 0] == node.pairs[:, 1], 0, kept).astype(np.int64)
         return [Usage(node=link.copy, lo=lo, hi=max(hi, lo + 1), size_bytes=self._size_cache[key])]
 
-    def usage(
-        self, node: int, lo: int, hi: int, shape: tuple[int, ...], itemsize: int, specs: np.ndarray
-    ) -> Usage:
+    def usage(self, node: int, lo: int, hi: int, shape: tuple[int, ...], itemsize: int, specs: np.ndarray) -> Usage:
         key = ("tile", id(specs), shape, itemsize)
         if key not in self._size_cache:
             self._size_cache[key] = self.tile_bytes(shape, itemsize, specs).astype(np.int64)

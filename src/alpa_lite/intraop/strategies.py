@@ -111,7 +111,9 @@ def _specs_of(
         if rule.factors[factor].size % mesh.axes_size(used):
             return None
     grouped = [(axis, -2 - choice) for axis, choice in zip(axes, row, strict=True) if choice <= -2]
-    partial = tuple(a for a, c in zip(axes, row, strict=True) if c >= 0 and rule.factors[c].kind is FactorKind.REDUCTION)
+    partial = tuple(
+        a for a, c in zip(axes, row, strict=True) if c >= 0 and rule.factors[c].kind is FactorKind.REDUCTION
+    )
     operands = []
     for position, dims in enumerate(rule.operands):
         unreduced = tuple(axis for axis, g in grouped if position in rule.linear[g])

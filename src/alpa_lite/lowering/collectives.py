@@ -26,9 +26,7 @@ def run_step(x: jax.Array, step: Step, mesh: DeviceMesh) -> jax.Array:
         case CollectiveKind.ALL_GATHER:
             return lax.all_gather(x, step.axes, axis=step.source_dim, tiled=True)
         case CollectiveKind.ALL_TO_ALL:
-            return lax.all_to_all(
-                x, step.axes, split_axis=step.target_dim, concat_axis=step.source_dim, tiled=True
-            )
+            return lax.all_to_all(x, step.axes, split_axis=step.target_dim, concat_axis=step.source_dim, tiled=True)
         case CollectiveKind.ALL_REDUCE:
             return lax.psum(x, step.axes)
         case CollectiveKind.REDUCE_SCATTER:
@@ -83,4 +81,6 @@ def _tile(spec: ShardingSpec, at: dict[str, int], mesh: DeviceMesh) -> tuple[int
 
 def keep_on_first(x: jax.Array, axes: tuple[str, ...], mesh: DeviceMesh) -> jax.Array:
     """``x`` on the first device along ``axes``, zeros elsewhere: a replicated tensor as partial sums."""
-    return jnp.where(tile_index(axes, mesh) == 0, x, jnp.zeros_like(x)) if math.prod(map(mesh.axis_size, axes)) > 1 else x
+    return (
+        jnp.where(tile_index(axes, mesh) == 0, x, jnp.zeros_like(x)) if math.prod(map(mesh.axis_size, axes)) > 1 else x
+    )

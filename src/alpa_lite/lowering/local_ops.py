@@ -33,6 +33,7 @@ class LocalOp:
         result_shapes: global shapes of the results.
         operand_shapes: global shapes of the operands.
         mesh: the device mesh.
+        label: scope name of the all-reduce inside the op, if it has one.
     """
 
     name: str
@@ -43,6 +44,7 @@ class LocalOp:
     operand_shapes: tuple[tuple[int, ...], ...]
     result_shapes: tuple[tuple[int, ...], ...]
     mesh: DeviceMesh
+    label: str = ""
 
     def local_result(self, position: int = 0) -> tuple[int, ...]:
         return self.results[position].local_shape(self.result_shapes[position], self.mesh)
@@ -59,7 +61,8 @@ def evaluate(op: LocalOp, inputs: list[Any]) -> list[Any]:
     if op.name in _REDUCERS:
         axes = reduced_axes(op.operands[0], op.results[0], op.params["axes"])
         if axes:
-            results = [_REDUCERS[op.name](results[0], axes)]
+            with jax.named_scope(op.label):
+                results = [_REDUCERS[op.name](results[0], axes)]
     return results
 
 

@@ -16,7 +16,8 @@ import jax
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from alpa_lite._jax_compat import Literal
+from alpa_lite._jax_compat import Literal, scan_layout
+from alpa_lite.core.collective import Collective
 from alpa_lite.core.conversion import Conversion
 from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.core.spec import ShardingSpec
@@ -34,18 +35,28 @@ def partition_spec(spec: ShardingSpec) -> PartitionSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lowering:
-    """What lowering reads: the mesh, the decisions and the conversions of one stage."""
+    """What lowering reads: the mesh, the decisions and the conversions of one stage; ``inside``: op path -> collective."""
 
     mesh: DeviceMesh
     decisions: dict[str, OpDecision]
     conversions: dict[str, list[Conversion]]
+    inside: dict[str, int]
 
     @classmethod
-    def of(cls, mesh: DeviceMesh, decisions: Sequence[OpDecision], conversions: Sequence[Conversion]) -> Lowering:
+    def of(
+        cls,
+        mesh: DeviceMesh,
+        decisions: Sequence[OpDecision],
+        conversions: Sequence[Conversion],
+        collectives: Sequence[Collective],
+    ) -> Lowering:
+        """``collectives`` that no conversion names stand inside ops (a max over a split dim)."""
         by_op: dict[str, list[Conversion]] = defaultdict(list)
         for conversion in conversions:
             by_op[conversion.op].append(conversion)
-        return cls(mesh=mesh, decisions={d.path: d for d in decisions}, conversions=dict(by_op))
+        named = {number for conversion in conversions for number in conversion.collectives}
+        inside = {c.op: number for number, c in enumerate(collectives) if number not in named}
+        return cls(mesh=mesh, decisions={d.path: d for d in decisions}, conversions=dict(by_op), inside=inside)
 
     def local_function(
         self, flat: FlatJaxpr, in_specs: Sequence[ShardingSpec], out_specs: Sequence[ShardingSpec]
@@ -171,6 +182,7 @@ class _Region:
             ),
             result_shapes=tuple(getattr(self.flat.avals[o], "shape", ()) for o in op.all_outputs),
             mesh=self.lowering.mesh,
+            label=f"al_c{self.lowering.inside[path]}" if path in self.lowering.inside else "",
         )
         return evaluate(local, inputs)
 
@@ -178,7 +190,7 @@ class _Region:
         return _Region(self.lowering, op.bodies[number], f"{path}.{number}.")
 
     def scan(self, op: FlatOp, path: str, decision: OpDecision, inputs: list[Any]) -> list[Any]:
-        consts, carries = op.params["num_consts"], op.params["num_carry"]
+        consts, carries = scan_layout(op.params)
         in_specs = body_input_specs("scan", op.params, decision)[0]
         out_specs = body_output_specs("scan", op.params, decision)[0]
 
@@ -224,7 +236,7 @@ def body_input_specs(name: str, params: Any, decision: OpDecision) -> list[list[
     """Per body, the specs of its inputs, from the decision of the control-flow op."""
     operands = list(decision.operands)
     if name == "scan":
-        stacked = params["num_consts"] + params["num_carry"]
+        stacked = sum(scan_layout(params))
         return [operands[:stacked] + [drop_leading(s) for s in operands[stacked:]]]
     if name == "while":
         first, second = params["cond_nconsts"], params["body_nconsts"]
@@ -237,7 +249,7 @@ def body_output_specs(name: str, params: Any, decision: OpDecision) -> list[list
     """Per body, the specs of its results."""
     results = list(decision.results)
     if name == "scan":
-        carries = params["num_carry"]
+        _, carries = scan_layout(params)
         return [results[:carries] + [drop_leading(s) for s in results[carries:]]]
     if name == "while":
         return [[ShardingSpec.replicated(0)], results]

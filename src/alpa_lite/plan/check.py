@@ -84,9 +84,13 @@ def _stage_faults(stage: StagePlan) -> Iterator[str]:
                 yield f"op {decision.path}: {spec} uses {_unknown_axes(spec, stage.mesh)}, the mesh is {stage.mesh}"
         if not (math.isfinite(decision.time_s) and decision.time_s >= 0):
             yield f"op {decision.path}: time {decision.time_s} is no duration"
-    for copy in stage.copies:
-        if _unknown_axes(copy.spec, stage.mesh):
-            yield f"copy of %{copy.value}: {copy.spec} uses {_unknown_axes(copy.spec, stage.mesh)}"
+    for conversion in stage.conversions:
+        where = f"conversion of %{conversion.value} at op {conversion.op}"
+        for spec in (conversion.source, *(step.after for step in conversion.steps)):
+            if _unknown_axes(spec, stage.mesh):
+                yield f"{where}: {spec} uses {_unknown_axes(spec, stage.mesh)}"
+        if any(number >= len(stage.collectives) for number in conversion.collectives):
+            yield f"{where}: it names a collective that the stage does not have"
     for c in stage.collectives:
         where = f"{c.kind} of {c.tensor or 'a tensor'} at op {c.op}"
         unknown = tuple(axis for axis in c.axes if axis not in stage.mesh.axis_names)

@@ -1,6 +1,6 @@
 """Plan to bytes and back: strict, versioned JSON.
 
-A plan of 14,000 ops repeats a few hundred layouts and strategies, so three tables (specs, strings, op strategies) are
+A plan of 14,000 ops repeats a few hundred layouts and strategies, so specs, strings, op strategies and steps are
 interned and referred to by position; collectives and leaves are rows. The tables are filled in order of first use, so
 the bytes are a function of the plan. Rows, not objects: ``columns`` in the file says what stands where.
 """
@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import msgspec
 
 from alpa_lite.core.collective import Collective, CollectiveKind
+from alpa_lite.core.conversion import Conversion, Step
 from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.core.program import Value
 from alpa_lite.core.spec import ShardingSpec
 from alpa_lite.errors import PlanFileError
 from alpa_lite.plan.json_text import json_text
 from alpa_lite.plan.records import (
-    Copy,
     Leaf,
     LeafRole,
     MemoryProfile,
@@ -88,10 +88,24 @@ class _CollectiveRow(_Row):
     tensor: str
 
 
-class _CopyRow(_Row):
-    program_path: str
+class _ConversionRow(_Row):
+    """``steps`` are rows of the step table; ``collectives`` as in the record."""
+
+    op: str
     value: int
-    spec: int
+    steps: list[int]
+    collectives: list[int]
+
+
+class _StepRow(_Row):
+    """``kind`` is "" for a slice."""
+
+    kind: str
+    axes: int
+    source_dim: int
+    target_dim: int
+    before: int
+    after: int
 
 
 class _Decisions(_Strict):
@@ -108,7 +122,7 @@ class _Stage(_Strict):
     compute_s: float
     memory: dict[str, int]
     collectives: list[_CollectiveRow]
-    copies: list[_CopyRow]
+    conversions: list[_ConversionRow]
     decisions: _Decisions
 
 
@@ -151,6 +165,7 @@ class _Document(_Strict):
     strings: list[str]
     axes: list[list[str]]
     ops: list[_OpRow]
+    steps: list[_StepRow]
     stages: list[_Stage]
 
 
@@ -164,8 +179,8 @@ class _Table(Generic[H]):
         return self.items.setdefault(item, len(self.items))
 
 
-_ROWS: dict[str, type[_Row]] = {"inputs": _LeafRow, "outputs": _LeafRow, "ops": _OpRow}
-_STAGE_ROWS: dict[str, type[_Row]] = {"collectives": _CollectiveRow, "copies": _CopyRow}
+_ROWS: dict[str, type[_Row]] = {"inputs": _LeafRow, "outputs": _LeafRow, "ops": _OpRow, "steps": _StepRow}
+_STAGE_ROWS: dict[str, type[_Row]] = {"collectives": _CollectiveRow, "conversions": _ConversionRow}
 _COLUMNS = {table: list(kind.__struct_fields__) for table, kind in (_ROWS | _STAGE_ROWS).items()}
 
 
@@ -175,9 +190,10 @@ def encode_plan(plan: Plan) -> bytes:
     strings: _Table[str] = _Table()
     axes: _Table[tuple[str, ...]] = _Table()
     ops: _Table[tuple[Any, ...]] = _Table()
+    steps: _Table[tuple[Any, ...]] = _Table()
     inputs = [_leaf_row(leaf, specs) for leaf in plan.inputs]
     outputs = [_leaf_row(leaf, specs) for leaf in plan.outputs]
-    stages = [_encode_stage(stage, specs, strings, axes, ops) for stage in plan.stages]
+    stages = [_encode_stage(stage, specs, strings, axes, ops, steps) for stage in plan.stages]
     op_rows = [_OpRow(op, list(operands), list(results), time_s) for op, operands, results, time_s in ops.items]
     document = _Document(
         format=FORMAT,
@@ -199,6 +215,7 @@ def encode_plan(plan: Plan) -> bytes:
         strings=list(strings.items),
         axes=[list(names) for names in axes.items],
         ops=op_rows,
+        steps=[_StepRow(*row) for row in steps.items],
         stages=stages,
     )
     return json_text(msgspec.to_builtins(document)).encode()
@@ -223,9 +240,14 @@ def _encode_stage(
     strings: _Table[str],
     axes: _Table[tuple[str, ...]],
     ops: _Table[tuple[Any, ...]],
+    steps: _Table[tuple[Any, ...]],
 ) -> _Stage:
     def op_row(d: OpDecision) -> int:
         return ops((strings(d.op), tuple(map(specs, d.operands)), tuple(map(specs, d.results)), float(d.time_s)))
+
+    def step_row(s: Step) -> int:
+        kind = str(s.kind) if s.kind else ""
+        return steps((kind, axes(s.axes), s.source_dim, s.target_dim, specs(s.before), specs(s.after)))
 
     return _Stage(
         mesh=_encode_mesh(stage.mesh),
@@ -239,7 +261,10 @@ def _encode_stage(
             )
             for c in stage.collectives
         ],
-        copies=[_CopyRow(copy.program_path, copy.value, specs(copy.spec)) for copy in stage.copies],
+        conversions=[
+            _ConversionRow(c.op, c.value, [step_row(step) for step in c.steps], list(c.collectives))
+            for c in stage.conversions
+        ],
         decisions=_Decisions([d.path for d in stage.decisions], [op_row(d) for d in stage.decisions]),
     )
 
@@ -319,6 +344,7 @@ class _Decoder:
         self.spec = _lookup("specs", [ShardingSpec.parse(text) for text in document.specs])
         self.string = _lookup("strings", document.strings)
         self.axes = _lookup("axes", [tuple(names) for names in document.axes])
+        self.step = _lookup("steps", [self._step(row) for row in document.steps])
         self.op = _lookup("ops", [self._op_fields(row) for row in document.ops])
 
     def fields(self) -> dict[str, Any]:
@@ -335,6 +361,16 @@ class _Decoder:
             "outputs": tuple(map(self._leaf, d.outputs)),
             "stages": tuple(map(self._stage, d.stages)),
         }
+
+    def _step(self, row: _StepRow) -> Step:
+        return Step(
+            kind=CollectiveKind(row.kind) if row.kind else None,
+            axes=self.axes(row.axes),
+            source_dim=row.source_dim,
+            target_dim=row.target_dim,
+            before=self.spec(row.before),
+            after=self.spec(row.after),
+        )
 
     def _op_fields(self, row: _OpRow) -> dict[str, Any]:
         specs = (tuple(map(self.spec, row.operands)), tuple(map(self.spec, row.results)))
@@ -362,8 +398,14 @@ class _Decoder:
             compute_s=s.compute_s,
             memory=MemoryProfile(**s.memory),
             collectives=tuple(map(self._collective, s.collectives)),
-            copies=tuple(
-                Copy(program_path=row.program_path, value=row.value, spec=self.spec(row.spec)) for row in s.copies
+            conversions=tuple(
+                Conversion(
+                    op=row.op,
+                    value=row.value,
+                    steps=tuple(map(self.step, row.steps)),
+                    collectives=tuple(row.collectives),
+                )
+                for row in s.conversions
             ),
             decisions=tuple(
                 OpDecision(path=path, **self.op(op))

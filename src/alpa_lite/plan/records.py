@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, fields
 from enum import StrEnum
 
 from alpa_lite.core.collective import Collective
+from alpa_lite.core.conversion import Conversion
 from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.core.program import Value
 from alpa_lite.core.spec import ShardingSpec
@@ -53,7 +54,7 @@ class OpDecision:
         path: path of the op as ``Program.walk`` names it.
         op: the op's text (``identity.op_text``), by which a plan knows its program again.
         operands: layout in which the op reads each operand (rank 0 for a literal).
-        results: layout in which it leaves each result, before any copy.
+        results: layout in which it leaves each result, before any conversion.
         time_s: predicted compute time of all its executions in one step, in the plan's unit.
     """
 
@@ -62,21 +63,6 @@ class OpDecision:
     operands: tuple[ShardingSpec, ...]
     results: tuple[ShardingSpec, ...]
     time_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Copy:
-    """A second layout of a value, converted once and kept for several consumers.
-
-    Attributes:
-        program_path: "" for the outer program, else the body, e.g. "12.0".
-        value: value id within that program.
-        spec: the further layout.
-    """
-
-    program_path: str = ""
-    value: int
-    spec: ShardingSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +104,7 @@ class StagePlan:
         memory: bytes per device.
         collectives: everything that moves data between devices of the mesh.
         decisions: one per op, in the order of ``Program.walk``.
-        copies: values kept in more than one layout.
+        conversions: changes of layout, each at its place; they name their ``collectives``.
         compute_s: predicted compute time of one step, in the plan's unit.
     """
 
@@ -128,7 +114,7 @@ class StagePlan:
     memory: MemoryProfile = field(default_factory=MemoryProfile)
     collectives: tuple[Collective, ...] = ()
     decisions: tuple[OpDecision, ...] = ()
-    copies: tuple[Copy, ...] = ()
+    conversions: tuple[Conversion, ...] = ()
     compute_s: float = 0.0
 
     @property

@@ -138,9 +138,7 @@ def allowed_choices(program: Program, graph: DecisionGraph, pins: ResolvedPins) 
     return masks
 
 
-def _mask(
-    pin: PinnedDims, mesh: DeviceMesh, spec_of: Callable[[int], ShardingSpec], numbers: np.ndarray
-) -> np.ndarray:
+def _mask(pin: PinnedDims, mesh: DeviceMesh, spec_of: Callable[[int], ShardingSpec], numbers: np.ndarray) -> np.ndarray:
     return np.array([pin.allows(spec_of(int(i)), mesh) for i in numbers])
 
 

@@ -60,7 +60,9 @@ class PlanOptions:
         faults = []
         shape, names = self.mesh_shape, self.axis_names
         if shape is not None and (not shape or len(shape) > MAX_AXES or any(n < 1 for n in shape)):
-            faults.append(f"mesh_shape={shape} was given; 1 to {MAX_AXES} sizes of at least 1 are allowed, e.g. (2, 4).")
+            faults.append(
+                f"mesh_shape={shape} was given; 1 to {MAX_AXES} sizes of at least 1 are allowed, e.g. (2, 4)."
+            )
         if names is not None and (not names or len(names) > MAX_AXES or len(set(names)) != len(names)):
             faults.append(f"axis_names={names} was given; 1 to {MAX_AXES} different names are allowed.")
         if shape is not None and names is not None and len(shape) != len(names):

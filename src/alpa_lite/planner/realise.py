@@ -6,7 +6,6 @@ right after the value is made), and serves every later consumer.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -90,9 +89,7 @@ class _Writer:
             self.reduce_inside(path, program, op, results[0], strategies.reduce_axes[c])
         return OpDecision(path=path, operands=operands, results=results)
 
-    def reduce_inside(
-        self, path: str, program: Program, op: Op, result: ShardingSpec, axes: tuple[str, ...]
-    ) -> None:
+    def reduce_inside(self, path: str, program: Program, op: Op, result: ShardingSpec, axes: tuple[str, ...]) -> None:
         value = program.values[op.outputs[0]]
         size = result.local_size_bytes(value.shape, value.itemsize, self.mesh)
         axes = self.mesh.sort_axes(axes)
@@ -163,9 +160,7 @@ class _Writer:
 
     def record(self, link: Link, source: int, target: int, path: str) -> None:
         rank = len(link.shape)
-        steps = self.conversions.steps(
-            self.spec(rank, source), self.spec(rank, target), link.shape, link.itemsize
-        )
+        steps = self.conversions.steps(self.spec(rank, source), self.spec(rank, target), link.shape, link.itemsize)
         self.raw.append((path, link, steps))
 
     def finish(self, program: Program) -> tuple[tuple[Collective, ...], tuple[Conversion, ...]]:
@@ -239,5 +234,3 @@ def _place_order(program: Program) -> dict[str, int]:
 
     visit(program, "")
     return {path: i for i, path in enumerate(places)}
-
-

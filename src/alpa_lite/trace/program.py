@@ -10,11 +10,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from alpa_lite._jax_compat import Literal
+from alpa_lite._jax_compat import Literal, scan_layout
 from alpa_lite.core.program import Op, Program, Value, check_program
 from alpa_lite.core.rule import OpShardingRule
 from alpa_lite.errors import AlpaLiteError, TraceError
 from alpa_lite.trace.flatten import FlatJaxpr, FlatOp, flatten
+from alpa_lite.trace.paths import leaf_paths
 from alpa_lite.trace.rules import ELEMENTWISE, op_key, rules_for
 
 _KEY_ITEMSIZE = 8  # a threefry key holds two uint32
@@ -97,15 +98,6 @@ def _user_line(error: BaseException) -> str:
     return best
 
 
-def leaf_paths(tree: Any, prefix: str) -> list[tuple[str, Any]]:
-    """Leaves with their ``/``-joined paths under ``prefix``."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return [
-        (f"{prefix}/{jax.tree_util.keystr(path, simple=True, separator='/')}" if path else prefix, leaf)
-        for path, leaf in leaves
-    ]
-
-
 def _input_paths(
     dynamic: dict[int, Any], named: dict[str, Any], donate_argnums: tuple[int, ...]
 ) -> tuple[list[str], list[bool]]:
@@ -168,7 +160,7 @@ def _mirror(
                 num_consts=consts,
                 num_carry=carry,
                 trip_count=trips,
-                pinned=str(op.params.get("spec", "")) if op.name == "pin" else "",
+                pinned=op.params["dims"] if op.name == "pin" else "",
             )
         )
     outputs = tuple(-1 if isinstance(o, Literal) else o for o in flat.outputs)
@@ -194,7 +186,7 @@ def _value(aval: Any) -> Value:
 
 def _loop_layout(op: FlatOp) -> tuple[int, int, int]:
     if op.name == "scan":
-        return op.params["num_consts"], op.params["num_carry"], op.params["length"]
+        return *scan_layout(op.params), op.params["length"]
     return 0, 0, 1
 
 
@@ -242,12 +234,7 @@ def find_aliases(
             continue
         rest = path.removeprefix("out").removeprefix("/")
         tails = (rest.partition("/")[2], rest)
-        candidates = [
-            i
-            for tail in tails
-            for i in by_tail.get((tail, _type(values[outputs[o]])), [])
-            if i not in used and tail.count("/") + bool(tail) == _tail_length(in_paths[i], tail)
-        ]
+        candidates = [i for tail in tails for i in by_tail.get((tail, _type(values[outputs[o]])), []) if i not in used]
         if candidates:
             best = min(candidates, key=lambda i: (in_paths[i] != rest, i))
             taken[o] = best
@@ -264,7 +251,3 @@ def find_aliases(
 
 def _type(value: Value) -> tuple[Any, ...]:
     return (value.shape, value.dtype)
-
-
-def _tail_length(path: str, tail: str) -> int:
-    return tail.count("/") + bool(tail)

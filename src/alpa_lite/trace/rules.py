@@ -43,16 +43,102 @@ _LINEAR: dict[str, tuple[tuple[int, ...], ...]] = {
     "scatter-add": ((0, 2),),
 }
 _LINEAR_FIRST = frozenset(
-    "neg transpose reshape broadcast_in_dim reduce_sum squeeze expand_dims slice copy copy_p rev cumsum "
-    "dynamic_slice gather optimization_barrier pin".split()
+    [
+        "neg",
+        "transpose",
+        "reshape",
+        "broadcast_in_dim",
+        "reduce_sum",
+        "squeeze",
+        "expand_dims",
+        "slice",
+        "copy",
+        "copy_p",
+        "rev",
+        "cumsum",
+        "dynamic_slice",
+        "gather",
+        "optimization_barrier",
+        "pin",
+    ]
 )
 
 ELEMENTWISE = frozenset(
-    "abs acos acosh add add_any and asin asinh atan atan2 atanh bitcast_convert_type cbrt ceil clamp convert_element_type copy "
-    "copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt integer_pow is_finite le lgamma log log1p "
-    "logistic lt max min mul ne neg nextafter not optimization_barrier or pin population_count pow real imag reduce_precision rem "
-    "round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh "
-    "xor threefry2x32".split()
+    [
+        "abs",
+        "acos",
+        "acosh",
+        "add",
+        "add_any",
+        "and",
+        "asin",
+        "asinh",
+        "atan",
+        "atan2",
+        "atanh",
+        "bitcast_convert_type",
+        "cbrt",
+        "ceil",
+        "clamp",
+        "convert_element_type",
+        "copy",
+        "copy_p",
+        "cos",
+        "cosh",
+        "digamma",
+        "div",
+        "eq",
+        "erf",
+        "erf_inv",
+        "erfc",
+        "exp",
+        "exp2",
+        "expm1",
+        "floor",
+        "ge",
+        "gt",
+        "integer_pow",
+        "is_finite",
+        "le",
+        "lgamma",
+        "log",
+        "log1p",
+        "logistic",
+        "lt",
+        "max",
+        "min",
+        "mul",
+        "ne",
+        "neg",
+        "nextafter",
+        "not",
+        "optimization_barrier",
+        "or",
+        "pin",
+        "population_count",
+        "pow",
+        "real",
+        "imag",
+        "reduce_precision",
+        "rem",
+        "round",
+        "rsqrt",
+        "select_n",
+        "shift_left",
+        "shift_right_arithmetic",
+        "shift_right_logical",
+        "sign",
+        "sin",
+        "sinh",
+        "sqrt",
+        "square",
+        "stop_gradient",
+        "sub",
+        "tan",
+        "tanh",
+        "xor",
+        "threefry2x32",
+    ]
 )
 
 _UNSHARDED = {
@@ -173,9 +259,9 @@ def _linear_groups(op: FlatOp, flat: FlatJaxpr) -> tuple[tuple[int, ...], ...]:
         groups = (tuple(range(len(inputs))),)
     elif name == "select_n":
         groups = (tuple(range(1, len(inputs))),)
-    elif name == "convert_element_type" and _widens(op, flat):
-        groups = ((0,),)
-    elif name == "pad" and isinstance(inputs[1], Literal) and float(inputs[1].val) == 0.0:
+    elif (name == "convert_element_type" and _widens(op, flat)) or (
+        name == "pad" and isinstance(inputs[1], Literal) and float(inputs[1].val) == 0.0
+    ):
         groups = ((0,),)
     # A literal that takes part in a sum cannot be unreduced, except zero, which is a partial sum of zero.
     return tuple(
@@ -207,7 +293,9 @@ def _blocked_factors(op: FlatOp, rule: OpShardingRule) -> list[int]:
         return _blocked_in_gather(op, rule)
     if op.name.startswith("scatter"):
         return _blocked_in_scatter(op, rule)
-    if op.name == "conv_general_dilated" and (op.params["feature_group_count"] > 1 or op.params["batch_group_count"] > 1):
+    if op.name == "conv_general_dilated" and (
+        op.params["feature_group_count"] > 1 or op.params["batch_group_count"] > 1
+    ):
         batch = rule.operands[0][op.params["dimension_numbers"].lhs_spec[0]]
         keep = set(batch) if op.params["batch_group_count"] == 1 else set()
         return [i for i in range(len(rule.factors)) if i not in keep]

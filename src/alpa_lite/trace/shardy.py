@@ -136,7 +136,11 @@ def _apply(op: Any, name: str, operands: list[Any], results: list[Any], atoms: _
                 atoms.kind[piece] = _stricter(atoms.kind[piece], kind)
     elif name == "stablehlo.constant":
         return  # a splat is the same at every local shape; a non-splat constant becomes a captured constant instead
-    elif name.startswith(_CHLO_ELEMENTWISE) and name not in _CHLO_OTHER and len({len(t) for t in operands + results}) == 1:
+    elif (
+        name.startswith(_CHLO_ELEMENTWISE)
+        and name not in _CHLO_OTHER
+        and len({len(t) for t in operands + results}) == 1
+    ):
         for tensor in operands[1:] + results:
             for left, right in zip(operands[0], tensor, strict=True):
                 atoms.unify(left, right)

@@ -1,0 +1,63 @@
+"""alpa_lite: plans how a JAX program is spread over devices, and runs exactly that plan.
+
+Example:
+    >>> import alpa_lite as al
+    >>> plan = al.plan(train_step, state_shapes, batch_shapes, cluster=al.Cluster.parse("1x8:h100-sxm"))
+    >>> print(plan)
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+# `al.plan` is a function, `alpa_lite.plan` a package. The package is loaded once here and its name released, so that
+# `__getattr__` below finds the function; `from alpa_lite.plan.x import y` goes through sys.modules and is not affected.
+import alpa_lite.plan  # noqa: F401
+
+del globals()["plan"]
+
+if TYPE_CHECKING:
+    from alpa_lite.api import Cluster as Cluster
+    from alpa_lite.api import ParallelStep as ParallelStep
+    from alpa_lite.api import PlanTarget as PlanTarget
+    from alpa_lite.api import load_plan as load_plan
+    from alpa_lite.api import parallelize as parallelize
+    from alpa_lite.api import plan as plan
+    from alpa_lite.errors import AlpaLiteError as AlpaLiteError
+    from alpa_lite.plan.plan import Plan as Plan
+    from alpa_lite.planner.options import PlanOptions as PlanOptions
+    from alpa_lite.trace import coverage as coverage
+    from alpa_lite.trace.pin_op import pin as pin
+
+__version__ = "0.1.0"
+
+# Public names are loaded on first use, so that `import alpa_lite` does not import JAX or the solver.
+_PUBLIC = {
+    "AlpaLiteError": "alpa_lite.errors",
+    "Cluster": "alpa_lite.api",
+    "ParallelStep": "alpa_lite.api",
+    "Plan": "alpa_lite.plan.plan",
+    "PlanOptions": "alpa_lite.planner.options",
+    "PlanTarget": "alpa_lite.api",
+    "load_plan": "alpa_lite.api",
+    "parallelize": "alpa_lite.api",
+    "pin": "alpa_lite.trace.pin_op",
+    "plan": "alpa_lite.api",
+}
+
+
+def __getattr__(name: str) -> Any:
+    import importlib
+    import sys
+
+    if name == "rules":
+        return importlib.import_module("alpa_lite.trace.coverage")
+    if name in _PUBLIC:
+        value = getattr(importlib.import_module(_PUBLIC[name]), name)
+        setattr(sys.modules[__name__], name, value)
+        return value
+    raise AttributeError(f"module 'alpa_lite' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_PUBLIC, "rules"])

@@ -1,0 +1,487 @@
+"""The public surface: ``plan``, ``parallelize``, ``Cluster``, ``PlanTarget``, ``load_plan``."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from os import PathLike
+from typing import Any, overload
+
+import jax
+
+from alpa_lite import __version__
+from alpa_lite.cluster.cluster import Cluster as ClusterData
+from alpa_lite.core.spec import ShardingSpec
+from alpa_lite.errors import AlpaLiteError, ArgumentsError
+from alpa_lite.executor.calibrate import local_cluster
+from alpa_lite.executor.local import CompiledStep, RunnableStep, SignatureChanged, local_mesh, runnable
+from alpa_lite.executor.verify_plan import VerifyReport, verify_plan
+from alpa_lite.lowering.lower import partition_spec
+from alpa_lite.plan.identity import verify_identity
+from alpa_lite.plan.load import load_plan as read_plan
+from alpa_lite.plan.pins import ResolvedPins
+from alpa_lite.plan.plan import Plan
+from alpa_lite.planner.options import PlanOptions
+from alpa_lite.planner.plan_step import Versions, plan_step
+from alpa_lite.trace.annotations import annotation_note, annotations_from_args
+from alpa_lite.trace.pins import resolve_pins
+from alpa_lite.trace.program import Traced, trace
+
+
+class Cluster(ClusterData):
+    """Hosts, devices and links that are planned for; pure data. ``parse`` reads a text, ``local`` looks at this process."""
+
+    __slots__ = ()
+
+    @staticmethod
+    def local(calibrate: bool = False) -> ClusterData:
+        """The devices of this process as one host.
+
+        Args:
+            calibrate: measure matmuls, memory and collectives for some seconds instead of taking the hardware table's
+                figures; the record joins the identity of plans made with it.
+        """
+        return local_cluster(calibrate)
+
+
+@dataclass(frozen=True, slots=True)
+class PlanTarget:
+    """A step as the command line takes it.
+
+    Attributes:
+        fn: the step.
+        args: arrays or ``jax.ShapeDtypeStruct`` pytrees.
+        pins, pin_like, donate_argnums: as for ``plan``.
+        init: ``init(key) -> first argument``.
+        data: ``data(index) -> batch``.
+    """
+
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    pins: Any = None
+    pin_like: Mapping[str, str] | None = None
+    donate_argnums: tuple[int, ...] = ()
+    init: Callable[..., Any] | None = None
+    data: Callable[..., Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Trees:
+    """Joins a plan to JAX; see ``plan.plan.PlanTrees``."""
+
+    in_tree: Any = None
+    out_tree: Any = None
+    jit: Any = None
+
+    def partition_spec(self, spec: ShardingSpec) -> Any:
+        return partition_spec(spec)
+
+    def in_specs(self, plan: Plan) -> Any:
+        args, kwargs = jax.tree_util.tree_unflatten(self._known(self.in_tree), self._specs(plan.input_specs))
+        return (args, kwargs) if kwargs else args
+
+    def out_specs(self, plan: Plan) -> Any:
+        return jax.tree_util.tree_unflatten(self._known(self.out_tree), self._specs(plan.output_specs))
+
+    def _specs(self, specs: Sequence[ShardingSpec]) -> list[Any]:
+        return [partition_spec(s) for s in specs]
+
+    def _known(self, tree: Any) -> Any:
+        if tree is None:
+            raise AlpaLiteError(
+                "this plan was read from a file, which holds paths but no pytrees. Its in_specs and out_specs exist once "
+                "it is bound. Use `plan.specs_by_path`, or `plan = plan.bind(fn, *args)` first."
+            )
+        return tree
+
+    def bind(self, plan: Plan, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+        donated = _donated_argnums(plan)
+        traced = trace(fn, args, kwargs, donate_argnums=donated)
+        check_identity(plan, traced)
+        return replace(plan, trees=_Trees(traced.in_tree, traced.out_tree))
+
+    def verify(self, plan: Plan, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> VerifyReport:
+        traced = trace(fn, args, kwargs, donate_argnums=_donated_argnums(plan))
+        check_identity(plan, traced)
+        return verify_plan(plan, traced)
+
+
+def _donated_argnums(plan: Plan) -> tuple[int, ...]:
+    """Recorded with the plan, because donation is part of the program's identity."""
+    return tuple(dict(plan.options).get("donate_argnums", ()) or ())
+
+
+def check_identity(plan: Plan, traced: Traced) -> None:
+    """Refuse a plan of another program; warn about another JAX version."""
+    import warnings
+
+    for text in verify_identity(plan, traced.program, jax_version=jax.__version__):
+        warnings.warn(text, stacklevel=3)
+
+
+def user_line() -> str:
+    """``file:line (function)`` of the innermost frame outside of this package and JAX."""
+    for frame in reversed(traceback.extract_stack()):
+        if "/alpa_lite/" not in frame.filename and "/jax/" not in frame.filename and "contextlib" not in frame.filename:
+            return f"{frame.filename}:{frame.lineno} ({frame.name})"
+    return "unknown"
+
+
+def plan(
+    fn: Callable[..., Any],
+    *args: Any,
+    cluster: ClusterData,
+    pins: Any = None,
+    pin_like: Mapping[str, str] | None = None,
+    options: PlanOptions | None = None,
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
+    donate_argnums: int | Sequence[int] = (),
+    **kwargs: Any,
+) -> Plan:
+    """Plan ``fn(*args, **kwargs)`` for a cluster. Touches no device.
+
+    Args:
+        fn: an ordinary JAX function, e.g. a training step; one that is already parallelized gives its pins and options.
+        args, kwargs: arrays or ``jax.ShapeDtypeStruct`` pytrees.
+        cluster: ``al.Cluster.parse("8x8:h100-sxm")`` or ``al.Cluster.local()``.
+        pins: path or glob -> ``PartitionSpec``, e.g. ``{"0/params/*/kernel": P(None, "model")}``, or a pytree of them.
+        pin_like: ``{"0/opt_state": "0/params"}``: leaves under the first follow their counterparts under the second.
+        options: see ``PlanOptions``.
+        static_argnums, static_argnames, donate_argnums: as in ``jax.jit``.
+
+    Returns:
+        The cheapest plan found, with its lower bound; ``print`` it, ``save`` it, run it with ``parallelize(plan=...)``.
+
+    Raises:
+        AlpaLiteError: or one of its subclasses, for anything wrong with what was given.
+
+    Example:
+        >>> plan = al.plan(train_step, state, batch, cluster=al.Cluster.parse("1x8:h100-sxm"), donate_argnums=0)
+    """
+    if isinstance(fn, ParallelStep):
+        return fn._plan_for(args, kwargs, cluster, pins, pin_like, options)[1]
+    request = _Request(
+        fn,
+        pins,
+        pin_like,
+        options or PlanOptions(),
+        _ints(static_argnums),
+        _names(static_argnames),
+        _ints(donate_argnums),
+    )
+    return request.plan(args, kwargs, cluster, user_line())[1]
+
+
+def _ints(value: int | Sequence[int]) -> tuple[int, ...]:
+    return (value,) if isinstance(value, int) else tuple(value)
+
+
+def _names(value: str | Sequence[str]) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else tuple(value)
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """What a user asked for, whatever the arguments."""
+
+    fn: Callable[..., Any]
+    pins: Any
+    pin_like: Mapping[str, str] | None
+    options: PlanOptions
+    static_argnums: tuple[int, ...]
+    static_argnames: tuple[str, ...]
+    donate_argnums: tuple[int, ...]
+
+    def trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
+        return trace(
+            self.fn,
+            args,
+            kwargs,
+            static_argnums=self.static_argnums,
+            static_argnames=self.static_argnames,
+            donate_argnums=self.donate_argnums,
+        )
+
+    def plan(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        cluster: ClusterData,
+        source: str,
+        progress: Callable[[str], None] | None = None,
+    ) -> tuple[Traced, Plan]:
+        if not isinstance(cluster, ClusterData):
+            raise AlpaLiteError(
+                f"cluster={cluster!r} is no cluster. It must be an al.Cluster. At {source}. Give "
+                "al.Cluster.parse('1x8:h100-sxm'), or al.Cluster.local() for the devices of this process."
+            )
+        traced = self.trace(args, kwargs)
+        found = annotations_from_args(args, kwargs)
+        binding = self.options.annotations == "pin"
+        made = plan_step(
+            traced.program,
+            cluster,
+            self.resolve(traced, source, {a.path: a.spec for a in found} if binding else None),
+            self.options,
+            Versions(jax=jax.__version__, alpa_lite=__version__),
+            notes=annotation_note(found, binding=binding),
+            progress=progress,
+        )
+        if self.donate_argnums:
+            made = replace(made, options=(*made.options, ("donate_argnums", self.donate_argnums)))
+        return traced, replace(made, trees=_Trees(traced.in_tree, traced.out_tree))
+
+    def resolve(self, traced: Traced, source: str, annotations: Mapping[str, Any] | None) -> ResolvedPins:
+        program = traced.program
+        return resolve_pins(
+            self.pins,
+            self.pin_like,
+            program.input_paths,
+            [program.values[v].shape for v in program.inputs],
+            program.output_paths,
+            [program.values[v].shape if v >= 0 else () for v in program.outputs],
+            mesh=None,
+            source=source,
+            annotations=annotations,
+        )
+
+
+@overload
+def parallelize(fn: Callable[..., Any], **settings: Any) -> ParallelStep: ...
+
+
+@overload
+def parallelize(fn: None = None, **settings: Any) -> Callable[[Callable[..., Any]], ParallelStep]: ...
+
+
+def parallelize(
+    fn: Callable[..., Any] | None = None,
+    *,
+    cluster: ClusterData | None = None,
+    pins: Any = None,
+    pin_like: Mapping[str, str] | None = None,
+    num_microbatches: int | None = None,
+    options: PlanOptions | None = None,
+    plan: Plan | None = None,
+    executor: str = "local",
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
+    donate_argnums: int | Sequence[int] = (),
+) -> Any:
+    """Plan, compile and run a step on the devices of this process; usable as a bare decorator.
+
+    Args:
+        fn: an ordinary JAX function; any pytrees in and out.
+        cluster: what to plan for; None = the devices of this process.
+        plan: a plan to run instead of making one (e.g. from ``load_plan``).
+        executor: "local".
+        pins, pin_like, options, static_argnums, static_argnames, donate_argnums: as for ``plan``.
+        num_microbatches: as in ``PlanOptions``; giving both, and different, is an error.
+
+    Returns:
+        A ``ParallelStep``: calling it plans and compiles on first use, then runs; donated arrays are gone afterwards.
+
+    Example:
+        >>> @al.parallelize(pins={"0/params/*/kernel": P(None, "model")}, donate_argnums=0)
+        ... def train_step(state, batch): ...
+    """
+    if executor != "local":
+        raise AlpaLiteError(f"executor={executor!r} is not known; allowed is 'local'. Leave it out.")
+    options = options or PlanOptions()
+    if num_microbatches is not None and num_microbatches != options.num_microbatches:
+        if options.num_microbatches != 1:
+            raise AlpaLiteError(
+                f"num_microbatches={num_microbatches} and PlanOptions(num_microbatches={options.num_microbatches}) "
+                "differ. Give it in one place, or the same number in both."
+            )
+        options = replace(options, num_microbatches=num_microbatches)
+
+    def wrap(function: Callable[..., Any]) -> ParallelStep:
+        request = _Request(
+            function, pins, pin_like, options, _ints(static_argnums), _names(static_argnames), _ints(donate_argnums)
+        )
+        return ParallelStep(request, cluster, plan, user_line())
+
+    return wrap if fn is None else wrap(fn)
+
+
+class ParallelStep:
+    """A step that runs under a plan. Make one with ``parallelize``."""
+
+    def __init__(self, request: _Request, cluster: ClusterData | None, given: Plan | None, source: str) -> None:
+        self._request, self._cluster, self._given, self._source = request, cluster, given, source
+        self._steps: dict[Any, tuple[Traced, RunnableStep]] = {}
+        self._planned: dict[Any, tuple[Traced, Plan]] = {}
+        self._last: RunnableStep | None = None
+        self.__wrapped__ = request.fn
+        self.__name__ = getattr(request.fn, "__name__", "step")
+        self.__doc__ = request.fn.__doc__
+
+    def __repr__(self) -> str:
+        return f"<al.parallelize of {getattr(self._request.fn, '__qualname__', self._request.fn)}>"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # The fast path leaves every check to jit's own cache; static and keyword arguments need sorting out first.
+        if self._last is not None and not kwargs and not self._request.static_argnums:
+            try:
+                return self._last.run(*args)
+            except SignatureChanged:
+                pass
+            except ValueError:
+                if self._key(args, kwargs) == self._last_key:
+                    return self._run_placed(args)
+        step = self._step(args, kwargs)
+        return self._run(step, self._dynamic(args, kwargs))
+
+    def _run(self, step: RunnableStep, dynamic: tuple[Any, ...]) -> Any:
+        try:
+            return step.run(*dynamic)
+        except ValueError as error:
+            if not any(isinstance(x, jax.Array) and x.committed for x in jax.tree_util.tree_leaves(dynamic)):
+                raise
+            del error  # arrays committed to another layout: move them, as jit does with uncommitted ones
+        return step.run(*step.place(dynamic))
+
+    def _run_placed(self, args: tuple[Any, ...]) -> Any:
+        assert self._last is not None
+        return self._run(self._last, args)
+
+    def plan(self, *args: Any, **kwargs: Any) -> Plan:
+        """The plan for these arguments (arrays or ``jax.ShapeDtypeStruct``), made on first use."""
+        return self._traced_plan(args, kwargs)[1]
+
+    def compile(self, *args: Any, **kwargs: Any) -> CompiledStep:
+        """Compile for these arguments without running; ``.audit()`` compares the result with the plan."""
+        traced, planned = self._traced_plan(args, kwargs)
+        step = self._step(args, kwargs)
+        del traced
+        shapes = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(jax.numpy.shape(x), _dtype(x)), self._dynamic(args, kwargs)
+        )
+        return CompiledStep(planned, step.run.lower(*shapes).compile())
+
+    def verify(self, *args: Any, **kwargs: Any) -> VerifyReport:
+        """Compile the planned step with the cluster's own compiler, without its devices; see ``Plan.verify``."""
+        traced, planned = self._traced_plan(args, kwargs)
+        return verify_plan(planned, traced)
+
+    def init(self, init_fn: Callable[..., Any], *init_args: Any, argnum: int = 0) -> Any:
+        """``init_fn(*init_args)``, computed directly in the planned layout of argument ``argnum``.
+
+        Raises:
+            ArgumentsError: there is no plan yet, or the result is not shaped like that argument.
+        """
+        known = next(iter(self._planned.values()), None)
+        planned = known[1] if known else self._given
+        if planned is None:
+            raise ArgumentsError(
+                "step.init needs a plan to know the layout, and there is none yet. A plan exists after step.plan(...), a "
+                f"call, or with parallelize(plan=...). At {user_line()}. Call step.plan(*shapes) first."
+            )
+        shape = jax.eval_shape(init_fn, *init_args)
+        leaves, tree = jax.tree_util.tree_flatten(shape)
+        prefix = f"{argnum}"
+        chosen = [leaf for leaf in planned.inputs if leaf.path == prefix or leaf.path.startswith(prefix + "/")]
+        want = [(leaf.value.shape, leaf.value.dtype) for leaf in chosen]
+        got = [(tuple(x.shape), str(x.dtype)) for x in leaves]
+        if want != got:
+            first = next(
+                (i for i, (a, b) in enumerate(zip(want, got, strict=False)) if a != b), min(len(want), len(got))
+            )
+            path = chosen[first].path if first < len(chosen) else "(no such leaf)"
+            raise ArgumentsError(
+                f"init_fn returns {len(got)} leaves, argument {argnum} of the plan has {len(want)}; first difference at "
+                f"{path}. It must return exactly what the step takes there. At {user_line()}. Check init_fn and argnum."
+            )
+        mesh = local_mesh(planned.mesh)
+        shardings = [jax.sharding.NamedSharding(mesh, partition_spec(leaf.spec)) for leaf in chosen]
+        return jax.jit(init_fn, out_shardings=jax.tree_util.tree_unflatten(tree, shardings))(*init_args)
+
+    # -- planning and lowering, once per signature ------------------------------------------------------------------
+
+    _last_key: Any = None
+
+    def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        static = tuple((i, args[i]) for i in self._request.static_argnums if i < len(args))
+        named = tuple((k, kwargs[k]) for k in self._request.static_argnames if k in kwargs)
+        dynamic = self._dynamic(args, kwargs)
+        leaves, tree = jax.tree_util.tree_flatten(dynamic)
+        shapes = tuple((jax.numpy.shape(x), str(_dtype(x))) for x in leaves)
+        return static, named, tuple(sorted(k for k in kwargs)), tree, shapes
+
+    def _dynamic(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        positional = (a for i, a in enumerate(args) if i not in self._request.static_argnums)
+        return (*positional, *(kwargs[k] for k in sorted(kwargs) if k not in self._request.static_argnames))
+
+    def _traced_plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Traced, Plan]:
+        key = self._key(args, kwargs)
+        if key not in self._planned:
+            if self._given is not None:
+                traced = self._request.trace(args, kwargs)
+                check_identity(self._given, traced)
+                given = replace(self._given, trees=_Trees(traced.in_tree, traced.out_tree))
+                self._planned[key] = (traced, given)
+            else:
+                self._planned[key] = self._plan_for(args, kwargs, None, None, None, None)
+        return self._planned[key]
+
+    def _plan_for(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        cluster: ClusterData | None,
+        pins: Any,
+        pin_like: Mapping[str, str] | None,
+        options: PlanOptions | None,
+    ) -> tuple[Traced, Plan]:
+        request = replace(
+            self._request,
+            pins=self._request.pins if pins is None else pins,
+            pin_like=self._request.pin_like if pin_like is None else pin_like,
+            options=options or self._request.options,
+        )
+        chosen = cluster or self._cluster or local_cluster(False)
+        with _progress_line() as progress:
+            return request.plan(args, kwargs, chosen, self._source, progress)
+
+    def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RunnableStep:
+        key = self._key(args, kwargs)
+        if key not in self._steps:
+            traced, planned = self._traced_plan(args, kwargs)
+            positions = [i for i in range(len(args)) if i not in self._request.static_argnums]
+            donate = tuple(positions.index(i) for i in self._request.donate_argnums if i in positions)
+            self._steps[key] = (traced, runnable(traced, planned, donate, local_mesh(planned.mesh)))
+        self._last, self._last_key = self._steps[key][1], key
+        return self._last
+
+
+def _dtype(x: Any) -> Any:
+    return x.dtype if hasattr(x, "dtype") else jax.dtypes.canonicalize_dtype(jax.numpy.result_type(x))
+
+
+@contextlib.contextmanager
+def _progress_line() -> Iterator[Callable[[str], None] | None]:
+    """A line on a terminal while planning; nothing elsewhere."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status("alpa_lite: tracing") as status:
+        yield lambda text: status.update(f"alpa_lite: {text}")
+
+
+def load_plan(path: str | PathLike[str]) -> Plan:
+    """Read a plan that ``plan.save`` wrote. ``plan.bind(fn, *args)`` gives its pytrees back.
+
+    Raises:
+        PlanFileError: the file is missing, cut short, of another format version, or inconsistent.
+    """
+    return replace(read_plan(path), trees=_Trees())
+
+
+__all__ = ["Cluster", "ParallelStep", "PlanTarget", "load_plan", "parallelize", "plan"]

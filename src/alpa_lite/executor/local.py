@@ -1,0 +1,119 @@
+"""Runs a plan on the local devices: one jitted function over a mesh, in the plan's layouts, with donation.
+
+Dispatch is left to ``jax.jit``'s own cache: a call costs what a jitted call costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh
+
+from alpa_lite.core.mesh import DeviceMesh
+from alpa_lite.errors import ClusterError
+from alpa_lite.lowering.audit import AuditReport, audit
+from alpa_lite.lowering.lower import Lowering, named_shardings
+from alpa_lite.plan.plan import Plan
+from alpa_lite.trace.program import Traced
+
+
+class SignatureChanged(Exception):
+    """The arguments are not those of the plan; raised while ``jax.jit`` traces, before anything runs."""
+
+
+def local_mesh(mesh: DeviceMesh, devices: Sequence[Any] | None = None) -> Mesh:
+    """The first devices of this process as a mesh, row-major.
+
+    Raises:
+        ClusterError: there are fewer devices than the mesh has.
+    """
+    devices = jax.devices() if devices is None else devices
+    if len(devices) < mesh.num_devices:
+        raise ClusterError(
+            f"the plan's mesh {mesh} needs {mesh.num_devices} devices, this process has {len(devices)} "
+            f"({devices[0].platform}). A plan runs on exactly its mesh. To try it on virtual CPU devices, call "
+            f"jax.config.update('jax_num_cpu_devices', {mesh.num_devices}) before JAX is used, or plan for "
+            f"Cluster.parse('1x{len(devices)}:...')."
+        )
+    return Mesh(np.array(devices[: mesh.num_devices]).reshape(mesh.shape), mesh.axis_names)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RunnableStep:
+    """A planned step over positional dynamic arguments (keyword arguments follow, sorted by name).
+
+    Attributes:
+        plan: what runs.
+        run: the jitted function.
+        in_shardings: one tree per argument.
+        mesh: the devices.
+    """
+
+    plan: Plan
+    run: Callable[..., Any]
+    in_shardings: tuple[Any, ...]
+    out_shardings: Any
+    mesh: Any
+
+    def place(self, args: Sequence[Any]) -> tuple[Any, ...]:
+        """The arguments in the plan's layouts."""
+        return tuple(jax.device_put(a, s) for a, s in zip(args, self.in_shardings, strict=True))
+
+
+def runnable(traced: Traced, plan: Plan, donate: tuple[int, ...], mesh: Mesh | AbstractMesh) -> RunnableStep:
+    """Lower ``plan`` for ``mesh``.
+
+    Args:
+        traced: the traced function; its in_tree is a tuple of (positional, keyword) dynamic arguments.
+        donate: positions among the dynamic positional arguments.
+    """
+    stage = plan.stages[0]
+    lowering = Lowering.of(stage.mesh, stage.decisions, stage.conversions, stage.collectives)
+    sharded = lowering.sharded_function(traced.flat, plan.input_specs, plan.output_specs, mesh)
+    expected = [(leaf.value.shape, leaf.value.dtype) for leaf in plan.inputs]
+    in_tree, out_tree = traced.in_tree, traced.out_tree
+
+    def step(*args: Any) -> Any:
+        leaves = jax.tree_util.tree_leaves(args)
+        if [(tuple(x.shape), str(x.dtype)) for x in leaves] != expected:
+            raise SignatureChanged
+        return jax.tree_util.tree_unflatten(out_tree, sharded(*leaves))
+
+    in_args, in_kwargs = jax.tree_util.tree_unflatten(in_tree, named_shardings(plan.input_specs, mesh))
+    in_shardings = (*in_args, *(in_kwargs[k] for k in sorted(in_kwargs)))
+    out_shardings = jax.tree_util.tree_unflatten(out_tree, named_shardings(plan.output_specs, mesh))
+    run = jax.jit(step, in_shardings=in_shardings, out_shardings=out_shardings, donate_argnums=donate)
+    return RunnableStep(plan, run, in_shardings, out_shardings, mesh)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CompiledStep:
+    """An ahead-of-time compiled step; ``compiled`` is JAX's own object."""
+
+    plan: Plan
+    compiled: Any
+
+    def __call__(self, *args: Any) -> Any:
+        return self.compiled(*args)
+
+    def as_text(self) -> str:
+        """The optimised HLO."""
+        return self.compiled.as_text()
+
+    def audit(self) -> AuditReport:
+        """Every planned collective against every compiled one, both ways, by kind, axes and bytes."""
+        return audit(self.plan.collectives, self.compiled.as_text(), self.plan.mesh)
+
+    def peak_bytes(self) -> int:
+        """XLA's own figure per device: arguments + results + temporaries - aliased."""
+        stats = self.compiled.memory_analysis()
+        return int(
+            stats.argument_size_in_bytes
+            + stats.output_size_in_bytes
+            + stats.temp_size_in_bytes
+            - stats.alias_size_in_bytes
+        )

@@ -1,0 +1,233 @@
+"""Program + cluster + pins + options -> ``Plan``: tries the device meshes and takes the cheapest plan.
+
+Planning touches no device and is deterministic: the same input gives the same plan, bit for bit, unless the solver's
+time limit strikes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from alpa_lite.cluster.cluster import Cluster
+from alpa_lite.core.mesh import DeviceMesh
+from alpa_lite.core.program import Program, Value
+from alpa_lite.core.rule import FactorKind
+from alpa_lite.costs.conventions import cost_model
+from alpa_lite.costs.memory import timeline
+from alpa_lite.costs.profile import roles_of
+from alpa_lite.errors import AlpaLiteError, PinError, SolverError
+from alpa_lite.plan.check import check_plan
+from alpa_lite.plan.identity import fingerprint, op_text
+from alpa_lite.plan.pins import ResolvedPins
+from alpa_lite.plan.plan import Plan
+from alpa_lite.plan.records import Leaf, LeafRole, MeshCandidate, OpDecision, PlanIdentity, StagePlan
+from alpa_lite.planner.explain import explain_infeasible
+from alpa_lite.planner.one_mesh import MeshResult, MeshTask, plan_on_mesh
+from alpa_lite.planner.options import DEFAULT_AXIS_NAMES, PlanOptions
+
+BUDGET_SHARE = 0.9
+LITERAL = Value(shape=(), dtype="float32", itemsize=4)  # a result that is a constant of the function
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Versions:
+    """What made a plan."""
+
+    jax: str
+    alpa_lite: str
+
+
+def plan_step(
+    program: Program,
+    cluster: Cluster,
+    pins: ResolvedPins,
+    options: PlanOptions,
+    versions: Versions,
+    *,
+    notes: tuple[str, ...] = (),
+    progress: Callable[[str], None] | None = None,
+) -> Plan:
+    """The cheapest plan over the candidate meshes.
+
+    Raises:
+        PinError, PinClashError: pins that no mesh can hold, or that clash (with the smallest clashing set).
+        MemoryBudgetError: nothing fits the budget, with the smallest possible peak.
+        SolverError: no answer within the time limit.
+    """
+    budget = options.memory_budget_bytes
+    budget = BUDGET_SHARE * cluster.device.memory_bytes if budget is None else budget
+    task = MeshTask(
+        program=program, line=timeline(program), roles=roles_of(program), pins=pins, options=options, budget=budget
+    )
+    results: list[MeshResult] = []
+    candidates: list[MeshCandidate] = []
+    refused: list[PinError] = []
+    for mesh in mesh_candidates(cluster, pins, options):
+        if progress is not None:
+            progress(f"planning {len(program.ops)} ops on mesh {mesh}")
+        costs = cost_model(
+            options.costs,
+            cluster,
+            mesh,
+            forbid=options.forbid,
+            replication_penalty=options.replication_penalty,
+            require_sharded_contractions=options.require_sharded_contractions,
+        )
+        try:
+            result = plan_on_mesh(task, costs, mesh)
+        except PinError as error:
+            refused.append(error)
+            candidates.append(MeshCandidate(mesh=mesh, status="ruled out", reason=str(error)))
+            continue
+        results.append(result)
+        candidates.append(_candidate(result))
+    solved = [r for r in results if r.realised is not None]
+    if not solved:
+        if not results:
+            raise refused[0]
+        raise _no_plan(task, results, cluster)
+    best = min(solved, key=lambda r: r.objective)
+    plan = _plan(task, cluster, best, versions, tuple(candidates), notes)
+    check_plan(plan, program)
+    return plan
+
+
+def mesh_candidates(cluster: Cluster, pins: ResolvedPins, options: PlanOptions) -> Iterator[DeviceMesh]:
+    """The meshes to try: the one asked for, or every factorisation of the cluster.
+
+    With pins the axes are exactly those that the pins use (size 1 allowed); else up to ``max_axes`` axes of size > 1.
+    """
+    names = options.axis_names or pins.axis_names
+    if options.mesh_shape is not None:
+        count = len(options.mesh_shape)
+        extra = tuple(n for n in DEFAULT_AXIS_NAMES if n not in names)
+        mesh = DeviceMesh(shape=options.mesh_shape, axis_names=(*names, *extra)[:count])
+        cluster.check_mesh(mesh)
+        yield mesh
+    elif names:
+        for shape in cluster.mesh_candidates(len(names), min_axis_size=1):
+            yield DeviceMesh(shape=shape, axis_names=tuple(names))
+    else:
+        yield DeviceMesh(shape=(cluster.num_devices,), axis_names=DEFAULT_AXIS_NAMES[:1])
+        for count in range(2, options.max_axes + 1):
+            for shape in cluster.mesh_candidates(count, min_axis_size=2, up_to_symmetry=True):
+                yield DeviceMesh(shape=shape, axis_names=DEFAULT_AXIS_NAMES[:count])
+
+
+def _candidate(result: MeshResult) -> MeshCandidate:
+    if result.realised is None or result.peak is None:
+        reason = result.solution.message if result.solution else "the peak stays above the budget"
+        return MeshCandidate(mesh=result.mesh, status=result.status, reason=reason)
+    return MeshCandidate(
+        mesh=result.mesh,
+        objective=result.objective,
+        lower_bound=result.lower_bound,
+        peak_bytes=result.peak.profile.peak,
+        status=result.status,
+    )
+
+
+def _no_plan(task: MeshTask, results: list[MeshResult], cluster: Cluster) -> AlpaLiteError:
+    if all(r.status == "no-solution" for r in results):
+        return SolverError(
+            f"no plan was found within time_limit_s={task.options.time_limit_s} per mesh for {len(task.program.ops)} ops "
+            f"on {', '.join(str(r.mesh) for r in results)}. Any positive time is allowed. At {task.pins.source}. Raise "
+            "PlanOptions.time_limit_s, fix the mesh with PlanOptions.mesh_shape, or pin more parameters."
+        )
+    return explain_infeasible(task, results, cluster)
+
+
+def _plan(
+    task: MeshTask,
+    cluster: Cluster,
+    best: MeshResult,
+    versions: Versions,
+    candidates: tuple[MeshCandidate, ...],
+    notes: tuple[str, ...],
+) -> Plan:
+    program, written = task.program, best.realised
+    assert written is not None and best.peak is not None
+    times = dict(best.op_times)
+    decisions = tuple(
+        replace(d, op=op_text(owner, op), time_s=times.get(d.path, 0.0))
+        for d, (_, owner, op) in zip(written.decisions, program.walk(), strict=True)
+    )
+    stage = StagePlan(
+        mesh=best.mesh,
+        submesh=(cluster.num_hosts, cluster.devices_per_host),
+        memory=best.peak.profile,
+        collectives=written.collectives,
+        decisions=decisions,
+        conversions=written.conversions,
+        compute_s=best.compute,
+    )
+    role_of_output = {o: task.roles[i] for i, o in program.aliases}
+    inputs = tuple(
+        Leaf(path=path, value=program.values[v], spec=spec, role=role, pin=pin.origin)
+        for path, v, spec, role, pin in zip(
+            program.input_paths, program.inputs, written.in_specs, task.roles, task.pins.inputs, strict=True
+        )
+    )
+    outputs = tuple(
+        Leaf(
+            path=path,
+            value=program.values[v] if v >= 0 else LITERAL,
+            spec=spec,
+            role=role_of_output.get(i, LeafRole.OUTPUT),
+            pin=pin.origin,
+        )
+        for i, (path, v, spec, pin) in enumerate(
+            zip(program.output_paths, program.outputs, written.out_specs, task.pins.outputs, strict=True)
+        )
+    )
+    return Plan(
+        stages=(stage,),
+        objective=best.objective,
+        lower_bound=best.lower_bound,
+        status=best.status,
+        unit="s" if task.options.costs == "roofline" else task.options.costs,
+        costs=task.options.costs,
+        mesh_table=candidates,
+        inputs=inputs,
+        outputs=outputs,
+        identity=PlanIdentity(
+            fingerprint=fingerprint(program),
+            cluster=str(cluster),
+            calibration=cluster.calibration.to_text() if cluster.calibration else "",
+            jax_version=versions.jax,
+            alpa_lite_version=versions.alpa_lite,
+        ),
+        options=task.options.changed(),
+        pins=task.pins.keys,
+        notes=(*notes, *task.pins.notes, *reports(program, best.mesh, decisions)),
+    )
+
+
+def reports(program: Program, mesh: DeviceMesh, decisions: tuple[OpDecision, ...]) -> tuple[str, ...]:
+    """What a reader should know: dims that could not be split, ops that could not, loops of unknown length."""
+    notes = []
+    indivisible: dict[str, str] = {}
+    for path, value in zip(program.input_paths, program.inputs, strict=True):
+        for dim, size in enumerate(program.values[value].shape):
+            bad = [a for a, n in zip(mesh.axis_names, mesh.shape, strict=True) if n > 1 and size > 1 and size % n]
+            if bad and size > mesh.num_devices:
+                indivisible.setdefault(f"{path} dim {dim} of size {size} over {', '.join(bad)}", path)
+    if indivisible:
+        shown = "; ".join(list(indivisible)[:4])
+        more = f"; and {len(indivisible) - 4} more" if len(indivisible) > 4 else ""
+        notes.append(f"not split because sizes do not divide: {shown}{more}")
+    unknown: dict[str, tuple[int, str]] = {}
+    loops = []
+    for _, _, op in program.walk():
+        if op.primitive == "while":
+            loops.append(op.source)
+        whole = all(f.kind is FactorKind.REPLICATED for f in op.rule.factors)
+        if op.rule.origin == "none" or (op.rule.reason and whole and op.rule.factors and not op.bodies):
+            count, _ = unknown.get(op.primitive, (0, ""))
+            unknown[op.primitive] = (count + 1, op.rule.reason)
+    for primitive, (count, reason) in sorted(unknown.items()):
+        notes.append(f"replicated: {count} {primitive} ({reason})")
+    if loops:
+        notes.append(f"{len(loops)} while loops count as one iteration: {', '.join(dict.fromkeys(loops))}")
+    return tuple(notes)

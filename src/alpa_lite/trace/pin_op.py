@@ -1,0 +1,42 @@
+"""``al.pin``: fixes the layout of a tensor inside the function. An identity everywhere else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from alpa_lite._jax_compat import identity_primitive
+from alpa_lite.errors import PinError
+from alpa_lite.plan.pins import PinnedDims
+from alpa_lite.trace.pins import pinned_dims, spec_text
+
+pin_p = identity_primitive("pin")
+
+
+def pin(x: jax.Array, spec: PartitionSpec | None) -> jax.Array:
+    """``x``, with its layout fixed to ``spec`` when the function is planned.
+
+    The pin holds for this value, not for its gradient, and is dropped under ``jax.vmap`` (the spec no longer fits).
+
+    Args:
+        x: an array of any shape.
+        spec: a ``PartitionSpec``; missing trailing dims are replicated, ``P.UNCONSTRAINED`` leaves a dim free,
+            None leaves all free.
+
+    Raises:
+        PinError: the spec has more entries than ``x`` has dims.
+
+    Example:
+        >>> hidden = al.pin(x @ w, P(None, "model"))
+    """
+    rank = jax.numpy.ndim(x)
+    dims = pinned_dims(spec, rank)
+    if len(dims) > rank:
+        raise PinError(
+            f"al.pin got {spec_text(spec)} for a tensor of shape {jax.numpy.shape(x)}: {len(dims)} entries for {rank} "
+            "dims. A spec has at most one entry per dim. Remove entries at this al.pin."
+        )
+    text: Any = str(PinnedDims(path="al.pin", shape=jax.numpy.shape(x), dims=dims))
+    return pin_p.bind(x, dims=text)

@@ -179,3 +179,13 @@ def test_export_takes_any_tree_and_needs_no_devices() -> None:
     artefact = jax.export.deserialize(bytearray(export_step(step, arguments)))
     assert artefact.nr_devices == 4096 and artefact.platforms == ("cuda",)
     assert len(artefact.in_avals) == 3 and len(artefact.out_avals) == 3
+
+
+def test_what_cannot_be_exported_is_named() -> None:
+    def step(x: jax.Array) -> jax.Array:
+        jax.debug.print("{}", x)
+        return x
+
+    argument = jax.ShapeDtypeStruct((4,), jnp.float32, sharding=NamedSharding(abstract(GRID), P()))
+    with pytest.raises(VerificationError, match=r"(?s)cannot be lowered for CUDA here: .*callbacks.*Leave them out"):
+        export_step(step, (argument,))

@@ -66,7 +66,7 @@ def export_step(step: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
         stay outside, so that any pytree type works.
 
     Raises:
-        VerificationError: the package ``flatbuffers`` (extra ``aot``) is missing.
+        VerificationError: the step holds what cannot be exported (host callbacks), or ``flatbuffers`` is missing.
     """
     from jax import export
 
@@ -75,7 +75,13 @@ def export_step(step: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     def flat(*values: Any) -> tuple[Any, ...]:
         return tuple(jax.tree.leaves(step(*jax.tree.unflatten(tree, values))))
 
-    exported = export.export(jax.jit(flat, keep_unused=True), platforms=["cuda"])(*leaves)
+    try:
+        exported = export.export(jax.jit(flat, keep_unused=True), platforms=["cuda"])(*leaves)
+    except (ValueError, NotImplementedError) as error:
+        raise VerificationError(
+            f"the step cannot be lowered for CUDA here: {error}\nAllowed is what jax.export takes: no host callbacks "
+            f"such as jax.debug.print, no custom calls without a stability promise. Leave them out to verify the step."
+        ) from error
     try:
         return bytes(exported.serialize())
     except ImportError as error:

@@ -4,10 +4,12 @@ Decisions (nodes):
 
 - *op*: one of the op's strategies (``strategies.py``);
 - *port*: the spec of an argument, a result, or an input or result of a loop or branch body;
-- *copy*: for a value with several consumers, the pair (spec as produced, one further spec that is kept for all of them).
+- *copy*: for a value with several consumers, the spec in which it is handed to all of them. The conversion to it is paid
+  once; a consumer that wants another spec pays from there. For arguments, which stay in memory as they are, the choice is
+  the pair (spec as passed, spec handed on), so that the bytes of the second layout can be counted.
 
-A value links its producer to its consumers; the price of a disagreement is the cheapest conversion. A conversion to the
-kept further spec is paid once however many consumers use it. Inside loops everything counts times the trip count.
+A value links its producer to its consumers; the price of a disagreement is the cheapest conversion. Inside loops
+everything counts times the trip count.
 """
 
 from __future__ import annotations
@@ -36,8 +38,8 @@ class Node:
         size: number of choices.
         weight: executions per step.
         op, program, strategies: of an op node (``program``: the region that holds it).
-        specs: of a port: the spec number per choice, at rank ``rank``.
-        pairs: of a copy: (spec as produced, kept spec) numbers per choice.
+        specs: of a port or copy: the spec number per choice, at rank ``rank`` (of a copy: the spec handed on).
+        pairs: of the copy of an argument: (spec as passed, spec handed on) numbers per choice.
         shape: of a port or copy: global shape of its tensor.
     """
 
@@ -130,7 +132,7 @@ class _Builder:
         self.strategy_sets: dict[tuple[object, ...], StrategySet] = {}
         self.by_rule: dict[tuple[object, ...], StrategySet] = {}
         self.port_specs: dict[tuple[object, ...], np.ndarray] = {}
-        self.copy_pairs: dict[tuple[object, ...], np.ndarray] = {}
+        self.copy_domains: dict[tuple[object, ...], np.ndarray] = {}
         self.stack_maps: dict[int, np.ndarray] = {}
         self.stacked: dict[int, np.ndarray] = {}
 
@@ -344,33 +346,47 @@ class _Region:
         """Add copy nodes where several consumers may share a conversion; hand the links to the graph."""
         for link in self.links.values():
             if len({c.node for c in link.consumers}) > 1:
-                pairs = self.copy_pairs(link)
-                if len(pairs):
-                    name = f"{self.prefix}%{link.value}"
-                    link.copy = self.b.add(
-                        Node("copy", name, len(pairs), self.weight, pairs=pairs, shape=link.shape, rank=len(link.shape))
-                    )
+                name, rank = f"{self.prefix}%{link.value}", len(link.shape)
+                if link.made_at == "in" and not self.prefix:
+                    pairs = self.argument_pairs(link)
+                    if len(pairs):
+                        node = Node("copy", name, len(pairs), self.weight, rank=rank, pairs=pairs, shape=link.shape)
+                        link.copy = self.b.add(node)
+                elif rank:
+                    specs = self.handed_on(link)
+                    node = Node("copy", name, len(specs), self.weight, rank=rank, specs=specs, shape=link.shape)
+                    link.copy = self.b.add(node)
             self.b.graph.links.append(link)
 
-    def copy_pairs(self, link: Link) -> np.ndarray:
-        """(produced, kept) spec numbers; kept = produced: nothing is kept. Empty if no conversion can be shared.
-
-        Kept specs are what several consumers can read: the produced spec with some axes gathered or reduced.
-        """
+    def handed_on(self, link: Link) -> np.ndarray:
+        """Specs in which a value may be handed to its consumers: as it is made, or as several of them want it."""
         key = (link.producer.key, link.shape, tuple(dict.fromkeys(c.key for c in link.consumers)))
-        cache = self.b.copy_pairs
+        cache = self.b.copy_domains
+        if key not in cache:
+            made = {int(s) for s in np.unique(link.producer.specs)}
+            cache[key] = np.array(sorted(made | set(self.wanted(link))), dtype=np.int64)
+        return cache[key]
+
+    def wanted(self, link: Link) -> list[int]:
+        """Specs that at least two consumers can read."""
+        valid = self.b.conversions.space(len(link.shape)).valid(link.shape)
+        count: dict[int, int] = defaultdict(int)
+        for consumer in link.consumers:
+            for spec in np.unique(consumer.specs):
+                count[int(spec)] += 1
+        return [s for s in sorted(count) if count[s] > 1 and valid[s]]
+
+    def argument_pairs(self, link: Link) -> np.ndarray:
+        """(passed, handed on) spec numbers; empty if no conversion can be shared."""
+        key = ("pairs", link.producer.key, link.shape, tuple(dict.fromkeys(c.key for c in link.consumers)))
+        cache = self.b.copy_domains
         if key not in cache:
             space = self.b.conversions.space(len(link.shape))
-            valid = space.valid(link.shape)
-            wanted: dict[int, int] = defaultdict(int)
-            for consumer in link.consumers:
-                for spec in np.unique(consumer.specs):
-                    wanted[int(spec)] += 1
-            shared = [s for s in sorted(wanted) if wanted[s] > 1 and valid[s]]
+            shared = self.wanted(link)
             rows = []
             for made in map(int, np.unique(link.producer.specs)):
                 rows.append((made, made))
-                rows += [(made, k) for k in shared if k != made and _coarser(space.specs[made], space.specs[k])]
+                rows += [(made, k) for k in shared if k != made and _gathered(space.specs[made], space.specs[k])]
             only_base = all(a == b for a, b in rows)
             cache[key] = np.array([] if only_base else rows, dtype=np.int64).reshape(-1, 2)
         return cache[key]
@@ -381,13 +397,6 @@ def _can_be_unreduced(op: Op, inputs: tuple[bool, ...]) -> bool:
     return reduces or any(all(inputs[i] for i in group) for group in op.rule.linear)
 
 
-def _coarser(made: ShardingSpec, kept: ShardingSpec) -> bool:
-    """Whether ``kept`` follows from ``made`` by gathers, or by reducing all partial sums (scattered or not)."""
-    if kept.unreduced:
-        return False
-    if made.unreduced:
-        if any(k[: len(m)] != m for m, k in zip(made.dims, kept.dims, strict=True)):
-            return False
-        extra = {a for m, k in zip(made.dims, kept.dims, strict=True) for a in k[len(m) :]}
-        return extra <= set(made.unreduced)
-    return all(m[: len(k)] == k for m, k in zip(made.dims, kept.dims, strict=True))
+def _gathered(made: ShardingSpec, kept: ShardingSpec) -> bool:
+    """Whether ``kept`` follows from ``made`` by all-gathers alone."""
+    return not kept.unreduced and all(m[: len(k)] == k for m, k in zip(made.dims, kept.dims, strict=True))

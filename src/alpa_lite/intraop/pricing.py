@@ -74,22 +74,19 @@ class Pricer:
             return self.op_cost(node)
         if node.kind == "port":
             return self.port_cost(index, node)
-        key = ("copy", self.link_key(node), id(node.pairs), node.weight)
+        key = ("copy", node.shape, id(node.specs), id(node.pairs), node.weight, self.copy_link(node).itemsize)
         if key not in self._node_cache:
-            itemsize = self.copy_link(node).itemsize
-            table = self.graph.conversions.table(node.shape, itemsize)
-            assert node.pairs is not None
-            self._node_cache[key] = table[node.pairs[:, 0], node.pairs[:, 1]] * node.weight
+            cost = np.zeros(node.size)
+            if node.pairs is not None:
+                table = self.graph.conversions.table(node.shape, self.copy_link(node).itemsize)
+                cost = table[node.pairs[:, 0], node.pairs[:, 1]] * node.weight
+            self._node_cache[key] = cost
         return self._node_cache[key]
 
     def copy_link(self, node: Node) -> Link:
         if not self._copy_links:
             self._copy_links.update({id(self.graph.nodes[k.copy]): k for k in self.graph.links if k.copy >= 0})
         return self._copy_links[id(node)]
-
-    def link_key(self, node: Node) -> tuple[object, ...]:
-        link = self.copy_link(node)
-        return (link.shape, link.itemsize)
 
     def port_cost(self, index: int, node: Node) -> np.ndarray:
         """Free, but for the penalty that some conventions put on state that every device holds whole."""
@@ -189,18 +186,22 @@ class Pricer:
             for node, ends in by_node.items():
                 self.add_edge(link, link.producer, node, ends, out)
             return
-        pairs = self.graph.nodes[link.copy].pairs
-        assert pairs is not None
-        made = End(link.copy, pairs, ("copy", id(pairs)))
-        key = ("made", link.producer.key, id(pairs))
-        if key not in self._edge_cache:
-            same = link.producer.specs[:, None] == pairs[None, :, 0]
-            self._edge_cache[key] = np.where(same, 0.0, np.inf)
-        out.append(Edge(u=link.producer.node, v=link.copy, costs=self._edge_cache[key]))
-        for node, ends in by_node.items():
-            if node != link.producer.node:
-                self.add_edge(link, made, node, ends, out)
+        node = self.graph.nodes[link.copy]
+        if node.pairs is not None:
+            key = ("made", link.producer.key, id(node.pairs))
+            if key not in self._edge_cache:
+                same = link.producer.specs[:, None] == node.pairs[None, :, 0]
+                self._edge_cache[key] = np.where(same, 0.0, np.inf)
+            out.append(Edge(u=link.producer.node, v=link.copy, costs=self._edge_cache[key]))
+            handed = End(link.copy, node.pairs[:, 1], ("copy", id(node.pairs)))
+        else:
+            assert node.specs is not None
+            handed = End(link.copy, node.specs, ("copy", id(node.specs)))
+            self.add_edge(link, link.producer, link.copy, [handed], out)
+        for reader, ends in by_node.items():
             # A result that is the argument itself keeps the argument's spec: nothing to price.
+            if reader != link.producer.node:
+                self.add_edge(link, handed, reader, ends, out)
 
     def add_edge(self, link: Link, producer: End, node: int, ends: list[End], out: list[Edge]) -> None:
         if node == producer.node:
@@ -216,10 +217,7 @@ class Pricer:
         table = self.graph.conversions.table(link.shape, link.itemsize)
 
         def price(specs: np.ndarray) -> np.ndarray:
-            if producer.specs.ndim == 1:
-                return table[producer.specs[:, None], specs[None, :]]
-            made, kept = producer.specs[:, 0], producer.specs[:, 1]
-            return np.minimum(table[made[:, None], specs[None, :]], table[kept[:, None], specs[None, :]])
+            return table[producer.specs[:, None], specs[None, :]]
 
         total = price(ends[0].specs)
         for position, end in enumerate(ends[1:], 1):
@@ -250,15 +248,24 @@ class Pricer:
             out.append(self.usage(port, 0, timeline.num_times, node.shape, itemsize, node.specs))
         for interval in timeline.intervals:
             link = links.get((interval.region, interval.value))
-            if link is not None:
-                end = link.producer
-                out.append(self.usage(end.node, interval.lo, interval.hi, link.shape, link.itemsize, end.specs))
-        for link in self.graph.links:
+            if link is None:
+                continue
+            end, lo, hi = link.producer, interval.lo, interval.hi
             if link.copy >= 0:
-                out += self.copy_usage(link, timeline)
+                # Handed on in the copy's layout; as it was made it lives for a moment.
+                node = self.graph.nodes[link.copy]
+                assert node.specs is not None
+                if hi > lo + 1:
+                    out.append(self.usage(link.copy, lo + 1, hi, link.shape, link.itemsize, node.specs))
+                hi = lo + 1
+            out.append(self.usage(end.node, lo, hi, link.shape, link.itemsize, end.specs))
+        for link in self.graph.links:
+            if link.copy >= 0 and self.graph.nodes[link.copy].pairs is not None:
+                out.append(self.argument_copy_usage(link, timeline))
         return out
 
-    def copy_usage(self, link: Link, timeline: Timeline) -> list[Usage]:
+    def argument_copy_usage(self, link: Link, timeline: Timeline) -> Usage:
+        """Bytes of an argument's second layout, from its first reader on."""
         node = self.graph.nodes[link.copy]
         assert node.pairs is not None
         lo = timeline.start.get(link.consumers[0].path, timeline.num_times - 1)
@@ -267,7 +274,7 @@ class Pricer:
         if key not in self._size_cache:
             kept = self.tile_bytes(link.shape, link.itemsize, node.pairs[:, 1])
             self._size_cache[key] = np.where(node.pairs[:, 0] == node.pairs[:, 1], 0, kept).astype(np.int64)
-        return [Usage(node=link.copy, lo=lo, hi=max(hi, lo + 1), size_bytes=self._size_cache[key])]
+        return Usage(node=link.copy, lo=lo, hi=max(hi, lo + 1), size_bytes=self._size_cache[key])
 
     def usage(self, node: int, lo: int, hi: int, shape: tuple[int, ...], itemsize: int, specs: np.ndarray) -> Usage:
         key = ("tile", id(specs), shape, itemsize)

@@ -131,9 +131,7 @@ class _Writer:
         made = int(link.producer.specs[self.choice[link.producer.node]])
         have = [made]
         if link.copy >= 0:
-            pairs = self.graph.nodes[link.copy].pairs
-            assert pairs is not None
-            kept = int(pairs[self.choice[link.copy], 1])
+            kept = self.handed_on(link)
             if kept != made and self.is_read(link, table, made, kept):
                 self.record(link, made, kept, self.first_path(link, made))
                 have.append(kept)
@@ -146,6 +144,13 @@ class _Writer:
                 path = consumer.path if place else self.first_path(link, source)
                 self.record(link, source, want, path)
                 done.add(want)
+
+    def handed_on(self, link: Link) -> int:
+        """Number of the spec that the copy node hands to the consumers."""
+        node, choice = self.graph.nodes[link.copy], self.choice[link.copy]
+        numbers = node.specs if node.pairs is None else node.pairs[:, 1]
+        assert numbers is not None
+        return int(numbers[choice])
 
     def is_read(self, link: Link, table: np.ndarray, made: int, kept: int) -> bool:
         """Whether any consumer is better off with the kept spec (else keeping it would only cost)."""

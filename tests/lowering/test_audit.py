@@ -118,6 +118,7 @@ def test_a_wrong_plan_fails_both_ways_although_the_names_agree(index: int, chang
     assert unplanned.collective.keys == (index,)
     assert "test_audit.py:" in unplanned.collective.source
     text = str(report)
+    assert unplanned.source == unplanned.collective.source
     assert "NOT AS PLANNED" in text
     assert str(unplanned) in text and f"#{index} {planned[index].kind}" in text
 
@@ -365,3 +366,15 @@ ENTRY %main (p: f32[5000], q: f32[1]) -> f32[5001] {
     own = body.replace("NAME", ', metadata={op_name="jit(f)/concatenate"}')  # the user's own concatenate
     assert audit(whole, own, LINE).ok
     assert not audit(parts[1:], body.replace("NAME", ""), LINE).ok
+
+
+def test_source_of_a_collective_that_lowering_wrote_is_the_planned_ones() -> None:
+    """The traceback of a lowered collective may hold nothing but this package's lines."""
+    hlo = re.sub(r" stack_frame_id=\d+", "", compiled(every_kind(("y",), 4, named=True), GRID))
+    planned = [
+        replace(p, source=f"train.py:{i}", size_bytes=p.size_bytes * 3)
+        for i, p in enumerate(every_kind_plan(("y",), 4))
+    ]
+    report = audit(planned, hlo, GRID)
+    assert sorted(u.source for u in report.unplanned) == [f"train.py:{i}" for i in range(5)]
+    assert "at train.py:3 (" in str(report)

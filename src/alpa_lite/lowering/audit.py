@@ -56,17 +56,21 @@ class Merged:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unplanned:
-    """A compiled collective that runs ``count`` times more than planned; ``axes`` None if no axes have its groups."""
+    """A compiled collective that runs ``count`` times more than planned; ``axes`` None if no axes have its groups.
+
+    ``source`` is the user's "file:line", from the text or from the planned collective whose scope name it carries.
+    """
 
     collective: HloCollective
     axes: tuple[str, ...] | None
     count: int
+    source: str
 
     def __str__(self) -> str:
         c = self.collective
         where = "over " + ("+".join(self.axes) if self.axes is not None else f"device groups {str(c.groups)[:60]}")
         what = f"{c.kind} {where}, {c.size_bytes} bytes, {self.count} x"
-        return f"{what}, at {c.source or 'an unknown line'} ({c.op_name or c.instruction})"
+        return f"{what}, at {self.source or 'an unknown line'} ({c.op_name or c.instruction})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +162,12 @@ class _Audit:
         self._fold()
         merged, missing = self._merge()
         unplanned = tuple(
-            Unplanned(collective=self.compiled[j], axes=self.axes_of_compiled[j], count=left)
+            Unplanned(
+                collective=self.compiled[j],
+                axes=self.axes_of_compiled[j],
+                count=left,
+                source=self._source(self.compiled[j]),
+            )
             for j, left in enumerate(self.compiled_left)
             if left
         )
@@ -173,6 +182,10 @@ class _Audit:
             missing=missing,
             totals=self._totals(),
         )
+
+    def _source(self, collective: HloCollective) -> str:
+        named = (self.planned[i].source for i in collective.keys if i < len(self.planned))
+        return collective.source or next(filter(None, named), "")
 
     def _real(self, axes: tuple[str, ...]) -> tuple[str, ...]:
         """In mesh order, without axes of size 1."""

@@ -160,10 +160,10 @@ class HloModule:
     frames: dict[int, tuple[tuple[str, int], int]]
 
     def source(self, instruction: Instruction) -> str:
-        """The user's "file:line", "" if the text has none. Frames of this package are stepped over."""
-        stack = list(self._stack(instruction))
-        user = [frame for frame in stack if not frame[0].startswith(_PACKAGE)] or stack
-        return f"{user[0][0]}:{user[0][1]}" if user else ""
+        """The user's "file:line", "" if the text has none; this package's own lines are not the user's."""
+        user = (frame for frame in self._stack(instruction) if not frame[0].startswith(_PACKAGE))
+        file, line = next(user, ("", 0))
+        return f"{file}:{line}" if file else ""
 
     def _stack(self, instruction: Instruction) -> Iterator[tuple[str, int]]:
         file, line = _SOURCE_FILE.search(instruction.rest), _SOURCE_LINE.search(instruction.rest)

@@ -4,12 +4,15 @@ In: HLO text. Out: ``HloCollective`` records in program order. Every collective 
 (fusions, called computations, loop bodies, branches, async wrappers), an async pair counts once, a combined (variadic)
 collective gives one record per tensor, and a loop body multiplies by the loop's trip count.
 
-What XLA does to collectives that the plan wrote out, and this module sees through (jaxlib 0.10.2):
+What XLA does to collectives that the plan wrote out (seen with jaxlib 0.10.2 and 0.12.0); this module sees through the
+printed form, ``audit.py`` through the rest:
 
-- both: combines collectives of one kind and one group list into a variadic one; runs them in loops and branches.
+- both: combines collectives of one kind and one group list into a variadic one; joins equal ones.
 - XLA:CPU: moves bf16 as f32 and f8 as f16; an all-to-all becomes a tuple of slices.
-- XLA:GPU: ``-start``/``-done`` pairs; small all-reduces are laid end to end in one buffer (a concatenate feeds one
-  all-reduce without metadata); conversions to a wider type are moved behind the collective.
+- XLA:GPU: ``-start``/``-done`` pairs; all-reduces are laid end to end in one buffer (a concatenate feeds one,
+  in 0.10 without metadata); all-reduces over x, then y become one over both, without metadata; AR(a) + AR(b) becomes
+  AR(a + b), reduce-scatters likewise; a conversion to a wider type moves behind an all-gather; loops are peeled; an
+  all-reduce of which only a slice is used becomes a reduce-scatter.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -151,3 +151,49 @@ def _memory(graph: CostGraph, position: dict[int, int]) -> Memory:
 def _is_whole(costs: Array) -> bool:
     finite = costs[np.isfinite(costs)]
     return bool((finite == np.rint(finite)).all())
+
+
+def finite(core: Core) -> tuple[list[Array], tuple[Array, ...]]:
+    """Costs with a large number in place of inf, above anything that allowed choices can add up to."""
+    top = 1.0
+    for arrays in (core.unary, core.costs):
+        for array in {id(a): a for a in arrays}.values():
+            top = max(top, float(np.max(array, where=np.isfinite(array), initial=0.0)))
+    # One forbidden entry must outweigh all allowed ones together.
+    big = top * (core.num_nodes + len(core.costs) + 1)
+    made: dict[int, Array] = {}
+
+    def filled(array: Array) -> Array:
+        if id(array) not in made:
+            made[id(array)] = np.where(np.isfinite(array), array, big)
+        return made[id(array)]
+
+    return [filled(c) for c in core.unary], tuple(filled(m) for m in core.costs)
+
+
+def restrict(core: Core, gone: Sequence[Array], pairs: dict[int, Array]) -> tuple[Core, list[Array]]:
+    """The core without some states (masks per node) and pairs (masks per edge); also the states that are left."""
+    kept = [np.flatnonzero(~mask) for mask in gone]
+    unary = tuple(c[k] for c, k in zip(core.unary, kept, strict=True))
+    costs = []
+    for e, (a, b) in enumerate(zip(core.left, core.right, strict=True)):
+        matrix = core.costs[e]
+        if e in pairs:
+            matrix = np.where(pairs[e], np.inf, matrix)
+        costs.append(matrix[np.ix_(kept[a], kept[b])])
+    memory = core.memory
+    if memory is not None:
+        parts = [memory.sizes[s + kept[n]] for s, n in zip(memory.start.tolist(), memory.node.tolist(), strict=True)]
+        lengths = np.array([0, *map(len, parts)], dtype=np.int64)
+        sizes = np.concatenate(parts) if parts else memory.sizes[:0]
+        memory = replace(memory, start=np.cumsum(lengths)[:-1], sizes=sizes)
+    numbers = tuple(range(len(unary)))
+    small = replace(
+        core,
+        unary=unary,
+        costs=tuple(costs),
+        unary_ids=numbers,
+        matrix_ids=tuple(range(len(costs))),
+        memory=memory,
+    )
+    return small, kept

@@ -54,41 +54,45 @@ class Messages:
             earlier, later, [flipped[id(m)] for m in costs],
         )
 
-    def forward(self) -> tuple[float, list[int]]:
-        """Sweeps from first to last node; returns the bound (without constant) and a choice made on the way."""
-        total, picks = 0.0, [0] * len(self.unary)
-        for i, costs in enumerate(self.unary):
-            theta = costs.copy()
-            seen = costs.copy()
+    def forward(self) -> float:
+        """Sweeps from first to last node; returns the bound (without constant)."""
+        total = 0.0
+        to_left, to_right, flipped = self.to_left, self.to_right, self._transposed
+        for i, theta in enumerate(self.unary):
+            theta = theta.copy()
             for e in self._earlier[i]:
-                message = (self._transposed[e] - self.to_left[e]).min(1)
-                self.to_right[e] = message
+                to_right[e] = message = (flipped[e] - to_left[e]).min(1)
                 theta += message
-                seen += self.costs[e][picks[self.left[e]]]
             for e in self._later[i]:
-                theta += self.to_left[e]
-                seen += self.to_left[e]
-            picks[i] = int(seen.argmin())
-            total += self._send(theta, self._later[i], self.to_left, len(self._earlier[i]))
-        return total, picks
+                theta += to_left[e]
+            total += self._send(theta, self._later[i], to_left, len(self._earlier[i]))
+        return total
 
-    def backward(self) -> tuple[float, list[int]]:
+    def backward(self) -> float:
         """As ``forward``, from last to first node."""
-        total, picks = 0.0, [0] * len(self.unary)
+        total = 0.0
+        to_left, to_right, costs = self.to_left, self.to_right, self.costs
         for i in range(len(self.unary) - 1, -1, -1):
             theta = self.unary[i].copy()
-            seen = self.unary[i].copy()
             for e in self._later[i]:
-                message = (self.costs[e] - self.to_right[e]).min(1)
-                self.to_left[e] = message
+                to_left[e] = message = (costs[e] - to_right[e]).min(1)
                 theta += message
-                seen += self._transposed[e][picks[self.right[e]]]
             for e in self._earlier[i]:
-                theta += self.to_right[e]
-                seen += self.to_right[e]
+                theta += to_right[e]
+            total += self._send(theta, self._earlier[i], to_right, len(self._later[i]))
+        return total
+
+    def pick(self) -> list[int]:
+        """A choice, node by node in order: what the chosen earlier nodes cost, and what the messages say of later ones."""
+        picks = [0] * len(self.unary)
+        for i, costs in enumerate(self.unary):
+            seen = costs.copy()
+            for e in self._earlier[i]:
+                seen += self.costs[e][picks[self.left[e]]]
+            for e in self._later[i]:
+                seen += self.to_left[e]
             picks[i] = int(seen.argmin())
-            total += self._send(theta, self._earlier[i], self.to_right, len(self._later[i]))
-        return total, picks
+        return picks
 
     @staticmethod
     def _send(theta: Array, edges: list[int], messages: list[Array], received: int) -> float:

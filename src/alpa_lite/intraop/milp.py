@@ -83,10 +83,11 @@ class Encoding:
         self._append(np.repeat(np.arange(n), self._sizes), np.arange(total), np.ones(total), np.ones(n))
 
     def _add_edge(self, a: int, b: int, m: Array) -> None:
-        low = m.min(1)
+        # A state without any usable partner (inf throughout) gets no y, so that its row forces it to 0.
+        low = np.where(np.isfinite(m.min(1)), m.min(1), 0.0)
         m = m - low[:, None]
         self._costs[a] = self._costs[a] + low
-        low = m.min(0)
+        low = np.where(np.isfinite(m.min(0)), m.min(0), 0.0)
         m = m - low
         self._costs[b] = self._costs[b] + low
         kept_rows, row_of = np.unique(m, axis=0, return_inverse=True)

@@ -11,7 +11,7 @@ import numpy as np
 
 from alpa_lite.intraop.problem import IntraOpProblem
 
-ROUNDS = 12
+ROUNDS = 3  # more rounds tell layers near the ends apart and make the tied problem larger, for the same incumbents
 
 
 def node_classes(problem: IntraOpProblem, rounds: int = ROUNDS) -> np.ndarray:

@@ -1,20 +1,77 @@
-"""Solves an intra-op problem: presolve, core, and an answer scored on the problem as given."""
+"""Solves an intra-op problem: presolve, bounds and incumbents by message passing, proof by MILP; the answer is scored on the
+problem as given.
+
+1. Presolve without memory (``presolve.py``); what is left is the *core*.
+2. Repeated layers tied (``tie.py``) give an incumbent that costs the same whatever the depth.
+3. Message passing on the untied core (``messages.py``) gives the lower bound and further incumbents.
+4. On cores of moderate size the gap excludes states and pairs, and HiGHS closes it (``milp.py``).
+5. If the optimum without memory fits the limit, it is the optimum. Else 1-4 again with memory: rows are added lazily in the
+   MILP; on large cores prices on the fullest times (a Lagrangian) lead to a choice that fits, and their bound holds.
+
+Work is counted in sweeps, not in seconds, so that equal problems give equal answers; the time limit only cuts it short.
+"""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
-from alpa_lite.intraop.core import Core, extract_core
+from alpa_lite.intraop.core import Core, extract_core, finite, restrict
 from alpa_lite.intraop.graph import CostGraph, InfeasibleError
+from alpa_lite.intraop.messages import Messages
 from alpa_lite.intraop.milp import Encoding
 from alpa_lite.intraop.presolve import presolve
-from alpa_lite.intraop.problem import Array, IntraOpProblem, Solution, evaluate
+from alpa_lite.intraop.problem import Array, IntraOpProblem, Solution, as_float, evaluate
+from alpa_lite.intraop.repair import improve
+from alpa_lite.intraop.tie import tie, tied_messages
 
 _ROWS_PER_ROUND = 15
+_MILP_PAIRS = 600_000  # edge entries after exclusion up to which the MILP is asked for a proof
+_LARGE_GAP = 2e-3  # good enough where a proof is out of reach
+_TIED_SWEEPS = 40
+_PRICE_ROUNDS = 60
+
+
+@dataclass(slots=True)
+class _Search:
+    """The state of one search on one core."""
+
+    core: Core
+    deadline: float
+    unary: list[Array]
+    costs: tuple[Array, ...]
+    picks: list[int] | None = None
+    upper: float = math.inf
+    bound: float = -math.inf
+    proven_infeasible: bool = False
+    tied: bool = False
+    rows: int = 0
+
+    @classmethod
+    def of(cls, core: Core, deadline: float) -> _Search:
+        unary, costs = finite(core)
+        return cls(core, deadline, unary, costs)
+
+    @property
+    def gap(self) -> float:
+        return (self.upper - self.bound) / max(abs(self.upper), 1e-300) if self.picks is not None else math.inf
+
+    @property
+    def out_of_time(self) -> bool:
+        return time.monotonic() > self.deadline
+
+    def offer(self, picks: list[int], *, tied: bool = False) -> None:
+        """Take a choice if it is allowed, fits and is cheaper."""
+        cost = self.core.cost(picks)
+        if cost < self.upper and self.core.fits(picks):
+            self.picks, self.upper, self.tied = list(picks), cost, tied
+
+    def try_from(self, start: list[int], *, tied: bool = False) -> None:
+        self.offer(improve(self.core, self.unary, self.costs, start), tied=tied)
 
 
 def solve(
@@ -26,48 +83,225 @@ def solve(
     incumbent: Array | None = None,
     rel_gap: float = 1e-6,
 ) -> Solution:
-    """Finds the cheapest choice within the memory limit."""
+    """Finds the cheapest choice within the memory limit.
+
+    Args:
+        problem: what is to be solved.
+        time_limit_s: the best answer found by then is returned.
+        seed: of the MILP solver.
+        progress: called with a line of text now and then.
+        incumbent: a choice to start from.
+        rel_gap: gap at which an answer counts as optimal.
+
+    Returns:
+        The answer with its bound; ``status`` is "optimal", "feasible", "infeasible" or "no-solution".
+    """
     start = time.monotonic()
     deadline = start + time_limit_s
-    best: Solution | None = None
+    say = progress or (lambda text: None)
+    floor = -math.inf
     for memory in (False, True):
         graph = CostGraph(problem, memory=memory)
         try:
             presolve(graph)
         except InfeasibleError as error:
             names = tuple(problem.name(i) for i in error.path)
-            return _infeasible(f"no strategy of {names[0]} fits its neighbours", names, start)
+            return _no_answer("infeasible", f"no strategy of {names[0]} fits its neighbours", names, start)
         core = extract_core(graph)
-        picks, bound, rows = _solve_core(core, deadline, seed)
-        if picks is None:
-            return _infeasible("the memory limit cannot be kept", (), start) if bound == math.inf else _infeasible("", (), start)
-        choice = graph.lift(dict(zip(core.nodes, picks, strict=True)))
+        say(f"core of {core.num_nodes} nodes, {len(core.costs)} edges")
+        search = _Search.of(core, deadline)
+        _search(search, problem, seed, rel_gap)
+        floor = max(floor, search.bound)
+        if search.picks is None:
+            if search.proven_infeasible:
+                return _no_answer("infeasible", "the memory limit cannot be kept", (), start)
+            return _no_answer("no-solution", f"no choice was found in {time_limit_s:g} s", (), start, floor)
+        choice = graph.lift(dict(zip(core.nodes, search.picks, strict=True)))
         score = evaluate(problem, choice)
-        gap = max(0.0, (score.objective - bound) / max(abs(score.objective), 1e-300))
-        best = Solution(
-            choice=choice, objective=score.objective, lower_bound=min(bound, score.objective), gap=gap,
-            status="optimal" if gap <= rel_gap else "feasible", time_s=time.monotonic() - start,
-            peak_bytes=score.peak_bytes, peak_time=score.peak_time, rows_used=rows,
-            core_size=(core.num_nodes, len(core.costs)),
-        )
         if problem.usage_limit is None or score.peak_bytes <= problem.usage_limit:
-            return best
-    assert best is not None
-    return best
-
-
-def _infeasible(message: str, conflict: tuple[str, ...], start: float) -> Solution:
+            break
+        say(f"the cheapest choice needs {score.peak_bytes} bytes of {problem.usage_limit}")
+    objective, bound = score.objective, min(floor, score.objective)
+    if incumbent is not None and (given := evaluate(problem, incumbent)).objective < objective:
+        if problem.usage_limit is None or given.peak_bytes <= problem.usage_limit:
+            choice, score, objective = np.asarray(incumbent), given, given.objective
+    gap = max(0.0, (objective - bound) / max(abs(objective), 1e-300))
+    optimal = gap <= rel_gap
     return Solution(
-        choice=np.zeros(0, dtype=np.int64), objective=math.inf, lower_bound=math.inf, gap=math.inf, status="infeasible",
-        message=message, conflict=conflict, time_s=time.monotonic() - start,
+        choice=choice,
+        objective=objective,
+        lower_bound=bound,
+        gap=gap,
+        status="optimal" if optimal else "feasible",
+        limit_used="none" if optimal else "time" if time.monotonic() > deadline else "gap",
+        time_s=time.monotonic() - start,
+        peak_bytes=score.peak_bytes,
+        peak_time=score.peak_time,
+        rows_used=search.rows,
+        tied=search.tied,
+        core_size=(core.num_nodes, len(core.costs)),
     )
 
 
-def _solve_core(core: Core, deadline: float, seed: int) -> tuple[list[int] | None, float, int]:
-    encoding = Encoding(core)
+def _no_answer(
+    status: str, message: str, conflict: tuple[str, ...], start: float, bound: float = math.inf
+) -> Solution:
+    return Solution(
+        choice=np.zeros(0, dtype=np.int64),
+        objective=math.inf,
+        lower_bound=bound,
+        gap=math.inf,
+        status=status,
+        message=message,
+        conflict=conflict,
+        limit_used="none" if status == "infeasible" else "time",
+        time_s=time.monotonic() - start,
+    )
+
+
+def _search(search: _Search, problem: IntraOpProblem, seed: int, rel_gap: float) -> None:
+    core = search.core
+    if not core.num_nodes:
+        search.bound = core.constant
+        if core.fits([]):
+            search.picks, search.upper = [], core.constant
+        else:
+            search.proven_infeasible = True
+        return
+    messages = Messages.zero(search.unary, core.left, core.right, search.costs)
+    if problem.classes is not None and core.num_nodes > 200:
+        _start_tied(search, problem.classes)
+    small = core.num_pairs <= _MILP_PAIRS
+    _sweep(search, messages, rel_gap, small)
+    if search.gap > rel_gap and (small or search.picks is None):
+        _prove(search, messages, seed, rel_gap)
+    if core.memory is not None and search.gap > _LARGE_GAP and not search.proven_infeasible and not small:
+        _price_memory(search, messages)
+
+
+def _start_tied(search: _Search, classes: Array) -> None:
+    """An incumbent from the tied problem."""
+    tied = tie(search.core, classes)
+    if len(tied.members) == search.core.num_nodes:
+        return
+    messages = tied_messages(search.unary, search.costs, tied)
+    for _ in range(_TIED_SWEEPS):
+        messages.forward()
+        messages.backward()
+    chosen = messages.pick()
+    search.try_from([chosen[g] for g in tied.group], tied=True)
+
+
+def _sweep(search: _Search, messages: Messages, rel_gap: float, small: bool) -> None:
+    """Sweeps until the gap is closed or further sweeps do not pay."""
+    most, wanted, every = (120, rel_gap, 5) if small else (40, _LARGE_GAP, 4)
+    before = -math.inf
+    for count in range(1, most + 1):
+        messages.forward()
+        value = messages.backward() + search.core.constant
+        search.bound = max(search.bound, value)
+        if count % every and not search.out_of_time:
+            continue
+        if count >= 3 * every or search.out_of_time or search.picks is None:
+            search.try_from(messages.pick())
+        if search.gap <= wanted or search.out_of_time:
+            return
+        if small and count > 30 and value - before < 0.02 * (search.upper - value):
+            return
+        before = value
+
+
+def _prove(search: _Search, messages: Messages, seed: int, rel_gap: float) -> None:
+    """Exclude what no better choice contains, then let the MILP decide on the rest, with memory rows as they are needed."""
+    core = search.core
+    slack = search.upper - (messages.exact_bound() + core.constant)
+    kept = [np.arange(len(c)) for c in core.unary]
+    if math.isfinite(slack):
+        gone, pairs = messages.excluded(max(slack, 0.0) + 1e-9 * abs(search.upper))
+        if any(mask.all() for mask in gone):
+            search.bound = search.upper  # nothing cheaper is left
+            return
+        core, kept = restrict(core, gone, pairs)
+    encoding = Encoding(core, upper=search.upper)
     while True:
-        result = encoding.solve(time_limit_s=deadline - time.monotonic(), seed=seed)
-        if result.picks is None or core.memory is None or core.fits(result.picks):
-            return result.picks, result.bound, len(encoding.times)
-        profile = core.memory.profile(np.array(result.picks))
+        left = search.deadline - time.monotonic()
+        if left <= 0:
+            return
+        result = encoding.solve(time_limit_s=left, rel_gap=rel_gap * 0.1, seed=seed)
+        search.rows = len(encoding.times)
+        if result.infeasible:
+            # The restricted problem holds every choice that is cheaper than the incumbent.
+            if search.picks is None:
+                search.proven_infeasible = True
+            else:
+                search.bound = search.upper
+            return
+        search.bound = max(search.bound, min(result.bound, search.upper))
+        if result.picks is None:
+            return
+        picks = [int(k[p]) for k, p in zip(kept, result.picks, strict=True)]
+        if search.core.memory is None or search.core.fits(picks):
+            search.offer(picks)
+            return
+        profile = core.memory.profile(np.array(result.picks)) if core.memory is not None else np.zeros(0)
+        assert core.memory is not None
         encoding.add_rows(core.memory.worst_times(profile, _ROWS_PER_ROUND, set(encoding.times)))
+
+
+def _price_memory(search: _Search, messages: Messages) -> None:
+    """Prices on overfull times, raised until the choice fits and lowered while it does; every bound on the way is valid."""
+    core, memory = search.core, search.core.memory
+    assert memory is not None
+    sizes = [len(c) for c in core.unary]
+    unit = max(abs(search.bound), 1e-30) / max(memory.limit, 1)  # a byte's fair share of the objective
+    prices: dict[int, float] = {}
+    rows: dict[int, tuple[dict[int, Array], int]] = {}
+    step = 1.0
+    plain = [c.copy() for c in search.unary]
+    for _ in range(_PRICE_ROUNDS):
+        if search.out_of_time:
+            return
+        messages.unary = [c.copy() for c in plain]
+        for t, price in prices.items():
+            for node, part in rows[t][0].items():
+                messages.unary[node] = messages.unary[node] + price * part
+        for _ in range(2):
+            messages.forward()
+            value = messages.backward()
+        rent = sum(price * rows[t][1] for t, price in prices.items())
+        search.bound = max(search.bound, value - rent + core.constant)
+        picks = improve(core, messages.unary, search.costs, messages.pick())
+        profile = memory.profile(np.array(picks))
+        if core.fits(picks):
+            search.offer(picks)
+            if search.gap <= _LARGE_GAP:
+                return
+            prices = {t: price * (1 - 0.3 * step) for t, price in prices.items()}
+            step *= 0.7
+            continue
+        for t in memory.worst_times(profile, _ROWS_PER_ROUND, set(prices)):
+            rows[t] = memory.row(t, sizes)
+            prices[t] = 0.0
+        for t in prices:
+            over = (int(profile[t]) - memory.limit) / max(memory.limit, 1)
+            if over > 0:
+                prices[t] = prices[t] * (1 + step) + step * unit * (0.1 + over)
+
+
+def minimum_peak(problem: IntraOpProblem) -> int:
+    """A lower bound on the peak of any choice: at every time each node at its smallest allowed usage.
+
+    Exact when one choice is smallest everywhere, as is usual (split every tensor as far as it goes).
+    """
+    delta = np.zeros(problem.num_times + 1, dtype=np.int64)
+    for usage in problem.usages:
+        allowed = usage.size_bytes[np.isfinite(as_float(problem.node_costs[usage.node]))]
+        smallest = int(allowed.min()) if len(allowed) else 0
+        if usage.lo < usage.hi:
+            delta[usage.lo] += smallest
+            delta[usage.hi] -= smallest
+    profile = np.cumsum(delta[:-1])
+    if problem.base_usage is not None:
+        profile = profile + problem.base_usage
+    return int(profile.max(initial=0))
+

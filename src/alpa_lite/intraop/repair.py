@@ -1,0 +1,46 @@
+"""Local improvement of a choice on a core: one node at a time (iterated conditional modes), to a local optimum."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from alpa_lite.intraop.core import Core
+from alpa_lite.intraop.problem import Array
+
+_ROUNDS = 20
+
+
+def neighbours(core: Core) -> list[list[tuple[int, int]]]:
+    """Per node (edge, other end); edges to later nodes have the node as their left end."""
+    around: list[list[tuple[int, int]]] = [[] for _ in core.unary]
+    for e, (a, b) in enumerate(zip(core.left, core.right, strict=True)):
+        around[a].append((e, b))
+        around[b].append((e, a))
+    return around
+
+
+def improve(core: Core, unary: Sequence[Array], costs: Sequence[Array], picks: Sequence[int]) -> list[int]:
+    """A choice that no change of one node makes cheaper; ties keep the old state.
+
+    Args:
+        core: for its edges.
+        unary, costs: its costs, with large finite numbers for forbidden entries.
+        picks: where to start.
+    """
+    picks = list(picks)
+    around = neighbours(core)
+    dirty = set(range(len(picks)))
+    for _ in range(_ROUNDS):
+        changed: set[int] = set()
+        for i in sorted(dirty):
+            total = unary[i].copy()
+            for e, j in around[i]:
+                total += costs[e][:, picks[j]] if core.left[e] == i else costs[e][picks[j]]
+            best = int(total.argmin())
+            if total[best] < total[picks[i]] * (1 - 1e-13):
+                picks[i] = best
+                changed.update(j for _, j in around[i])
+        if not changed:
+            break
+        dirty = changed
+    return picks

@@ -60,6 +60,12 @@ class _Search:
     def gap(self) -> float:
         return (self.upper - self.bound) / max(abs(self.upper), 1e-300) if self.picks is not None else math.inf
 
+    def tolerance(self, rel_gap: float) -> float:
+        """The relative gap that counts as closed: whole costs leave less than one unit."""
+        if self.core.whole and self.picks is not None:
+            return min(rel_gap, 0.5 / max(abs(self.upper), 1.0))
+        return rel_gap
+
     @property
     def out_of_time(self) -> bool:
         return time.monotonic() > self.deadline
@@ -126,7 +132,7 @@ def solve(
         if problem.usage_limit is None or given.peak_bytes <= problem.usage_limit:
             choice, score, objective = np.asarray(incumbent), given, given.objective
     gap = max(0.0, (objective - bound) / max(abs(objective), 1e-300))
-    optimal = gap <= rel_gap
+    optimal = gap <= search.tolerance(rel_gap)
     return Solution(
         choice=choice,
         objective=objective,
@@ -173,7 +179,7 @@ def _search(search: _Search, problem: IntraOpProblem, seed: int, rel_gap: float)
         _start_tied(search, problem.classes)
     small = core.num_pairs <= _MILP_PAIRS
     _sweep(search, messages, rel_gap, small)
-    if search.gap > rel_gap and (small or search.picks is None):
+    if search.gap > search.tolerance(rel_gap) and (small or search.picks is None):
         _prove(search, messages, seed, rel_gap)
     if core.memory is not None and search.gap > _LARGE_GAP and not search.proven_infeasible and not small:
         _price_memory(search, messages)
@@ -204,7 +210,7 @@ def _sweep(search: _Search, messages: Messages, rel_gap: float, small: bool) -> 
             continue
         if count >= 3 * every or search.out_of_time or search.picks is None:
             search.try_from(messages.pick())
-        if search.gap <= wanted or search.out_of_time:
+        if search.gap <= search.tolerance(wanted) or search.out_of_time:
             return
         if small and count > 30 and value - before < 0.02 * (search.upper - value):
             return
@@ -227,7 +233,7 @@ def _prove(search: _Search, messages: Messages, seed: int, rel_gap: float) -> No
         left = search.deadline - time.monotonic()
         if left <= 0:
             return
-        result = encoding.solve(time_limit_s=left, rel_gap=rel_gap * 0.1, seed=seed)
+        result = encoding.solve(time_limit_s=left, rel_gap=search.tolerance(rel_gap) * 0.1, seed=seed)
         search.rows = len(encoding.times)
         if result.infeasible:
             # The restricted problem holds every choice that is cheaper than the incumbent.

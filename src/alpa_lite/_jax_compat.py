@@ -96,7 +96,7 @@ def function_bodies(module: ir.Module) -> dict[str, Any]:
     return {
         ir.StringAttr(op.attributes["sym_name"]).value: op.regions[0].blocks[0]
         for op in module.body.operations
-        if "sym_name" in op.attributes and len(op.regions[0].blocks)
+        if "sym_name" in op.attributes and len(op.regions) and len(op.regions[0].blocks)
     }
 
 

@@ -356,7 +356,16 @@ def _own_rule(op: FlatOp, flat: FlatJaxpr) -> OpShardingRule | None:
     if op.name in _UNSHARDED:
         rule = replicated_rule(op, flat, _UNSHARDED[op.name], origin="own")
         return _batch_dims_free(rule, op, flat) if op.name == "top_k" else rule
+    if _on_keys(op, flat):
+        return replicated_rule(op, flat, "moves typed keys, which are small", origin="own")
     return None
+
+
+def _on_keys(op: FlatOp, flat: FlatJaxpr) -> bool:
+    """Whether a typed key takes part: StableHLO sees it with one more dim, so that Shardy's rule would not fit."""
+    values = [*(i for i in op.inputs if not isinstance(i, Literal)), *op.all_outputs]
+    dtypes = (getattr(flat.avals[v], "dtype", None) for v in values)
+    return any(d is not None and jax.dtypes.issubdtype(d, jax.dtypes.extended) for d in dtypes)
 
 
 def _counter_based(op: FlatOp, flat: FlatJaxpr) -> bool:

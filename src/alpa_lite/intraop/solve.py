@@ -16,10 +16,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from alpa_lite.intraop.cpsat import solve_whole
 from alpa_lite.intraop.core import Core, extract_core, finite, restrict
 from alpa_lite.intraop.graph import CostGraph, InfeasibleError
 from alpa_lite.intraop.messages import Messages
@@ -32,6 +33,7 @@ from alpa_lite.intraop.tie import tie, tied_messages
 _ROWS_PER_ROUND = 15
 _MILP_PAIRS = 600_000  # edge entries after exclusion up to which the MILP is asked for a proof
 _LARGE_GAP = 2e-3  # good enough where a proof is out of reach
+_INTEGER_SCALE = 1e-6  # of the objective in the MILP; smaller, and its tolerances hide a unit
 _TIED_SWEEPS = 40
 _PRICE_ROUNDS = 60
 
@@ -219,21 +221,32 @@ def _sweep(search: _Search, messages: Messages, rel_gap: float, small: bool) -> 
 
 def _prove(search: _Search, messages: Messages, seed: int, rel_gap: float) -> None:
     """Exclude what no better choice contains, then let the MILP decide on the rest, with memory rows as they are needed."""
-    core = search.core
-    slack = search.upper - (messages.exact_bound() + core.constant)
+    core, whole = _shifted(search.core, messages), search.core
+    slack = search.upper - core.constant
     kept = [np.arange(len(c)) for c in core.unary]
     if math.isfinite(slack):
-        gone, pairs = messages.excluded(max(slack, 0.0) + 1e-9 * abs(search.upper))
+        gone, pairs = messages.excluded(max(slack, 0.0) * (1 + 1e-9) + 1e-12 * abs(search.upper))
         if any(mask.all() for mask in gone):
             search.bound = search.upper  # nothing cheaper is left
             return
         core, kept = restrict(core, gone, pairs)
+        whole, _ = restrict(whole, gone, pairs)
     encoding = Encoding(core, upper=search.upper)
+    _solve_rows(search, core, kept, encoding, seed, rel_gap)
+    # Below that scale one unit of the objective drowns in the MILP's tolerances.
+    if search.core.whole and search.picks is not None and encoding.scale < _INTEGER_SCALE:
+        _prove_whole(search, whole, kept, encoding.times, seed)
+
+
+def _solve_rows(
+    search: _Search, core: Core, kept: list[Array], encoding: Encoding, seed: int, rel_gap: float
+) -> None:
+    """MILP and memory rows in turn, until its choice fits."""
     while True:
         left = search.deadline - time.monotonic()
         if left <= 0:
             return
-        result = encoding.solve(time_limit_s=left, rel_gap=search.tolerance(rel_gap) * 0.1, seed=seed)
+        result = encoding.solve(time_limit_s=left, abs_gap=_allowed(search, rel_gap), seed=seed)
         search.rows = len(encoding.times)
         if result.infeasible:
             # The restricted problem holds every choice that is cheaper than the incumbent.
@@ -249,9 +262,46 @@ def _prove(search: _Search, messages: Messages, seed: int, rel_gap: float) -> No
         if search.core.memory is None or search.core.fits(picks):
             search.offer(picks)
             return
-        profile = core.memory.profile(np.array(result.picks)) if core.memory is not None else np.zeros(0)
         assert core.memory is not None
+        profile = core.memory.profile(np.array(result.picks))
         encoding.add_rows(core.memory.worst_times(profile, _ROWS_PER_ROUND, set(encoding.times)))
+
+
+def _prove_whole(search: _Search, core: Core, kept: list[Array], times: list[int], seed: int) -> None:
+    """Integers have the last word."""
+    assert search.picks is not None
+    position = [{int(s): p for p, s in enumerate(k)} for k in kept]
+    inside = all(p in found for p, found in zip(search.picks, position, strict=True))
+    hint = [found[p] for p, found in zip(search.picks, position, strict=True)] if inside else None
+    upper = round(search.upper - core.constant)
+    result = solve_whole(core, upper, hint, times, search.deadline, seed)
+    if result.picks is not None:
+        search.offer([int(k[p]) for k, p in zip(kept, result.picks, strict=True)])
+    if result.proven:
+        search.bound = search.upper
+
+
+def _allowed(search: _Search, rel_gap: float) -> float:
+    """The absolute gap at which the MILP may stop; 0 without an incumbent."""
+    return 0.5 * search.tolerance(rel_gap) * abs(search.upper) if search.picks is not None else 0.0
+
+
+def _shifted(core: Core, messages: Messages) -> Core:
+    """The same core with the bound as its constant and what is left as costs: numbers of the size of the gap.
+
+    The MILP's tolerances are relative to its numbers, so this is what makes proofs to the unit possible.
+    """
+    nodes = [np.where(np.isfinite(c), r, np.inf) for c, r in zip(core.unary, messages.node_rests(), strict=True)]
+    edges = [np.where(np.isfinite(m), messages.edge_rest(e), np.inf) for e, m in enumerate(core.costs)]
+    constant = core.constant + sum(float(a.min()) for a in (*nodes, *edges))
+    return replace(
+        core,
+        unary=tuple(a - a.min() for a in nodes),
+        costs=tuple(a - a.min() for a in edges),
+        constant=constant,
+        unary_ids=tuple(range(len(nodes))),
+        matrix_ids=tuple(range(len(edges))),
+    )
 
 
 def _price_memory(search: _Search, messages: Messages) -> None:

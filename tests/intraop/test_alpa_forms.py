@@ -3,7 +3,7 @@
 Each number is the optimum over the strategies that Alpa has. Ours are more: partial sums may be scattered or travel
 through linear ops, and an argument that was gathered may serve several readers. So three things are checked per number:
 
-- *restricted* to Alpa's strategies (``restricted_optimum``) our optimum is the number within 1 %, the tolerance of Alpa's
+- *restricted* to Alpa's strategies (``restricted_optimum``) our optimum is the number within 1 %, as in Alpa's
   own tests (it rounds prices to whole numbers, we do not);
 - with everything that we can do the optimum is never above it;
 - the layout that the number stands for, given as pins, is scored at the number by the restricted problem.

@@ -25,6 +25,7 @@ from alpa_lite.intraop.core import Core
 from alpa_lite.intraop.problem import Array
 
 _SCALE = 1e5
+_ROW_SCALE = 1e4  # largest coefficient of a memory row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -61,7 +62,7 @@ class Encoding:
         self._vals: list[Array] = []
         self._rhs: list[Array] = []
         self._num_rows = 0
-        self._memory: list[tuple[Array, Array, float]] = []
+        self._memory: list[tuple[Array, Array, float, float]] = []  # variables, coefficients, room, bytes per unit
         self._sizes = [len(c) for c in core.unary]
         self._add_nodes()
         for a, b, m in zip(core.left, core.right, core.costs, strict=True):
@@ -102,18 +103,37 @@ class Encoding:
             self._append(rows, cols, np.concatenate([np.ones(len(y)), -np.ones(len(x))]), np.zeros(count))
 
     def add_rows(self, times: list[int]) -> None:
-        """Adds memory rows, scaled so that the limit is about 1."""
+        """Adds memory rows in their largest common unit, so that one unit too much is more than HiGHS' tolerance."""
         memory = self.core.memory
         assert memory is not None
         for time in times:
             row, room = memory.row(time, self._sizes)
-            cols = [self._first[node] + np.arange(len(part)) for node, part in row.items()]
-            unit = float(max(memory.limit, 1))
-            vals = [part / unit for part in row.values()]
-            if not cols:
+            if not row:
                 continue
-            self._memory.append((np.concatenate(cols), np.concatenate(vals), room / unit))
+            cols = np.concatenate([self._first[node] + np.arange(len(part)) for node, part in row.items()])
+            sizes = np.concatenate(list(row.values()))
+            common = max(1, int(np.gcd.reduce(sizes)))
+            unit = common * max(1.0, int(sizes.max()) / common / _ROW_SCALE)
+            self._memory.append((cols, sizes / unit, room // common * common / unit, unit))
             self.times.append(time)
+
+    def add_cover(self, time: int, picks: list[int]) -> None:
+        """Forbids that all of the largest parts of ``picks`` at one time, which do not fit together, are chosen again.
+
+        For a row that HiGHS takes for kept within its tolerances though it is not.
+        """
+        memory = self.core.memory
+        assert memory is not None
+        row, room = memory.row(time, self._sizes)
+        cover: list[Array] = []
+        for node, part in sorted(row.items(), key=lambda item: -int(item[1][picks[item[0]]])):
+            size = int(part[picks[node]])
+            cover.append(self._first[node] + np.flatnonzero(part >= size))
+            room -= size
+            if room < 0:
+                break
+        cols = np.concatenate(cover)
+        self._memory.append((cols, np.ones(len(cols)), float(len(cover) - 1), math.inf))
 
     @property
     def num_columns(self) -> int:
@@ -132,14 +152,14 @@ class Encoding:
         proto.objective.linear_coefficients.values.extend(scaled.tolist())
         rhs = np.concatenate(self._rhs)
         lower = [*rhs.tolist(), *([-math.inf] * len(self._memory))]
-        upper = [*rhs.tolist(), *(room for _, _, room in self._memory)]
+        upper = [*rhs.tolist(), *(room for _, _, room, _ in self._memory)]
         proto.linear_constraints.ids.extend(range(len(lower)))
         proto.linear_constraints.lower_bounds.extend(lower)
         proto.linear_constraints.upper_bounds.extend(upper)
-        extra = [np.full(len(cols), self._num_rows + p) for p, (cols, _, _) in enumerate(self._memory)]
+        extra = [np.full(len(cols), self._num_rows + p) for p, (cols, *_) in enumerate(self._memory)]
         rows = np.concatenate([*self._rows, *extra])
-        cols = np.concatenate([*self._cols, *(c for c, _, _ in self._memory)])
-        vals = np.concatenate([*self._vals, *(v for _, v, _ in self._memory)])
+        cols = np.concatenate([*self._cols, *(c for c, *_ in self._memory)])
+        vals = np.concatenate([*self._vals, *(v for _, v, *_ in self._memory)])
         order = np.lexsort((cols, rows))
         order = order[vals[order] != 0]
         proto.linear_constraint_matrix.row_ids.extend(rows[order].tolist())
@@ -177,7 +197,7 @@ class Encoding:
         prices: tuple[float, ...] = ()
         if relax and self._memory and result.has_dual_feasible_solution():
             rows = [model.get_linear_constraint(self._num_rows + p) for p in range(len(self._memory))]
-            unit = self.scale * max(self.core.memory.limit, 1) if self.core.memory else 1.0
-            prices = tuple(max(0.0, -v) / unit for v in result.dual_values(rows))
+            units = (unit for *_, unit in self._memory)
+            prices = tuple(max(0.0, -v) / self.scale / u for v, u in zip(result.dual_values(rows), units, strict=True))
         optimal = reason == mathopt.TerminationReason.OPTIMAL
         return MilpResult(picks=picks, bound=bound, optimal=optimal, row_prices=prices)

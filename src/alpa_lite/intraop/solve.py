@@ -151,9 +151,7 @@ def solve(
     )
 
 
-def _no_answer(
-    status: str, message: str, conflict: tuple[str, ...], start: float, bound: float = math.inf
-) -> Solution:
+def _no_answer(status: str, message: str, conflict: tuple[str, ...], start: float, bound: float = math.inf) -> Solution:
     return Solution(
         choice=np.zeros(0, dtype=np.int64),
         objective=math.inf,
@@ -238,9 +236,7 @@ def _prove(search: _Search, messages: Messages, seed: int, rel_gap: float) -> No
         _prove_whole(search, whole, kept, encoding.times, seed)
 
 
-def _solve_rows(
-    search: _Search, core: Core, kept: list[Array], encoding: Encoding, seed: int, rel_gap: float
-) -> None:
+def _solve_rows(search: _Search, core: Core, kept: list[Array], encoding: Encoding, seed: int, rel_gap: float) -> None:
     """MILP and memory rows in turn, until its choice fits."""
     while True:
         left = search.deadline - time.monotonic()
@@ -264,7 +260,11 @@ def _solve_rows(
             return
         assert core.memory is not None
         profile = core.memory.profile(np.array(result.picks))
-        encoding.add_rows(core.memory.worst_times(profile, _ROWS_PER_ROUND, set(encoding.times)))
+        times = core.memory.worst_times(profile, _ROWS_PER_ROUND, set(encoding.times))
+        if times:
+            encoding.add_rows(times)
+        else:
+            encoding.add_cover(int(profile.argmax()), result.picks)
 
 
 def _prove_whole(search: _Search, core: Core, kept: list[Array], times: list[int], seed: int) -> None:
@@ -360,4 +360,3 @@ def minimum_peak(problem: IntraOpProblem) -> int:
     if problem.base_usage is not None:
         profile = profile + problem.base_usage
     return int(profile.max(initial=0))
-

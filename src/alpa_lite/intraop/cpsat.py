@@ -16,6 +16,7 @@ from ortools.sat.python import cp_model
 from alpa_lite.intraop.core import Core
 
 _ROWS_PER_ROUND = 15
+_WORK = 20.0  # deterministic time, about seconds, after which the proof is given up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +68,8 @@ def solve_whole(
         solver = cp_model.CpSolver()
         solver.parameters.random_seed = seed
         solver.parameters.num_workers = 2
+        solver.parameters.max_deterministic_time = _WORK
+        solver.parameters.interleave_search = True  # deterministic with several workers
         solver.parameters.max_time_in_seconds = max(0.1, deadline - time.monotonic())
         status = solver.solve(model)
         if status == cp_model.INFEASIBLE:

@@ -31,12 +31,18 @@ __all__ = [
     "shardy_factors",
     "source_of",
     "threefry_2x32",
+    "user_context",
 ]
 
 
 def source_of(eqn: JaxprEqn) -> str:
     """The user's ``file:line (function)`` of an equation."""
     return source_info_util.summarize(eqn.source_info)
+
+
+def user_context(op_traceback: Any) -> Any:
+    """A context in which new equations carry the given traceback, so that compiled ops name the user's line."""
+    return source_info_util.user_context(op_traceback)
 
 
 def name_scope_of(eqn: JaxprEqn) -> str:

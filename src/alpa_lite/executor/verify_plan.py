@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import jax
-from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 from alpa_lite.cluster.cluster import Cluster
 from alpa_lite.executor.local import runnable
@@ -60,7 +60,9 @@ def verify_plan(plan: Plan, traced: Traced) -> VerifyReport:
         ClusterError: the cluster's device has no deviceless compiler (only NVIDIA GPUs have).
     """
     cluster = Cluster.parse(plan.identity.cluster)
-    mesh = AbstractMesh(plan.mesh.shape, plan.mesh.axis_names)
+    # Explicit is the default of abstract meshes from JAX 0.12 on; the step is fully manual either way.
+    auto = (AxisType.Auto,) * len(plan.mesh.shape)
+    mesh = AbstractMesh(plan.mesh.shape, plan.mesh.axis_names, axis_types=auto)
     step = runnable(traced, plan, (), mesh)
     leaves = [
         jax.ShapeDtypeStruct(

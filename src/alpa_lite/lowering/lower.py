@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ import jax
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from alpa_lite._jax_compat import Literal, scan_layout
+from alpa_lite._jax_compat import Literal, scan_layout, user_context
 from alpa_lite.core.collective import Collective
 from alpa_lite.core.conversion import Conversion
 from alpa_lite.core.mesh import DeviceMesh
@@ -118,11 +119,12 @@ class _Region:
         if op.name == "optimization_barrier":
             return self.barrier(index)
         path = f"{self.prefix}{index}"
-        self.convert(path)
         decision = self.lowering.decisions[path]
-        inputs = self.read(op, decision)
-        with jax.named_scope(op.scope) if op.scope else _nothing():
-            results = self.results(op, path, decision, inputs)
+        with user_context(op.traceback):
+            self.convert(path)
+            inputs = self.read(op, decision)
+            with jax.named_scope(op.scope) if op.scope else nullcontext():
+                results = self.results(op, path, decision, inputs)
         self.write(op, decision, results)
         return index + 1
 
@@ -159,7 +161,7 @@ class _Region:
         for conversion in self.lowering.conversions.get(path, ()):
             tile = self.tiles[conversion.value][conversion.source]
             for step, number in zip(conversion.steps, conversion.collectives, strict=True):
-                with jax.named_scope(f"al_c{number}") if number >= 0 else _nothing():
+                with jax.named_scope(f"al_c{number}") if number >= 0 else nullcontext():
                     tile = run_step(tile, step, self.lowering.mesh)
             self.tiles[conversion.value][conversion.target] = tile
 
@@ -261,12 +263,3 @@ def drop_leading(spec: ShardingSpec) -> ShardingSpec:
     assert not spec.dims[0], f"the scanned dim of {spec} is split"
     return ShardingSpec(spec.dims[1:], spec.unreduced)
 
-
-class _nothing:
-    """A context that does nothing."""
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, *args: object) -> None:
-        return None

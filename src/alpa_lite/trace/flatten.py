@@ -42,6 +42,7 @@ class FlatOp:
     scope: str
     bodies: list[FlatJaxpr] = field(default_factory=list)
     all_outputs: tuple[int, ...] = ()
+    traceback: Any = None
 
     def __post_init__(self) -> None:
         self.all_outputs = tuple(self.outputs)
@@ -110,6 +111,7 @@ class _Builder:
             else:
                 results = [self.new(v.aval) for v in eqn.outvars]
                 op = FlatOp(eqn.primitive, eqn.params, inputs, results, source_of(eqn) or source, inner_scope)
+                op.traceback = eqn.source_info.traceback
                 op.bodies = [flatten(body) for body in _bodies(eqn)]
                 self.ops.append(op)
             env.update(zip(eqn.outvars, results, strict=True))

@@ -108,7 +108,9 @@ class Encoding:
         assert memory is not None
         for time in times:
             row, room = memory.row(time, self._sizes)
-            if not row:
+            if not row:  # base alone may pass the limit: 0 <= room then says that nothing fits
+                self._memory.append((np.zeros(0, dtype=np.int64), np.zeros(0), float(room), 1.0))
+                self.times.append(time)
                 continue
             cols = np.concatenate([self._first[node] + np.arange(len(part)) for node, part in row.items()])
             sizes = np.concatenate(list(row.values()))

@@ -405,7 +405,7 @@ def partial_sums() -> dict[str, Case]:
         "integer_division": (lambda n: [n.sum(0) // 2, n.sum(1) % 3, lax.div(n.sum(0), np.int32(2))], (n,)),
         "rounded": (lambda a, b: [(a @ b).astype(jnp.bfloat16), (a @ b).astype(jnp.int32)], (a, b)),
         "updated": (lambda a, b, s: [lax.dynamic_update_slice(a @ b, s[:2], (1, 0)), (a @ b).at[2].set(s[0])], (a, b, s)),
-        "gathered": (lambda a, b, i: [(a @ b)[i], (a @ b).at[i].add(1.0), s.at[i].add((a @ b)[:4])], (a, b, ints(8, 4))),
+        "gathered": (lambda a, b, i: [(a @ b)[i], (a @ b).at[i].add(1.0), jnp.asarray(s).at[i].add((a @ b)[:4])], (a, b, ints(8, 4))),
         "pooled": (lambda a, b: lax.reduce_window(a @ b, -jnp.inf, lax.max, (1, 2), (1, 2), "VALID"), (a, b)),
         "compared": (lambda a, b, s: [(a @ b) > s, (a @ b).argmax(1), jnp.sort(a @ b, 0)], (a, b, s)),
     }

@@ -66,8 +66,9 @@ class SpecSpace:
         self.steps += self._permutes()
 
     def valid(self, shape: tuple[int, ...]) -> np.ndarray:
-        """Which specs divide a shape evenly."""
-        return ((np.array(shape, dtype=np.int64) % self.parts) == 0).all(axis=1)
+        """Which specs divide a shape evenly; a dim of size 0 is never split."""
+        sizes = np.array(shape, dtype=np.int64)
+        return ((sizes % self.parts == 0) & ((sizes > 0) | (self.parts == 1))).all(axis=1)
 
     def _permutes(self) -> Iterator[Step]:
         groups: dict[tuple[object, ...], list[int]] = {}

@@ -91,7 +91,7 @@ def _choices(
         for i, factor in enumerate(rule.factors):
             if factor.kind is FactorKind.REPLICATED:
                 continue
-            if factor.size % mesh.axis_size(axis):
+            if factor.size == 0 or factor.size % mesh.axis_size(axis):
                 ruled_out.append((i, axis))
             else:
                 options.append(i)

@@ -77,6 +77,9 @@ def _local_params(op: LocalOp) -> dict[str, Any]:
         params["shape"] = op.local_result()
     elif op.name == "reshape":
         params["new_sizes"] = op.local_result()
+    elif op.name == "tile":
+        operand = op.operands[0].local_shape(op.operand_shapes[0], op.mesh)
+        params["reps"] = tuple(made // size for made, size in zip(op.local_result(), operand, strict=True))
     elif op.name == "dynamic_slice":
         params["slice_sizes"] = op.local_result()
     elif op.name == "slice":
@@ -152,21 +155,26 @@ def _gather(op: LocalOp, inputs: list[Any]) -> Any:
 
 
 def _scatter(op: LocalOp, inputs: list[Any]) -> Any:
-    """Each device drops updates to rows of others; where updates are split, only one device keeps the operand."""
+    """Each device adds nothing to rows of others; where updates are split, only one device keeps the operand."""
     operand, indices, updates = inputs
     numbers, params = op.params["dimension_numbers"], dict(op.params)
+    mask: Any = None
     for component, dim in enumerate(numbers.scatter_dims_to_operand_dims):
         axes = op.operands[0].dims[dim]
-        if axes:
+        if axes:  # only of a scatter-add, see trace.rules
             index = indices[..., component]
             if params["mode"] == lax.GatherScatterMode.CLIP:
                 index = jnp.clip(index, 0, op.operand_shapes[0][dim] - 1)
             shifted = index - jnp.asarray(op.offset(axes, operand.shape[dim]), index.dtype)
-            # A negative index would be out of bounds as well, but is kept away from any wrap-around.
-            shifted = jnp.where(shifted < 0, operand.shape[dim], shifted)
-            indices = indices.at[..., component].set(shifted)
-            params["mode"] = lax.GatherScatterMode.FILL_OR_DROP
-            params["indices_are_sorted"] = False
+            inside = (shifted >= 0) & (shifted < operand.shape[dim])
+            mask = inside if mask is None else mask & inside
+            indices = indices.at[..., component].set(jnp.clip(shifted, 0, operand.shape[dim] - 1))
+            params |= {"indices_are_sorted": False, "unique_indices": False}
+    if mask is not None:
+        # Indices stay in bounds and updates become zero: with an index out of bounds, XLA:CPU (jaxlib 0.10.2 to 0.12)
+        # writes wrong rows when the operand is itself a dynamic slice.
+        rows = [d for d in range(updates.ndim) if d not in numbers.update_window_dims]
+        updates = jnp.where(lax.broadcast_in_dim(mask, updates.shape, rows), updates, jnp.zeros_like(updates))
     made_here = tuple(a for a in op.results[0].unreduced if a not in op.operands[0].unreduced)
     if made_here:
         operand = keep_on_first(operand, made_here, op.mesh)

@@ -108,6 +108,10 @@ class _Builder:
             name = eqn.primitive.name
             if name in _CALLS:
                 results = self.call(eqn, inputs, inner_scope, source)
+            elif name == "optimization_barrier":
+                results = self.barrier(inputs, eqn, inner_scope)
+            elif name == "custom_linear_solve":
+                results = self.linear_solve(eqn, inputs, inner_scope, source)
             else:
                 results = [self.new(v.aval) for v in eqn.outvars]
                 op = FlatOp(eqn.primitive, eqn.params, inputs, results, source_of(eqn) or source, inner_scope)
@@ -129,6 +133,17 @@ class _Builder:
         label = eqn.params.get("name", "")
         inner_scope = f"{scope}/{label}" if scope and label else scope or label
         return self.inline(jaxpr, env, inner_scope, source_of(eqn) or source)
+
+    def linear_solve(self, eqn: JaxprEqn, inputs: list[Any], scope: str, source: str) -> list[Any]:
+        """Only the solver itself is left to do: derivatives have been taken by now."""
+        lengths, solve = eqn.params["const_lengths"], eqn.params["jaxprs"].solve
+        first = lengths.matvec + lengths.vecmat
+        operands = inputs[first : first + lengths.solve] + inputs[sum(lengths) :]
+        env: dict[Var, Any] = dict(zip(solve.jaxpr.invars, operands, strict=True))
+        for var, const in zip(solve.jaxpr.constvars, solve.consts, strict=True):
+            env[var] = self.new(var.aval)
+            self.constants[env[var]] = const
+        return self.inline(solve.jaxpr, env, scope, source_of(eqn) or source)
 
     def barrier(self, inputs: list[Any], eqn: JaxprEqn, scope: str) -> list[Any]:
         from jax.lax import optimization_barrier_p

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from alpa_lite._jax_compat import Literal, annotate_sharding_rules, lower_many
+from alpa_lite._jax_compat import Jaxpr, Literal, annotate_sharding_rules, lower_many
 from alpa_lite.core.rule import Factor, FactorKind, OpShardingRule
 from alpa_lite.trace.flatten import FlatJaxpr, FlatOp
 from alpa_lite.trace.shardy import called_functions, check_composed, compose_rules
@@ -229,7 +229,7 @@ def _finish(op: FlatOp, flat: FlatJaxpr, rule: OpShardingRule) -> OpShardingRule
     shapes = [() if isinstance(i, Literal) else flat.avals[i].shape for i in op.inputs]
     shapes += [v.aval.shape for v in _outvars(op, flat)]
     assert check_composed(rule, shapes), f"rule {rule} does not fit {op.name} {shapes}"
-    blocked = set(_blocked_factors(op, rule))
+    blocked = set(_blocked_factors(op, rule)) | set(_one_sided_factors(op, rule))
     factors = tuple(
         replace(f, kind=FactorKind.REPLICATED)
         if i in blocked or (f.kind is FactorKind.REDUCTION and not rule.reduce_op)
@@ -251,6 +251,8 @@ def _outvars(op: FlatOp, flat: FlatJaxpr) -> list[_Out]:
 def _linear_groups(op: FlatOp, flat: FlatJaxpr) -> tuple[tuple[int, ...], ...]:
     name, inputs = op.name, op.inputs
     groups: tuple[tuple[int, ...], ...] = ()
+    if not _is_linear(op, flat):
+        return ()
     if name in _LINEAR_FIRST:
         groups = ((0,),)
     elif name in _LINEAR:
@@ -270,6 +272,19 @@ def _linear_groups(op: FlatOp, flat: FlatJaxpr) -> tuple[tuple[int, ...], ...]:
         if all(not isinstance(inputs[i], Literal) or _is_zero(inputs[i]) for i in g)
         and any(not isinstance(inputs[i], Literal) for i in g)
     )
+
+
+def _is_linear(op: FlatOp, flat: FlatJaxpr) -> bool:
+    """False for ops of the tables above whose parameters or types make them non-linear."""
+    if op.name == "div":  # integers are rounded
+        return bool(jax.numpy.issubdtype(flat.avals[op.all_outputs[0]].dtype, jax.numpy.inexact))
+    if op.name == "gather" and op.params["mode"] == jax.lax.GatherScatterMode.FILL_OR_DROP:
+        # Every device would contribute the fill value. NaN, the default for floats, and zero stay what they are.
+        fill = op.params["fill_value"]
+        return fill == 0 or (
+            fill is None and bool(jax.numpy.issubdtype(flat.avals[op.all_outputs[0]].dtype, jax.numpy.inexact))
+        )
+    return True
 
 
 def _is_zero(literal: Any) -> bool:
@@ -293,13 +308,45 @@ def _blocked_factors(op: FlatOp, rule: OpShardingRule) -> list[int]:
         return _blocked_in_gather(op, rule)
     if op.name.startswith("scatter"):
         return _blocked_in_scatter(op, rule)
-    if op.name == "conv_general_dilated" and (
-        op.params["feature_group_count"] > 1 or op.params["batch_group_count"] > 1
-    ):
-        batch = rule.operands[0][op.params["dimension_numbers"].lhs_spec[0]]
-        keep = set(batch) if op.params["batch_group_count"] == 1 else set()
-        return [i for i in range(len(rule.factors)) if i not in keep]
+    if op.name == "conv_general_dilated":
+        return _blocked_in_convolution(op, rule)
     return []
+
+
+# Results of these may have dims that no operand has: their size is a parameter.
+_SIZE_IS_PARAMETER = frozenset(["broadcast_in_dim", "tile"])
+
+
+def _one_sided_factors(op: FlatOp, rule: OpShardingRule) -> set[int]:
+    """Factors of operands that no result has and that are not summed, and factors of results that no operand has.
+
+    Composed rules have them where an op in between has no rule (a LAPACK call) or sizes do not align (a reshape).
+    """
+    read = {f for tensor in rule.operands for dim in tensor for f in dim}
+    made = {f for tensor in rule.results for dim in tensor for f in dim}
+    read -= {i for i, f in enumerate(rule.factors) if f.kind is FactorKind.REDUCTION}
+    if op.name in _SIZE_IS_PARAMETER:
+        return read - made
+    if op.name == "gather":  # an indexed dim of the operand: joined by reduce_op or blocked already
+        return made - read
+    return read ^ made
+
+
+def _blocked_in_convolution(op: FlatOp, rule: OpShardingRule) -> list[int]:
+    """Windows that overlap or are padded need neighbours' rows; grouped channels are split over the batch only."""
+    params, numbers = op.params, op.params["dimension_numbers"]
+    if params["feature_group_count"] > 1 or params["batch_group_count"] > 1:
+        keep = set(rule.operands[0][numbers.lhs_spec[0]]) if params["batch_group_count"] == 1 else set()
+        return [i for i in range(len(rule.factors)) if i not in keep]
+    blocked: list[int] = []
+    for i, (lhs, rhs) in enumerate(zip(numbers.lhs_spec[2:], numbers.rhs_spec[2:], strict=True)):
+        window = rule_size(rule, rule.operands[1][rhs])
+        tiled = params["padding"][i] == (0, 0) and params["window_strides"][i] == window
+        plain = params["lhs_dilation"][i] == 1 and params["rhs_dilation"][i] == 1
+        blocked += rule.operands[1][rhs]
+        if not (tiled and plain):
+            blocked += rule.operands[0][lhs]
+    return blocked
 
 
 def _blocked_in_gather(op: FlatOp, rule: OpShardingRule) -> list[int]:
@@ -341,6 +388,10 @@ def _own_rule(op: FlatOp, flat: FlatJaxpr) -> OpShardingRule | None:
     """Rules for what Shardy has none for; None means ask Shardy."""
     if op.bodies:
         return replicated_rule(op, flat, "control flow is solved through its bodies", origin="own")
+    if any(0 in getattr(flat.avals[v], "shape", ()) for v in (*_value_ids(op), *op.all_outputs)):
+        return replicated_rule(op, flat, "an empty tensor", origin="own")
+    if op.name in ("dynamic_slice", "dynamic_update_slice"):
+        return _window_rule(op, flat)
     if op.name == "iota":
         return _free_result_rule(op, flat, "every tile of an iota is an iota plus an offset")
     if op.name == "random_bits" and _counter_based(op, flat):
@@ -358,7 +409,55 @@ def _own_rule(op: FlatOp, flat: FlatJaxpr) -> OpShardingRule | None:
         return _batch_dims_free(rule, op, flat) if op.name == "top_k" else rule
     if _on_keys(op, flat):
         return replicated_rule(op, flat, "moves typed keys, which are small", origin="own")
+    if op.name == "random_bits" and not _draws_by_counter(op, flat):
+        return replicated_rule(op, flat, "this generator draws in sequence", origin="own")
+    if _has_shaped_body(op):
+        return replicated_rule(op, flat, "it holds a function of fixed shapes", origin="own")
     return None
+
+
+def _value_ids(op: FlatOp) -> list[int]:
+    return [i for i in op.inputs if not isinstance(i, Literal)]
+
+
+def _has_shaped_body(op: FlatOp) -> bool:
+    """Whether a parameter is a jaxpr on tensors; it would not fit local tiles. (Reducers work on scalars.)"""
+    for value in op.params.values():
+        jaxpr = getattr(value, "jaxpr", value)
+        if isinstance(jaxpr, Jaxpr) and any(getattr(v.aval, "shape", ()) for v in (*jaxpr.invars, *jaxpr.outvars)):
+            return True
+    return False
+
+
+def _window_rule(op: FlatOp, flat: FlatJaxpr) -> OpShardingRule:
+    """dynamic_slice, dynamic_update_slice: dims that the window covers may be split (there the start is 0)."""
+    update = op.name == "dynamic_update_slice"
+    whole = _aval(op.inputs[0], flat).shape
+    window = _aval(op.inputs[1], flat).shape if update else flat.avals[op.all_outputs[0]].shape
+    factors: list[Factor] = []
+    tensors: tuple[list[tuple[int, ...]], list[tuple[int, ...]]] = ([], [])
+    for size, part in zip(whole, window, strict=True):
+        kind = FactorKind.PASS_THROUGH if size == part else FactorKind.REPLICATED
+        for tensor, n in zip(tensors, (size, part), strict=True):
+            if n != 1 and not (size == part and tensor is tensors[1]):
+                factors.append(Factor(size=n, kind=kind))
+            tensor.append(() if n == 1 else (len(factors) - 1,))
+    large, small = tuple(tensors[0]), tuple(tensors[1])
+    starts: tuple[tuple[tuple[int, ...], ...], ...] = ((),) * (len(op.inputs) - 1 - update)
+    rule = OpShardingRule(
+        operands=(large, small, *starts) if update else (large, *starts),
+        results=(large,) if update else (small,),
+        factors=tuple(factors),
+        linear=_linear_groups(op, flat),
+        origin="own",
+        reason="a dim is split only where the window covers it",
+    )
+    literal = [isinstance(i, Literal) for i in op.inputs]
+    return replace(rule, operands=tuple(() if lit else dims for lit, dims in zip(literal, rule.operands, strict=True)))
+
+
+def _aval(atom: Any, flat: FlatJaxpr) -> Any:
+    return atom.aval if isinstance(atom, Literal) else flat.avals[atom]
 
 
 def _on_keys(op: FlatOp, flat: FlatJaxpr) -> bool:
@@ -370,9 +469,12 @@ def _on_keys(op: FlatOp, flat: FlatJaxpr) -> bool:
 
 def _counter_based(op: FlatOp, flat: FlatJaxpr) -> bool:
     """Partitionable threefry on one key with 32-bit counters: tile by tile the same bits."""
-    key = flat.avals[op.inputs[0]]
     small = math.prod(op.params["shape"]) < 2**32
-    return "fry" in str(key.dtype) and key.shape == () and small and bool(jax.config.jax_threefry_partitionable)
+    return flat.avals[op.inputs[0]].shape == () and small and _draws_by_counter(op, flat)
+
+
+def _draws_by_counter(op: FlatOp, flat: FlatJaxpr) -> bool:
+    return "fry" in str(flat.avals[op.inputs[0]].dtype) and bool(jax.config.jax_threefry_partitionable)
 
 
 def _whole(avals: list[Any], first: int, kind: FactorKind) -> tuple[list[tuple[tuple[int, ...], ...]], list[Factor]]:
@@ -418,15 +520,16 @@ def _identity_rule(op: FlatOp, flat: FlatJaxpr) -> OpShardingRule:
 
 
 def _batch_dims_free(rule: OpShardingRule, op: FlatOp, flat: FlatJaxpr) -> OpShardingRule:
-    """top_k: all dims but the last pass through."""
-    rank = len(flat.avals[op.inputs[0]].shape)
+    """top_k: all dims but the searched one pass through."""
+    axis = op.params["axis"]
     batch, factors = _whole([flat.avals[op.inputs[0]]], 0, FactorKind.PASS_THROUGH)
-    last = batch[0][rank - 1]
-    factors = [replace(f, kind=FactorKind.REPLICATED) if (i,) == last else f for i, f in enumerate(factors)]
+    searched = batch[0][axis]
+    factors = [replace(f, kind=FactorKind.REPLICATED) if (i,) == searched else f for i, f in enumerate(factors)]
     results = []
     for o in op.all_outputs:
-        size = flat.avals[o].shape[-1]
+        size = flat.avals[o].shape[axis]
         if size != 1:
             factors.append(Factor(size=size, kind=FactorKind.REPLICATED))
-        results.append(batch[0][:-1] + ((() if size == 1 else (len(factors) - 1,)),))
+        found = () if size == 1 else (len(factors) - 1,)
+        results.append((*batch[0][:axis], found, *batch[0][axis + 1 :]))
     return replace(rule, operands=(batch[0],), results=tuple(results), factors=tuple(factors))

@@ -6,122 +6,180 @@ A message m[e, i] moves cost from edge e to its end point i. For any messages
 
 is a lower bound (``exact_bound``); the sweeps only look for good messages. The gap between a known answer and the bound
 then excludes states and pairs (``excluded``).
+
+A sweep goes from group to group (``tie.py``): copies of one node are never neighbours, so all are done at once.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from alpa_lite.intraop.core import Core
 from alpa_lite.intraop.problem import Array
+from alpa_lite.intraop.tie import Tie
+
+_CHUNK = 60_000  # entries of the scratch array of one minimum; more would leave the processor's cache
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Edges:
+    """The edges of one group: one matrix, and per edge its ends and messages.
+
+    Attributes:
+        left, right: groups of the ends, left < right.
+        left_slots, right_slots: per edge, places of its ends in their groups.
+        costs, flipped: the matrix and its transpose.
+        to_left, to_right: messages, one row per edge.
+    """
+
+    left: int
+    right: int
+    left_slots: Array
+    right_slots: Array
+    costs: Array
+    flipped: Array
+    to_left: Array
+    to_right: Array
+
+
 class Messages:
     """Messages of one core, changed in place by the sweeps.
 
     Attributes:
-        unary: cost vectors without messages (with memory prices, if any).
-        left, right: end points of the edges, left < right.
-        costs: their matrices.
-        to_left, to_right: messages, each list one vector per edge.
+        tied: groups of the core's nodes and edges.
+        unary: per group [copies, states], costs without messages (with memory prices, if any).
     """
 
-    unary: list[Array]
-    left: tuple[int, ...]
-    right: tuple[int, ...]
-    costs: tuple[Array, ...]
-    to_left: list[Array]
-    to_right: list[Array]
-    _earlier: list[list[int]]
-    _later: list[list[int]]
-    _transposed: list[Array]
+    __slots__ = ("_earlier", "_edges", "_later", "_most", "_num_earlier", "_num_later", "tied", "unary")
+
+    def __init__(self, tied: Tie, unary: list[Array], edges: list[_Edges]) -> None:
+        self.tied = tied
+        self.unary = unary
+        self._edges = edges
+        self._earlier: list[list[_Edges]] = [[] for _ in unary]
+        self._later: list[list[_Edges]] = [[] for _ in unary]
+        self._num_earlier = [np.zeros((len(u), 1)) for u in unary]
+        self._num_later = [np.zeros((len(u), 1)) for u in unary]
+        for e in edges:
+            self._later[e.left].append(e)
+            self._earlier[e.right].append(e)
+            np.add.at(self._num_later[e.left], e.left_slots, 1.0)
+            np.add.at(self._num_earlier[e.right], e.right_slots, 1.0)
+        counts = zip(self._num_earlier, self._num_later, strict=True)
+        self._most = [np.maximum(np.maximum(a, b), 1.0) for a, b in counts]
 
     @classmethod
-    def zero(
-        cls, unary: list[Array], left: tuple[int, ...], right: tuple[int, ...], costs: tuple[Array, ...]
-    ) -> Messages:
-        """Messages that move nothing."""
-        earlier: list[list[int]] = [[] for _ in unary]
-        later: list[list[int]] = [[] for _ in unary]
-        for e, (a, b) in enumerate(zip(left, right, strict=True)):
-            later[a].append(e)
-            earlier[b].append(e)
-        flipped = {id(m): np.ascontiguousarray(m.T) for m in costs}
-        return cls(
-            unary, left, right, costs, [np.zeros(m.shape[0]) for m in costs], [np.zeros(m.shape[1]) for m in costs],
-            earlier, later, [flipped[id(m)] for m in costs],
-        )
+    def zero(cls, core: Core, unary: Sequence[Array], costs: Sequence[Array], tied: Tie) -> Messages:
+        """Messages that move nothing, on finite costs of the core's nodes and edges."""
+        edges = []
+        slot = tied.slot
+        for (left, right), flipped, members in zip(tied.ends, tied.flipped, tied.edge_members, strict=True):
+            low, high = (core.right, core.left) if flipped else (core.left, core.right)
+            matrix = costs[members[0]].T if flipped else costs[members[0]]
+            edges.append(
+                _Edges(
+                    left=left,
+                    right=right,
+                    left_slots=np.array([slot[low[e]] for e in members]),
+                    right_slots=np.array([slot[high[e]] for e in members]),
+                    costs=np.ascontiguousarray(matrix),
+                    flipped=np.ascontiguousarray(matrix.T),
+                    to_left=np.zeros((len(members), matrix.shape[0])),
+                    to_right=np.zeros((len(members), matrix.shape[1])),
+                )
+            )
+        return cls(tied, _stacked(tied, unary), edges)
+
+    def of_tied(self) -> Messages:
+        """Zero messages of the tied problem: one copy per group that costs as much as all of them."""
+        edges = [
+            _Edges(
+                left=e.left,
+                right=e.right,
+                left_slots=np.zeros(1, dtype=np.int64),
+                right_slots=np.zeros(1, dtype=np.int64),
+                costs=e.costs * len(e.to_left),
+                flipped=e.flipped * len(e.to_left),
+                to_left=np.zeros_like(e.to_left[:1]),
+                to_right=np.zeros_like(e.to_right[:1]),
+            )
+            for e in self._edges
+        ]
+        return Messages(self.tied, [u.sum(0, keepdims=True) for u in self.unary], edges)
+
+    def set_unary(self, unary: Sequence[Array]) -> None:
+        """Replaces the costs of the core's nodes; the messages stay."""
+        self.unary = _stacked(self.tied, unary)
 
     def forward(self) -> float:
-        """Sweeps from first to last node; returns the bound (without constant)."""
+        """Sweeps from first to last group; returns the bound (without constant)."""
         total = 0.0
-        to_left, to_right, flipped = self.to_left, self.to_right, self._transposed
-        for i, theta in enumerate(self.unary):
-            theta = theta.copy()
-            for e in self._earlier[i]:
-                to_right[e] = message = (flipped[e] - to_left[e]).min(1)
-                theta += message
-            for e in self._later[i]:
-                theta += to_left[e]
-            total += self._send(theta, self._later[i], to_left, len(self._earlier[i]))
+        for g, unary in enumerate(self.unary):
+            theta = unary.copy()
+            for e in self._earlier[g]:
+                e.to_right = _least(e.costs, e.to_left)
+                _add_rows(theta, e.right_slots, e.to_right)
+            for e in self._later[g]:
+                _add_rows(theta, e.left_slots, e.to_left)
+            part = theta / self._most[g]
+            for e in self._later[g]:
+                e.to_left = e.to_left - part[e.left_slots]
+            total += _stays(theta, self._num_later[g] / self._most[g])
         return total
 
     def backward(self) -> float:
-        """As ``forward``, from last to first node."""
+        """As ``forward``, from last to first group."""
         total = 0.0
-        to_left, to_right, costs = self.to_left, self.to_right, self.costs
-        for i in range(len(self.unary) - 1, -1, -1):
-            theta = self.unary[i].copy()
-            for e in self._later[i]:
-                to_left[e] = message = (costs[e] - to_right[e]).min(1)
-                theta += message
-            for e in self._earlier[i]:
-                theta += to_right[e]
-            total += self._send(theta, self._earlier[i], to_right, len(self._later[i]))
+        for g in range(len(self.unary) - 1, -1, -1):
+            theta = self.unary[g].copy()
+            for e in self._later[g]:
+                e.to_left = _least(e.flipped, e.to_right)
+                _add_rows(theta, e.left_slots, e.to_left)
+            for e in self._earlier[g]:
+                _add_rows(theta, e.right_slots, e.to_right)
+            part = theta / self._most[g]
+            for e in self._earlier[g]:
+                e.to_right = e.to_right - part[e.right_slots]
+            total += _stays(theta, self._num_earlier[g] / self._most[g])
         return total
 
     def pick(self) -> list[int]:
-        """A choice, node by node in order: what the chosen earlier nodes cost, and what the messages say of later ones."""
-        picks = [0] * len(self.unary)
-        for i, costs in enumerate(self.unary):
-            seen = costs.copy()
-            for e in self._earlier[i]:
-                seen += self.costs[e][picks[self.left[e]]]
-            for e in self._later[i]:
-                seen += self.to_left[e]
-            picks[i] = int(seen.argmin())
-        return picks
-
-    @staticmethod
-    def _send(theta: Array, edges: list[int], messages: list[Array], received: int) -> float:
-        """Spreads a node's cost over the edges ahead; returns the smallest cost that stays."""
-        most = max(len(edges), received, 1)
-        if edges:
-            part = theta / most
-            for e in edges:
-                messages[e] = messages[e] - part
-        return float(theta.min()) * (1 - len(edges) / most)
+        """A choice, group by group: what the chosen earlier nodes cost, and what the messages say of later ones."""
+        picks: list[Array] = []
+        for g, unary in enumerate(self.unary):
+            seen = unary.copy()
+            for e in self._earlier[g]:
+                _add_rows(seen, e.right_slots, e.costs[picks[e.left][e.left_slots]])
+            for e in self._later[g]:
+                _add_rows(seen, e.left_slots, e.to_left)
+            picks.append(seen.argmin(1))
+        copies = [np.broadcast_to(p, len(m)).tolist() for p, m in zip(picks, self.tied.members, strict=True)]
+        return [copies[g][s] for g, s in zip(self.tied.group, self.tied.slot, strict=True)]
 
     def node_rests(self) -> list[Array]:
-        """Node costs with all messages in."""
-        rests = [c.copy() for c in self.unary]
-        for e, (a, b) in enumerate(zip(self.left, self.right, strict=True)):
-            rests[a] += self.to_left[e]
-            rests[b] += self.to_right[e]
-        return rests
+        """Costs of the core's nodes with all messages in."""
+        rests = [u.copy() for u in self.unary]
+        for e in self._edges:
+            _add_rows(rests[e.left], e.left_slots, e.to_left)
+            _add_rows(rests[e.right], e.right_slots, e.to_right)
+        return [rests[g][s] for g, s in zip(self.tied.group, self.tied.slot, strict=True)]
 
-    def edge_rest(self, e: int) -> Array:
-        """An edge's matrix with its messages out."""
-        return self.costs[e] - self.to_left[e][:, None] - self.to_right[e]
+    def edge_rest(self, edge: int) -> Array:
+        """The matrix of one of the core's edges with its messages out."""
+        group, slot = self.tied.edge_group[edge], self.tied.edge_slot[edge]
+        e = self._edges[group]
+        rest = e.costs - e.to_left[slot][:, None] - e.to_right[slot]
+        return rest.T if self.tied.flipped[group] else rest
 
     def exact_bound(self) -> float:
         """The bound as the module docstring states it, without constant."""
         nodes = sum(float(r.min()) for r in self.node_rests())
-        return nodes + sum(float(self.edge_rest(e).min()) for e in range(len(self.costs)))
+        return nodes + sum(float(self.edge_rest(e).min()) for e in range(len(self.tied.edge_group)))
 
-    def excluded(self, slack: float) -> tuple[list[Array], dict[int, Array]]:
+    def excluded(self, core: Core, slack: float) -> tuple[list[Array], dict[int, Array]]:
         """What no choice within ``slack`` of the bound contains: per node a mask of states, per edge a mask of pairs.
 
         A state costs at least its rest over the smallest rest of its node, plus on every edge the smallest rest in its
@@ -131,15 +189,41 @@ class Messages:
         extra = [r - r.min() for r in rests]
         over: list[Array] = [x.copy() for x in extra]
         edges = []
-        for e, (a, b) in enumerate(zip(self.left, self.right, strict=True)):
+        for e, (a, b) in enumerate(zip(core.left, core.right, strict=True)):
             rest = self.edge_rest(e)
-            rest -= rest.min()
+            rest = rest - rest.min()
             over[a] += rest.min(1)
             over[b] += rest.min(0)
             edges.append(rest)
         pairs = {}
-        for e, (a, b) in enumerate(zip(self.left, self.right, strict=True)):
-            mask = (edges[e] + extra[a][:, None] + extra[b] > slack) & np.isfinite(self.costs[e])
+        for e, (a, b) in enumerate(zip(core.left, core.right, strict=True)):
+            mask = (edges[e] + extra[a][:, None] + extra[b] > slack) & np.isfinite(core.costs[e])
             if mask.any():
                 pairs[e] = mask
         return [x > slack for x in over], pairs
+
+
+def _stacked(tied: Tie, unary: Sequence[Array]) -> list[Array]:
+    return [np.stack([unary[i] for i in members]) for members in tied.members]
+
+
+def _least(costs: Array, messages: Array) -> Array:
+    """``min_x costs[x, y] - messages[n, x]`` for every n, y."""
+    step = max(1, _CHUNK // costs.size)
+    if len(messages) <= step:
+        return (costs[:, None, :] - messages.T[:, :, None]).min(0)
+    parts = range(0, len(messages), step)
+    return np.concatenate([(costs[:, None, :] - messages[p : p + step].T[:, :, None]).min(0) for p in parts])
+
+
+def _add_rows(target: Array, rows: Array, values: Array) -> None:
+    """``target[rows[n]] += values[n]``; a row may occur several times."""
+    if len(target) == 1:
+        target += values if len(values) == 1 else values.sum(0)
+    else:
+        np.add.at(target, rows, values)
+
+
+def _stays(theta: Array, sent: Array) -> float:
+    """The smallest costs that stay when these shares are sent."""
+    return float((theta.min(1) * (1.0 - sent[:, 0])).sum())

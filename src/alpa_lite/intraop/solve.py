@@ -28,12 +28,13 @@ from alpa_lite.intraop.milp import Encoding
 from alpa_lite.intraop.presolve import presolve
 from alpa_lite.intraop.problem import Array, IntraOpProblem, Solution, as_float, evaluate
 from alpa_lite.intraop.repair import improve
-from alpa_lite.intraop.tie import tie, tied_messages
+from alpa_lite.intraop.tie import tie
 
 _ROWS_PER_ROUND = 15
 _MILP_PAIRS = 600_000  # edge entries after exclusion up to which the MILP is asked for a proof
 _LARGE_GAP = 2e-3  # good enough where a proof is out of reach
 _INTEGER_SCALE = 1e-6  # of the objective in the MILP; smaller, and its tolerances hide a unit
+_TIED_FROM = 200  # core nodes from which on copies are treated alike
 _TIED_SWEEPS = 40
 _PRICE_ROUNDS = 60
 
@@ -108,6 +109,8 @@ def solve(
     deadline = start + time_limit_s
     say = progress or (lambda text: None)
     floor = -math.inf
+    if problem.usage_limit is not None and minimum_peak(problem) > problem.usage_limit:
+        return _no_answer("infeasible", "the smallest choice of every node does not fit the memory limit", (), start)
     for memory in (False, True):
         graph = CostGraph(problem, memory=memory)
         try:
@@ -174,9 +177,10 @@ def _search(search: _Search, problem: IntraOpProblem, seed: int, rel_gap: float)
         else:
             search.proven_infeasible = True
         return
-    messages = Messages.zero(search.unary, core.left, core.right, search.costs)
-    if problem.classes is not None and core.num_nodes > 200:
-        _start_tied(search, problem.classes)
+    tied = tie(core, problem.classes if core.num_nodes > _TIED_FROM else None)
+    messages = Messages.zero(core, search.unary, search.costs, tied)
+    if not tied.is_trivial:
+        _start_tied(search, messages)
     small = core.num_pairs <= _MILP_PAIRS
     _sweep(search, messages, rel_gap, small)
     if search.gap > search.tolerance(rel_gap) and (small or search.picks is None):
@@ -185,17 +189,13 @@ def _search(search: _Search, problem: IntraOpProblem, seed: int, rel_gap: float)
         _price_memory(search, messages)
 
 
-def _start_tied(search: _Search, classes: Array) -> None:
+def _start_tied(search: _Search, messages: Messages) -> None:
     """An incumbent from the tied problem."""
-    tied = tie(search.core, classes)
-    if len(tied.members) == search.core.num_nodes:
-        return
-    messages = tied_messages(search.unary, search.costs, tied)
+    tied = messages.of_tied()
     for _ in range(_TIED_SWEEPS):
-        messages.forward()
-        messages.backward()
-    chosen = messages.pick()
-    search.try_from([chosen[g] for g in tied.group], tied=True)
+        tied.forward()
+        tied.backward()
+    search.try_from(tied.pick(), tied=True)
 
 
 def _sweep(search: _Search, messages: Messages, rel_gap: float, small: bool) -> None:
@@ -223,7 +223,7 @@ def _prove(search: _Search, messages: Messages, seed: int, rel_gap: float) -> No
     slack = search.upper - core.constant
     kept = [np.arange(len(c)) for c in core.unary]
     if math.isfinite(slack):
-        gone, pairs = messages.excluded(max(slack, 0.0) * (1 + 1e-9) + 1e-12 * abs(search.upper))
+        gone, pairs = messages.excluded(search.core, max(slack, 0.0) * (1 + 1e-9) + 1e-12 * abs(search.upper))
         if any(mask.all() for mask in gone):
             search.bound = search.upper  # nothing cheaper is left
             return
@@ -313,20 +313,20 @@ def _price_memory(search: _Search, messages: Messages) -> None:
     prices: dict[int, float] = {}
     rows: dict[int, tuple[dict[int, Array], int]] = {}
     step = 1.0
-    plain = [c.copy() for c in search.unary]
     for _ in range(_PRICE_ROUNDS):
         if search.out_of_time:
             return
-        messages.unary = [c.copy() for c in plain]
+        unary = list(search.unary)
         for t, price in prices.items():
             for node, part in rows[t][0].items():
-                messages.unary[node] = messages.unary[node] + price * part
+                unary[node] = unary[node] + price * part
+        messages.set_unary(unary)
         for _ in range(2):
             messages.forward()
             value = messages.backward()
         rent = sum(price * rows[t][1] for t, price in prices.items())
         search.bound = max(search.bound, value - rent + core.constant)
-        picks = improve(core, messages.unary, search.costs, messages.pick())
+        picks = improve(core, unary, search.costs, messages.pick())
         profile = memory.profile(np.array(picks))
         if core.fits(picks):
             search.offer(picks)

@@ -1,86 +1,90 @@
-"""The tied problem: copies of one node (repeated layers) choose alike. Small whatever the depth.
+"""Copies of one node (repeated layers) as groups: what is done to all of them at once, or alike.
 
-Its answer is an incumbent for the problem as given. Bounds are never taken from it: they come from the untied problem.
+Message passing works on whole groups, which makes a sweep cheap. The *tied* problem, in which copies choose alike, has one
+node per group and is small whatever the depth; its answer is an incumbent for the problem as given. Bounds are never taken
+from it: they come from the untied problem.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from alpa_lite.intraop.core import Core
-from alpa_lite.intraop.messages import Messages
 from alpa_lite.intraop.problem import Array
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Tie:
-    """Groups of nodes and edges of a core.
+    """Groups of nodes and edges of a core. No two nodes of a group are neighbours.
 
     Attributes:
-        group: per core node, its group.
+        group: per core node, its group; groups are numbered in the order of their first nodes.
+        slot: per core node, its place in the group.
+        members: core nodes of every group.
         edge_group: per core edge, its group.
-        flipped: per core edge, whether its group has the ends the other way round.
-        members: nodes per group.
-        edge_members: edges per edge group.
+        edge_slot: per core edge, its place in the group.
+        edge_members: core edges of every edge group; all have the same matrix.
         ends: (left, right) groups of every edge group, left < right.
-        sample, edge_sample: one node and one edge of each group.
+        flipped: per edge group, whether the left end of its core edges is in the right group.
     """
 
     group: list[int]
+    slot: list[int]
+    members: list[list[int]]
     edge_group: list[int]
-    flipped: list[bool]
-    members: list[int]
-    edge_members: list[int]
+    edge_slot: list[int]
+    edge_members: list[list[int]]
     ends: list[tuple[int, int]]
-    sample: list[int]
-    edge_sample: list[int]
+    flipped: list[bool]
+
+    @property
+    def is_trivial(self) -> bool:
+        """Whether every node is alone in its group."""
+        return len(self.members) == len(self.group)
 
 
-def tie(core: Core, classes: Array) -> Tie:
-    """Group nodes of equal class, costs and colour; the colours keep neighbours apart (layer after layer)."""
-    keys: dict[tuple[int, int, int], int] = {}
+def tie(core: Core, classes: Array | None) -> Tie:
+    """Groups nodes of equal class, costs and colour; the colours keep neighbours apart (layer after layer).
+
+    Args:
+        core: the core.
+        classes: per original node; None = every node is alone.
+    """
     around: list[list[int]] = [[] for _ in core.unary]
     for a, b in zip(core.left, core.right, strict=True):
-        around[a].append(b)
         around[b].append(a)
+    keys: dict[tuple[int, int, int], int] = {}
     group: list[int] = []
-    members: list[int] = []
-    sample: list[int] = []
     for i, original in enumerate(core.nodes):
-        taken = {group[j] for j in around[i] if j < i}
+        kind = -1 - i if classes is None else int(classes[original])
+        taken = {group[j] for j in around[i]}
         color = 0
-        while keys.get((int(classes[original]), core.unary_ids[i], color), -1) in taken:
+        while keys.get((kind, core.unary_ids[i], color), -1) in taken:
             color += 1
-        number = keys.setdefault((int(classes[original]), core.unary_ids[i], color), len(keys))
-        if number == len(members):
-            members.append(0)
-            sample.append(i)
-        members[number] += 1
-        group.append(number)
-    edge_keys: dict[tuple[int, int, int, bool], int] = {}
-    edge_group, flipped, edge_members, ends, edge_sample = [], [], [], [], []
-    for e, (a, b) in enumerate(zip(core.left, core.right, strict=True)):
-        flip = group[a] > group[b]
-        low, high = (group[b], group[a]) if flip else (group[a], group[b])
-        number = edge_keys.setdefault((low, high, core.matrix_ids[e], flip), len(edge_keys))
-        if number == len(edge_members):
-            edge_members.append(0)
-            ends.append((low, high))
-            edge_sample.append(e)
-        edge_members[number] += 1
-        edge_group.append(number)
-        flipped.append(flip)
-    return Tie(group, edge_group, flipped, members, edge_members, ends, sample, edge_sample)
-
-
-def tied_messages(unary: list[Array], costs: tuple[Array, ...], tied: Tie) -> Messages:
-    """Zero messages of the tied problem: costs of all members summed."""
-    nodes = [unary[i] * n for i, n in zip(tied.sample, tied.members, strict=True)]
-    matrices = tuple(
-        (np.ascontiguousarray(costs[e].T) if tied.flipped[e] else costs[e]) * n
-        for e, n in zip(tied.edge_sample, tied.edge_members, strict=True)
+        group.append(keys.setdefault((kind, core.unary_ids[i], color), len(keys)))
+    edge_keys: dict[tuple[int, int, int], int] = {}
+    edge_group = []
+    for a, b, m in zip(core.left, core.right, core.matrix_ids, strict=True):
+        edge_group.append(edge_keys.setdefault((group[a], group[b], m), len(edge_keys)))
+    slot, members = _places(group, len(keys))
+    edge_slot, edge_members = _places(edge_group, len(edge_keys))
+    ends = [(a, b) for a, b, _ in edge_keys]
+    return Tie(
+        group=group,
+        slot=slot,
+        members=members,
+        edge_group=edge_group,
+        edge_slot=edge_slot,
+        edge_members=edge_members,
+        ends=[(min(pair), max(pair)) for pair in ends],
+        flipped=[a > b for a, b in ends],
     )
-    return Messages.zero(nodes, tuple(a for a, _ in tied.ends), tuple(b for _, b in tied.ends), matrices)
 
+
+def _places(group: list[int], count: int) -> tuple[list[int], list[list[int]]]:
+    members: list[list[int]] = [[] for _ in range(count)]
+    slot = []
+    for i, g in enumerate(group):
+        slot.append(len(members[g]))
+        members[g].append(i)
+    return slot, members

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from jax import lax
 
+from alpa_lite.trace.program import trace
 from tests.harness import MESHES, check
 
 Case = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -450,3 +451,52 @@ def test_random_strategies_compute_the_same(family, name):
 def test_many_random_strategies_compute_the_same(family, name, shape):
     fn, args = FAMILIES[family]()[name]
     check(fn, args, shape, seeds=range(10, 18))
+
+
+def test_a_wrong_rule_is_noticed(monkeypatch):
+    """The property test can fail: exp is not linear, a cumulative sum does depend on the rows before."""
+    import alpa_lite.trace.rules as rules
+
+    a, b = floats(8, 16), floats(16, 8)
+    monkeypatch.setattr(rules, "_LINEAR_FIRST", rules._LINEAR_FIRST | {"exp"})
+    with pytest.raises(AssertionError, match="differs"):
+        check(lambda a, b: jnp.exp(a @ b), (a, b), (2, 4), seeds=range(6))
+
+
+def test_a_blocked_dim_is_noticed(monkeypatch):
+    import alpa_lite.trace.rules as rules
+
+    monkeypatch.setattr(rules, "_blocked_in_convolution", lambda op, rule: [])
+    fn, args = convolutions()["strided_gradient"]
+    with pytest.raises(AssertionError, match="differs"):
+        check(fn, args, (2, 4), seeds=range(4))
+
+
+@pytest.mark.parametrize(
+    ("fn", "linear"),
+    [
+        (lambda x: jnp.exp(x), False),
+        (lambda x: x * 2.0, True),
+        (lambda x: x + 1.0, False),
+        (lambda x: x + 0.0, True),
+        (lambda x: 1.0 - x, False),
+        (lambda x: x / 3.0, True),
+        (lambda x: 3.0 / x, False),
+        (lambda x: x.astype(jnp.bfloat16), False),
+        (lambda x: x.T, True),
+        (lambda x: jnp.abs(x), False),
+        (lambda x: jnp.maximum(x, 0.0), False),
+        (lambda x: jnp.where(x > 0, 1.0, 2.0), False),
+        (lambda x: lax.pad(x, jnp.float32(0), [(1, 0, 0), (0, 0, 0)]), True),
+        (lambda x: lax.pad(x, jnp.float32(1), [(1, 0, 0), (0, 0, 0)]), False),
+        (lambda x: lax.div(x.astype(jnp.int32), jnp.int32(2)), False),
+        (lambda x: x.at[jnp.array([1, 9])].get(mode="fill", fill_value=1.0), False),
+        (lambda x: x.at[jnp.array([1, 9])].get(mode="fill", fill_value=0.0), True),
+        (lambda x: jnp.sort(x), False),
+        (lambda x: jnp.cumsum(x, 0), True),
+    ],
+)
+def test_partial_sums_pass_linear_ops_only(fn, linear):
+    program = trace(fn, (floats(8, 8),), {}).program
+    (op,) = [op for op in program.ops if 0 in program.outputs or program.outputs[0] in op.outputs]
+    assert bool([g for g in op.rule.linear if g]) is linear, f"{op.primitive} {op.rule}"

@@ -22,6 +22,10 @@ def run_step(x: jax.Array, step: Step, mesh: DeviceMesh) -> jax.Array:
     match step.kind:
         case None:
             size = x.shape[step.target_dim] // mesh.axes_size(step.axes)
+            if size == 1 and jnp.issubdtype(x.dtype, jnp.integer):
+                # XLA (jaxlib 0.10.2 to 0.12) drops an integer multiplication by a constant between two dynamic slices
+                # when the second takes one element.
+                x = lax.optimization_barrier(x)
             return lax.dynamic_slice_in_dim(x, tile_index(step.axes, mesh) * size, size, step.target_dim)
         case CollectiveKind.ALL_GATHER:
             return lax.all_gather(x, step.axes, axis=step.source_dim, tiled=True)

@@ -13,7 +13,7 @@ SHAPES = ("tree", "cycle", "dense", "sparse", "parallel", "layers")
 
 
 def random_problem(seed: int, *, limited: bool) -> IntraOpProblem:
-    """At most 8 nodes and 4 states; some costs forbidden, whole or not, edges of several shapes, now and then no solution."""
+    """At most 8 nodes, 4 states; some costs forbidden, whole or not; edges of several shapes; some have no solution."""
     rng = np.random.default_rng(seed)
     shape = SHAPES[seed % len(SHAPES)]
     n = int(rng.integers(1, 9))

@@ -1,4 +1,4 @@
-"""Solves the contest's instances and says which are proven optimal in their time (a folder with the files is the argument).
+"""Solves the contest's instances and says which are proven optimal in their time; the argument is a folder with them.
 
     python benchmarks/contest.py FOLDER [LETTER ...]
 
@@ -33,7 +33,10 @@ def find(folder: Path, letter: str) -> Path | None:
 
 def main(folder: Path, letters: list[str]) -> int:
     missed = 0
-    print(f"{'instance':<10}{'seconds':>9}{'allowed':>9}  {'status':<12}{'objective':>16}{'best known':>16}{'bound':>19}  gap")
+    print(
+        f"{'instance':<10}{'seconds':>9}{'allowed':>9}  {'status':<12}{'objective':>16}{'best known':>16}"
+        f"{'bound':>19}  gap"
+    )
     for letter in letters or INSTANCES:
         path = find(folder, letter)
         if path is None:

@@ -1,7 +1,7 @@
 """Reads and writes problems in the format of the ASPLOS'25 IOPDDL contest (github.com/google/iopddl).
 
-One JSON object ``problem``: per node an interval, costs and usages; per edge a pair of nodes and a flat row-major list of
-costs; optionally ``usage_limit``. All numbers are non-negative 64-bit integers; 10**18 and above means forbidden.
+One JSON object ``problem``: per node an interval, costs and usages; per edge a pair of nodes and a flat row-major list
+of costs; optionally ``usage_limit``. All numbers are non-negative 64-bit integers; 10**18 and above means forbidden.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 
@@ -57,7 +58,7 @@ class Memory:
         for lo, hi in edges.reshape(-1, 2).tolist():
             pieces = max(1, min(4, (hi - lo) // 16))
             cuts = np.linspace(lo, hi, pieces + 1).astype(int).tolist()
-            times += [a + int(profile[a:b].argmax()) for a, b in zip(cuts, cuts[1:], strict=False)]
+            times += [a + int(profile[a:b].argmax()) for a, b in pairwise(cuts)]
         times = [t for t in dict.fromkeys(times) if t not in known]
         return sorted(times, key=lambda t: (-int(profile[t]), t))[:count]
 
@@ -158,9 +159,9 @@ def finite(core: Core) -> tuple[list[Array], tuple[Array, ...]]:
     top = 1.0
     for arrays in (core.unary, core.costs):
         for array in {id(a): a for a in arrays}.values():
-            top = max(top, float(np.max(array, where=np.isfinite(array), initial=0.0)))
+            top = max(top, float(np.max(np.abs(array), where=np.isfinite(array), initial=0.0)))
     # One forbidden entry must outweigh all allowed ones together.
-    big = top * (core.num_nodes + len(core.costs) + 1)
+    big = 2 * top * (core.num_nodes + len(core.costs) + 1)
     made: dict[int, Array] = {}
 
     def filled(array: Array) -> Array:

@@ -1,7 +1,7 @@
 """Proof in integers: a small core with whole costs as a CP-SAT model, where a floating-point MILP cannot tell one unit.
 
-The model is that of ``milp.py``: one Boolean per state, one per allowed pair of an edge, marginals joined; memory rows are
-exact and added lazily.
+The model is that of ``milp.py``: one Boolean per state, one per allowed pair of an edge, marginals joined; memory rows
+are exact and added lazily.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class IntegerResult:
 def solve_whole(
     core: Core, upper: int, hint: Sequence[int] | None, times: Sequence[int], deadline: float, seed: int
 ) -> IntegerResult:
-    """The cheapest choice that costs less than ``upper`` (without the core's constant), or the proof that there is none.
+    """The cheapest choice that costs less than ``upper`` (without the core's constant), or a proof that there is none.
 
     Args:
         core: whole costs, inf for what is forbidden.

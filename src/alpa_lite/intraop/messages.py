@@ -1,4 +1,4 @@
-"""Lower bounds by message passing: sequential reweighted sweeps over the nodes (Kolmogorov's SRMP, which is TRW-S on pairs).
+"""Lower bounds by message passing: sequential reweighted sweeps over the nodes (Kolmogorov's SRMP; on pairs, TRW-S).
 
 A message m[e, i] moves cost from edge e to its end point i. For any messages
 
@@ -31,7 +31,8 @@ class _Edges:
     Attributes:
         left, right: groups of the ends, left < right.
         left_slots, right_slots: per edge, places of its ends in their groups.
-        costs, flipped: the matrix and its transpose.
+        costs, flipped: the matrix and its transpose, shared by all groups with that matrix.
+        weight: what the matrix is multiplied with.
         to_left, to_right: messages, one row per edge.
     """
 
@@ -41,6 +42,7 @@ class _Edges:
     right_slots: Array
     costs: Array
     flipped: Array
+    weight: float
     to_left: Array
     to_right: Array
 
@@ -76,17 +78,22 @@ class Messages:
         """Messages that move nothing, on finite costs of the core's nodes and edges."""
         edges = []
         slot = tied.slot
+        transposed: dict[int, Array] = {}
         for (left, right), flipped, members in zip(tied.ends, tied.flipped, tied.edge_members, strict=True):
             low, high = (core.right, core.left) if flipped else (core.left, core.right)
-            matrix = costs[members[0]].T if flipped else costs[members[0]]
+            matrix = costs[members[0]]
+            turned = transposed.setdefault(id(matrix), np.ascontiguousarray(matrix.T))
+            if flipped:
+                matrix, turned = turned, matrix
             edges.append(
                 _Edges(
                     left=left,
                     right=right,
                     left_slots=np.array([slot[low[e]] for e in members]),
                     right_slots=np.array([slot[high[e]] for e in members]),
-                    costs=np.ascontiguousarray(matrix),
-                    flipped=np.ascontiguousarray(matrix.T),
+                    costs=matrix,
+                    flipped=turned,
+                    weight=1.0,
                     to_left=np.zeros((len(members), matrix.shape[0])),
                     to_right=np.zeros((len(members), matrix.shape[1])),
                 )
@@ -101,8 +108,9 @@ class Messages:
                 right=e.right,
                 left_slots=np.zeros(1, dtype=np.int64),
                 right_slots=np.zeros(1, dtype=np.int64),
-                costs=e.costs * len(e.to_left),
-                flipped=e.flipped * len(e.to_left),
+                costs=e.costs,
+                flipped=e.flipped,
+                weight=float(len(e.to_left)),
                 to_left=np.zeros_like(e.to_left[:1]),
                 to_right=np.zeros_like(e.to_right[:1]),
             )
@@ -120,7 +128,7 @@ class Messages:
         for g, unary in enumerate(self.unary):
             theta = unary.copy()
             for e in self._earlier[g]:
-                e.to_right = _least(e.costs, e.to_left)
+                e.to_right = _least(e.costs, e.to_left, e.weight)
                 _add_rows(theta, e.right_slots, e.to_right)
             for e in self._later[g]:
                 _add_rows(theta, e.left_slots, e.to_left)
@@ -136,7 +144,7 @@ class Messages:
         for g in range(len(self.unary) - 1, -1, -1):
             theta = self.unary[g].copy()
             for e in self._later[g]:
-                e.to_left = _least(e.flipped, e.to_right)
+                e.to_left = _least(e.flipped, e.to_right, e.weight)
                 _add_rows(theta, e.left_slots, e.to_left)
             for e in self._earlier[g]:
                 _add_rows(theta, e.right_slots, e.to_right)
@@ -152,7 +160,7 @@ class Messages:
         for g, unary in enumerate(self.unary):
             seen = unary.copy()
             for e in self._earlier[g]:
-                _add_rows(seen, e.right_slots, e.costs[picks[e.left][e.left_slots]])
+                _add_rows(seen, e.right_slots, e.weight * e.costs[picks[e.left][e.left_slots]])
             for e in self._later[g]:
                 _add_rows(seen, e.left_slots, e.to_left)
             picks.append(seen.argmin(1))
@@ -171,7 +179,7 @@ class Messages:
         """The matrix of one of the core's edges with its messages out."""
         group, slot = self.tied.edge_group[edge], self.tied.edge_slot[edge]
         e = self._edges[group]
-        rest = e.costs - e.to_left[slot][:, None] - e.to_right[slot]
+        rest = e.weight * e.costs - e.to_left[slot][:, None] - e.to_right[slot]
         return rest.T if self.tied.flipped[group] else rest
 
     def exact_bound(self) -> float:
@@ -207,8 +215,10 @@ def _stacked(tied: Tie, unary: Sequence[Array]) -> list[Array]:
     return [np.stack([unary[i] for i in members]) for members in tied.members]
 
 
-def _least(costs: Array, messages: Array) -> Array:
-    """``min_x costs[x, y] - messages[n, x]`` for every n, y."""
+def _least(costs: Array, messages: Array, weight: float) -> Array:
+    """``min_x weight * costs[x, y] - messages[n, x]`` for every n, y."""
+    if weight != 1.0:
+        return weight * _least(costs, messages / weight, 1.0)
     step = max(1, _CHUNK // costs.size)
     if len(messages) <= step:
         return (costs[:, None, :] - messages.T[:, :, None]).min(0)

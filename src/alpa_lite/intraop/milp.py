@@ -4,8 +4,8 @@ Variables: a binary x[i, s] per node and state, and per edge continuous y[r, c] 
 equal columns of its matrix (rows and columns are compared after their smallest entries moved to the node costs).
 
 * ``_add_nodes``: sum_s x[i, s] = 1.
-* ``_add_edge``: sum_c y[r, c] = sum_{s in r} x[i, s] and the same for columns (the marginal encoding; forbidden pairs have
-  no y). With x whole, y is forced to the chosen pair, so it need not be integer.
+* ``_add_edge``: sum_c y[r, c] = sum_{s in r} x[i, s] and the same for columns (the marginal encoding; forbidden pairs
+  have no y). With x whole, y is forced to the chosen pair, so it need not be integer.
 * ``_add_rows``: memory at chosen times.
 
 The objective is scaled to about 1e5, where HiGHS' tolerances are meant to be.

@@ -7,11 +7,12 @@ In the order in which they are tried:
 3. ``_merge``: a node whose choice is determined by a neighbour's (a function of it) joins that neighbour.
 4. ``_eliminate``: a node of degree 0, 1 or 2 whose choice no memory row sees is minimised out: nothing, a node cost, or
    an edge between its neighbours remains.
-5. ``_dominated``: a state that another state beats whatever the neighbours choose goes (Goldstein's criterion, usages too).
+5. ``_dominated``: a state that another state beats whatever the neighbours choose goes (Goldstein's criterion, with
+   usages).
 6. ``trim_usages``: times that cannot exceed the limit, and usages that no critical time sees, do not count.
 
-Rounds work on nodes that the same round has not touched yet, so copies of one layer go through the same operations on the
-same arrays and the tables answer from memory.
+Rounds work on nodes that the same round has not touched yet, so copies of one layer go through the same operations on
+the same arrays and the tables answer from memory.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
-"""Solves an intra-op problem: presolve, bounds and incumbents by message passing, proof by MILP; the answer is scored on the
-problem as given.
+"""Solves an intra-op problem: presolve, bounds and incumbents by message passing, proof by MILP.
+
+The answer is scored on the problem as given.
 
 1. Presolve without memory (``presolve.py``); what is left is the *core*.
 2. Repeated layers tied (``tie.py``) give an incumbent that costs the same whatever the depth.
 3. Message passing on the untied core (``messages.py``) gives the lower bound and further incumbents.
 4. On cores of moderate size the gap excludes states and pairs, and HiGHS closes it (``milp.py``).
-5. If the optimum without memory fits the limit, it is the optimum. Else 1-4 again with memory: rows are added lazily in the
-   MILP; on large cores prices on the fullest times (a Lagrangian) lead to a choice that fits, and their bound holds.
+5. If the optimum without memory fits the limit, it is the optimum. Else 1-4 again with memory: rows are added lazily in
+   the MILP; on large cores prices on the fullest times (a Lagrangian) lead to a choice that fits; their bounds hold.
 
 Work is counted in sweeps, not in seconds, so that equal problems give equal answers; the time limit only cuts it short.
 """
@@ -20,8 +21,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from alpa_lite.intraop.cpsat import solve_whole
 from alpa_lite.intraop.core import Core, extract_core, finite, restrict
+from alpa_lite.intraop.cpsat import solve_whole
 from alpa_lite.intraop.graph import CostGraph, InfeasibleError
 from alpa_lite.intraop.messages import Messages
 from alpa_lite.intraop.milp import Encoding
@@ -31,7 +32,8 @@ from alpa_lite.intraop.repair import improve
 from alpa_lite.intraop.tie import tie
 
 _ROWS_PER_ROUND = 15
-_MILP_PAIRS = 600_000  # edge entries after exclusion up to which the MILP is asked for a proof
+_MILP_PAIRS = 600_000  # edge entries up to which the MILP is asked for a proof; HiGHS takes about 2 KB for each
+_EXCLUDE_PAIRS = 4_000_000  # edge entries up to which exclusion may bring a core down to that
 _LARGE_GAP = 2e-3  # good enough where a proof is out of reach
 _INTEGER_SCALE = 1e-6  # of the objective in the MILP; smaller, and its tolerances hide a unit
 _TIED_FROM = 200  # core nodes from which on copies are treated alike
@@ -106,55 +108,74 @@ def solve(
         The answer with its bound; ``status`` is "optimal", "feasible", "infeasible" or "no-solution".
     """
     start = time.monotonic()
-    deadline = start + time_limit_s
-    say = progress or (lambda text: None)
-    floor = -math.inf
-    if problem.usage_limit is not None and minimum_peak(problem) > problem.usage_limit:
-        return _no_answer("infeasible", "the smallest choice of every node does not fit the memory limit", (), start)
+    search, choice, floor = None, None, -math.inf
     for memory in (False, True):
         graph = CostGraph(problem, memory=memory)
         try:
             presolve(graph)
         except InfeasibleError as error:
             names = tuple(problem.name(i) for i in error.path)
-            return _no_answer("infeasible", f"no strategy of {names[0]} fits its neighbours", names, start)
+            return _no_answer("infeasible", f"no strategy of {names[0]} fits its neighbours", start, conflict=names)
         core = extract_core(graph)
-        say(f"core of {core.num_nodes} nodes, {len(core.costs)} edges")
-        search = _Search.of(core, deadline)
+        if progress is not None:
+            progress(f"core of {core.num_nodes} nodes, {len(core.costs)} edges")
+        search = _Search.of(core, start + time_limit_s)
         _search(search, problem, seed, rel_gap)
         floor = max(floor, search.bound)
-        if search.picks is None:
-            if search.proven_infeasible:
-                return _no_answer("infeasible", "the memory limit cannot be kept", (), start)
-            return _no_answer("no-solution", f"no choice was found in {time_limit_s:g} s", (), start, floor)
-        choice = graph.lift(dict(zip(core.nodes, search.picks, strict=True)))
-        score = evaluate(problem, choice)
-        if problem.usage_limit is None or score.peak_bytes <= problem.usage_limit:
+        if search.proven_infeasible:
+            message = "the memory limit cannot be kept" if memory else "every choice contains a forbidden combination"
+            return _no_answer("infeasible", message, start)
+        choice = None if search.picks is None else graph.lift(dict(zip(core.nodes, search.picks, strict=True)))
+        if choice is None or _fits(problem, evaluate(problem, choice).peak_bytes):
             break
-        say(f"the cheapest choice needs {score.peak_bytes} bytes of {problem.usage_limit}")
-    objective, bound = score.objective, min(floor, score.objective)
-    if incumbent is not None and (given := evaluate(problem, incumbent)).objective < objective:
-        if problem.usage_limit is None or given.peak_bytes <= problem.usage_limit:
-            choice, score, objective = np.asarray(incumbent), given, given.objective
-    gap = max(0.0, (objective - bound) / max(abs(objective), 1e-300))
+        if progress is not None:
+            progress("the cheapest choice does not fit the memory limit")
+    assert search is not None
+    return _answer(problem, search, choice, incumbent, floor, start, rel_gap)
+
+
+def _answer(
+    problem: IntraOpProblem,
+    search: _Search,
+    choice: Array | None,
+    incumbent: Array | None,
+    floor: float,
+    start: float,
+    rel_gap: float,
+) -> Solution:
+    """The cheaper of what was found and what was given, scored on the problem."""
+    found = [c for c in (choice, incumbent) if c is not None]
+    scored = [(evaluate(problem, c), np.asarray(c, dtype=np.int64)) for c in found]
+    scored = [pair for pair in scored if math.isfinite(pair[0].objective) and _fits(problem, pair[0].peak_bytes)]
+    if not scored:
+        return _no_answer("no-solution", "no choice was found in the time allowed", start, bound=floor)
+    score, best = min(scored, key=lambda pair: pair[0].objective)  # of equals the first, which was found here
+    bound = min(floor, score.objective)
+    gap = max(0.0, (score.objective - bound) / max(abs(score.objective), 1e-300))
     optimal = gap <= search.tolerance(rel_gap)
     return Solution(
-        choice=choice,
-        objective=objective,
+        choice=best,
+        objective=score.objective,
         lower_bound=bound,
         gap=gap,
         status="optimal" if optimal else "feasible",
-        limit_used="none" if optimal else "time" if time.monotonic() > deadline else "gap",
+        limit_used="none" if optimal else "time" if search.out_of_time else "gap",
         time_s=time.monotonic() - start,
         peak_bytes=score.peak_bytes,
         peak_time=score.peak_time,
         rows_used=search.rows,
-        tied=search.tied,
-        core_size=(core.num_nodes, len(core.costs)),
+        tied=search.tied and choice is not None and best is scored[0][1],
+        core_size=(search.core.num_nodes, len(search.core.costs)),
     )
 
 
-def _no_answer(status: str, message: str, conflict: tuple[str, ...], start: float, bound: float = math.inf) -> Solution:
+def _fits(problem: IntraOpProblem, peak_bytes: int) -> bool:
+    return problem.usage_limit is None or peak_bytes <= problem.usage_limit
+
+
+def _no_answer(
+    status: str, message: str, start: float, *, conflict: tuple[str, ...] = (), bound: float = math.inf
+) -> Solution:
     return Solution(
         choice=np.zeros(0, dtype=np.int64),
         objective=math.inf,
@@ -183,16 +204,19 @@ def _search(search: _Search, problem: IntraOpProblem, seed: int, rel_gap: float)
         _start_tied(search, messages)
     small = core.num_pairs <= _MILP_PAIRS
     _sweep(search, messages, rel_gap, small)
+    if core.memory is not None and search.gap > _LARGE_GAP and not small:
+        _price_memory(search, messages)
+        messages.set_unary(search.unary)
     if search.gap > search.tolerance(rel_gap) and (small or search.picks is None):
         _prove(search, messages, seed, rel_gap)
-    if core.memory is not None and search.gap > _LARGE_GAP and not search.proven_infeasible and not small:
-        _price_memory(search, messages)
 
 
 def _start_tied(search: _Search, messages: Messages) -> None:
     """An incumbent from the tied problem."""
     tied = messages.of_tied()
     for _ in range(_TIED_SWEEPS):
+        if search.out_of_time:
+            break
         tied.forward()
         tied.backward()
     search.try_from(tied.pick(), tied=True)
@@ -218,7 +242,9 @@ def _sweep(search: _Search, messages: Messages, rel_gap: float, small: bool) -> 
 
 
 def _prove(search: _Search, messages: Messages, seed: int, rel_gap: float) -> None:
-    """Exclude what no better choice contains, then let the MILP decide on the rest, with memory rows as they are needed."""
+    """Exclude what no better choice contains, then let the MILP decide on the rest, with memory rows as needed."""
+    if search.core.num_pairs > _EXCLUDE_PAIRS:
+        return
     core, whole = _shifted(search.core, messages), search.core
     slack = search.upper - core.constant
     kept = [np.arange(len(c)) for c in core.unary]
@@ -229,6 +255,8 @@ def _prove(search: _Search, messages: Messages, seed: int, rel_gap: float) -> No
             return
         core, kept = restrict(core, gone, pairs)
         whole, _ = restrict(whole, gone, pairs)
+    if core.num_pairs > _MILP_PAIRS:
+        return
     encoding = Encoding(core, upper=search.upper)
     _solve_rows(search, core, kept, encoding, seed, rel_gap)
     # Below that scale one unit of the objective drowns in the MILP's tolerances.
@@ -305,7 +333,7 @@ def _shifted(core: Core, messages: Messages) -> Core:
 
 
 def _price_memory(search: _Search, messages: Messages) -> None:
-    """Prices on overfull times, raised until the choice fits and lowered while it does; every bound on the way is valid."""
+    """Prices on overfull times, raised until the choice fits, lowered while it does; every bound on the way holds."""
     core, memory = search.core, search.core.memory
     assert memory is not None
     sizes = [len(c) for c in core.unary]

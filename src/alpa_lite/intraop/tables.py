@@ -1,7 +1,7 @@
 """Interned arrays and memoised operations on them, the reason why presolve of repeated layers is cheap.
 
-A program of 32 equal layers has thousands of nodes but few distinct cost arrays. Arrays are known by small integers; equal
-contents get equal numbers, and every operation is remembered by the numbers of its operands.
+A program of 32 equal layers has thousands of nodes but few distinct cost arrays. Arrays are known by small integers;
+equal contents get equal numbers, and every operation is remembered by the numbers of its operands.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class Tables:
         return number
 
     def undominated(self, v: int, matrices: tuple[int, ...], usages: tuple[int, ...]) -> int:
-        """Index list of the states that no other state beats whatever the neighbours choose; -1 if that is all of them."""
+        """Index list of the states that no other beats whatever the neighbours choose; -1 if that is all of them."""
         key = ("undominated", v, matrices, usages)
         number = self._memo.get(key)
         if number is None:

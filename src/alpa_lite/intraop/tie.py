@@ -1,8 +1,8 @@
 """Copies of one node (repeated layers) as groups: what is done to all of them at once, or alike.
 
-Message passing works on whole groups, which makes a sweep cheap. The *tied* problem, in which copies choose alike, has one
-node per group and is small whatever the depth; its answer is an incumbent for the problem as given. Bounds are never taken
-from it: they come from the untied problem.
+Message passing works on whole groups, which makes a sweep cheap. The *tied* problem, in which copies choose alike, has
+one node per group and is small whatever the depth; its answer is an incumbent for the problem as given. Bounds are
+never taken from it: they come from the untied problem.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def measure(name: str, example: Example) -> list[Row]:
     """Rows of one example: the chosen plan, then each hand-written layout."""
     args = example.abstract_args()
     devices = jax.devices()[:NUM_DEVICES]
-    cluster = al.Cluster.local()
+    cluster = al.Cluster.local(calibrate=True)
     key, batch = jax.random.key(0), example.batch(0)
 
     step = al.parallelize(example.train_step, cluster=cluster, donate_argnums=(0,))

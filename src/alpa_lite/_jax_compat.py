@@ -27,6 +27,7 @@ __all__ = [
     "annotate_sharding_rules",
     "identity_primitive",
     "name_scope_of",
+    "partitionable_threefry",
     "scan_layout",
     "shardy_factors",
     "source_of",
@@ -77,6 +78,11 @@ def identity_primitive(name: str) -> Primitive:
     return primitive
 
 
+def partitionable_threefry() -> bool:
+    """Whether element i of threefry bits depends on counter i alone (the default of JAX)."""
+    return bool(jax.config.jax_threefry_partitionable)  # pyrefly: ignore[missing-attribute]
+
+
 def threefry_2x32(key: Any, high: Any, low: Any) -> tuple[Any, Any]:
     """The threefry block cipher on explicit 64-bit counters (two uint32 arrays), as JAX's partitionable RNG calls it."""
     counts = jnp.concatenate([high.ravel(), low.ravel()])
@@ -89,7 +95,7 @@ def annotate_sharding_rules(lowered: jax.stages.Lowered) -> ir.Module:
 
     A copy, because leftover rule attributes break compilation (jaxlib 0.10.2: "Failed to get shape").
     """
-    module = lowered.compiler_ir("stablehlo")
+    module: Any = lowered.compiler_ir("stablehlo")
     with module.context:
         copy = ir.Module.parse(module.operation.get_asm(binary=True))
         pipeline = "builtin.module(func.func(sdy-populate-op-sharding-rules{conservative-propagation=false}))"

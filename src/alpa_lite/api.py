@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
-from typing import Any, overload
+from typing import Any
 
 import jax
 
@@ -32,9 +32,7 @@ from alpa_lite.trace.program import Traced, trace
 
 
 class Cluster(ClusterData):
-    """Hosts, devices and links that are planned for; pure data. ``parse`` reads a text, ``local`` looks at this process."""
-
-    __slots__ = ()
+    """Hosts, devices and links to plan for; pure data. ``parse`` reads a text, ``local`` looks at this process."""
 
     @staticmethod
     def local(calibrate: bool = False) -> ClusterData:
@@ -111,7 +109,8 @@ class _Trees:
 
 def _donated_argnums(plan: Plan) -> tuple[int, ...]:
     """Recorded with the plan, because donation is part of the program's identity."""
-    return tuple(dict(plan.options).get("donate_argnums", ()) or ())
+    recorded = dict(plan.options).get("donate_argnums", ())
+    return recorded if isinstance(recorded, tuple) else ()
 
 
 def check_identity(plan: Plan, traced: Traced) -> None:
@@ -248,14 +247,6 @@ class _Request:
             source=source,
             annotations=annotations,
         )
-
-
-@overload
-def parallelize(fn: Callable[..., Any], **settings: Any) -> ParallelStep: ...
-
-
-@overload
-def parallelize(fn: None = None, **settings: Any) -> Callable[[Callable[..., Any]], ParallelStep]: ...
 
 
 def parallelize(

@@ -1,4 +1,4 @@
-"""Conversions as data: which tensor changes its sharding spec where, and by which steps. The plan holds them, lowering runs them."""
+"""Conversions as data: which tensor changes its sharding spec, where and by which steps; lowering runs what the plan holds."""
 
 from __future__ import annotations
 

@@ -81,5 +81,4 @@ class OpShardingRule:
 
 
 def _factor_name(index: int) -> str:
-    letter = chr(ord("i") + index) if index < 18 else f"z_{index - 17}"
-    return letter
+    return chr(ord("i") + index) if index < 18 else f"z_{index - 17}"

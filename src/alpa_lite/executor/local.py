@@ -5,7 +5,7 @@ Dispatch is left to ``jax.jit``'s own cache: a call costs what a jitted call cos
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,7 +54,7 @@ class RunnableStep:
     """
 
     plan: Plan
-    run: Callable[..., Any]
+    run: Any
     in_shardings: tuple[Any, ...]
     out_shardings: Any
     mesh: Any

@@ -262,4 +262,3 @@ def drop_leading(spec: ShardingSpec) -> ShardingSpec:
     """Spec of one slice of a stacked tensor."""
     assert not spec.dims[0], f"the scanned dim of {spec} is split"
     return ShardingSpec(spec.dims[1:], spec.unreduced)
-

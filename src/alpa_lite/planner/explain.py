@@ -3,51 +3,52 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from alpa_lite.cluster.cluster import Cluster
+from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.costs.conventions import cost_model
 from alpa_lite.errors import AlpaLiteError, MemoryBudgetError, PinClashError
 from alpa_lite.intraop.clash import minimal_clash
-from alpa_lite.plan.pins import PinnedDims
+from alpa_lite.intraop.solve import minimum_peak
+from alpa_lite.plan.pins import PinnedDims, parse_dims
 from alpa_lite.planner.one_mesh import MeshResult, MeshTask, plan_on_mesh
 from alpa_lite.units import format_bytes
 
-_BUDGET, _FORBID, _CONTRACTIONS = "memory budget", "forbid", "require_sharded_contractions"
+_PIN, _TIE, _PIN_OP, _BUDGET, _FORBID, _CONTRACTIONS = "pin", "pin_like", "al.pin", "budget", "forbid", "contractions"
+_TRY_S = 5.0  # per attempt; an explanation is no reason to wait for long
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Demand:
-    """One thing that the user asked for."""
+    """One thing that the user asked for: ``kind`` and, where there are several, which one."""
 
-    name: str
+    kind: str
+    key: int | str = ""
     text: str
+
+    @property
+    def id(self) -> tuple[str, int | str]:
+        return self.kind, self.key
 
 
 def explain_infeasible(task: MeshTask, results: Sequence[MeshResult], cluster: Cluster) -> AlpaLiteError:
     """The error to raise when every mesh is infeasible; explains the first mesh."""
     mesh = results[0].mesh
-    demands = _demands(task)
-    quick = replace(task.options, time_limit_s=min(task.options.time_limit_s, 10.0))
+    quick = replace(task, options=replace(task.options, time_limit_s=min(task.options.time_limit_s, _TRY_S)))
 
     def feasible(chosen: tuple[_Demand, ...]) -> bool:
-        part = _restricted(replace(task, options=quick), {d.name for d in chosen})
-        costs = cost_model(
-            part.options.costs,
-            cluster,
-            mesh,
-            forbid=part.options.forbid,
-            require_sharded_contractions=part.options.require_sharded_contractions,
-        )
-        return plan_on_mesh(part, costs, mesh).realised is not None
+        return _attempt(_restricted(quick, {d.id for d in chosen}), mesh, cluster).realised is not None
 
-    members = minimal_clash(demands, feasible)
-    if [m.name for m in members] == [_BUDGET]:
-        return _over_budget(task, results, cluster)
+    members = minimal_clash(_demands(task), feasible)
+    if [m.kind for m in members] == [_BUDGET]:
+        return _over_budget(quick, results, cluster)
     lines = "\n".join(f"  - {m.text}" for m in members)
+    count = f"these {len(members)} demands cannot hold together" if len(members) > 1 else "this demand cannot hold"
     return PinClashError(
-        f"these {len(members)} demands cannot hold together on the mesh {mesh}:\n{lines}\n"
+        f"{count} on the mesh {mesh}:\n{lines}\n"
         "  allowed: any set of pins, restrictions and budget of which at least one plan keeps all.\n"
         f"  where: {task.pins.source}\n"
         "  next: drop or change any one of them; each one alone makes the rest possible.",
@@ -55,45 +56,81 @@ def explain_infeasible(task: MeshTask, results: Sequence[MeshResult], cluster: C
     )
 
 
+def _attempt(task: MeshTask, mesh: DeviceMesh, cluster: Cluster) -> MeshResult:
+    options = task.options
+    costs = cost_model(
+        options.costs,
+        cluster,
+        mesh,
+        forbid=options.forbid,
+        replication_penalty=options.replication_penalty,
+        require_sharded_contractions=options.require_sharded_contractions,
+    )
+    return plan_on_mesh(task, costs, mesh)
+
+
 def _demands(task: MeshTask) -> tuple[_Demand, ...]:
+    pins, options, program = task.pins, task.options, task.program
     demands = []
-    for index, pin in enumerate(task.pins.inputs + task.pins.outputs):
+    carried = {len(pins.inputs) + o: pins.inputs[i].path for i, o in program.aliases}
+    for index, pin in enumerate(pins.inputs + pins.outputs):
         if not pin.is_free:
             shape = ",".join(map(str, pin.shape))
-            demands.append(_Demand(name=f"pin {index}", text=f"pin {pin.origin!r}: {pin.path} [{shape}] is {pin}"))
-    if task.options.forbid:
-        demands.append(_Demand(name=_FORBID, text=f"PlanOptions.forbid={task.options.forbid}"))
-    if task.options.require_sharded_contractions:
-        demands.append(_Demand(name=_CONTRACTIONS, text="PlanOptions.require_sharded_contractions=True"))
+            same = f" (the next value of {carried[index]}, so of one layout with it)" if index in carried else ""
+            text = f"pin {pin.origin!r}: {pin.path} [{shape}] is {pin}{same}"
+            demands.append(_Demand(kind=_PIN, key=index, text=text))
+    for index, (a, b) in enumerate(pins.ties):
+        text = f"pin_like: {pins.inputs[b].path} has the layout of {pins.inputs[a].path}"
+        demands.append(_Demand(kind=_TIE, key=index, text=text))
+    for path, _, op in program.walk():
+        if op.primitive == "pin" and set(parse_dims(op.pinned)) != {None}:
+            demands.append(_Demand(kind=_PIN_OP, key=path, text=f"al.pin at {op.source}: the tensor is {op.pinned}"))
+    if options.forbid:
+        demands.append(_Demand(kind=_FORBID, text=f"PlanOptions.forbid={options.forbid}"))
+    if options.require_sharded_contractions:
+        demands.append(_Demand(kind=_CONTRACTIONS, text="PlanOptions.require_sharded_contractions=True"))
     if math.isfinite(task.budget):
-        demands.append(_Demand(name=_BUDGET, text=f"the memory budget of {format_bytes(task.budget)} per device"))
+        text = f"the memory budget of {format_bytes(task.budget)} per device"
+        demands.append(_Demand(kind=_BUDGET, text=text))
     return tuple(demands)
 
 
-def _restricted(task: MeshTask, names: set[str]) -> MeshTask:
+def _restricted(task: MeshTask, chosen: set[tuple[str, int | str]]) -> MeshTask:
     """The task with only some of the demands."""
 
     def keep(pins: tuple[PinnedDims, ...], first: int) -> tuple[PinnedDims, ...]:
         return tuple(
-            p if f"pin {first + i}" in names else replace(p, dims=(None,) * len(p.dims)) for i, p in enumerate(pins)
+            p if (_PIN, first + i) in chosen else replace(p, dims=(None,) * len(p.dims)) for i, p in enumerate(pins)
         )
 
     pins = task.pins
-    pins = replace(pins, inputs=keep(pins.inputs, 0), outputs=keep(pins.outputs, len(pins.inputs)))
+    pins = replace(
+        pins,
+        inputs=keep(pins.inputs, 0),
+        outputs=keep(pins.outputs, len(pins.inputs)),
+        ties=tuple(tie for i, tie in enumerate(pins.ties) if (_TIE, i) in chosen),
+    )
     options = replace(
         task.options,
-        forbid=task.options.forbid if _FORBID in names else (),
-        require_sharded_contractions=task.options.require_sharded_contractions and _CONTRACTIONS in names,
+        forbid=task.options.forbid if (_FORBID, "") in chosen else (),
+        require_sharded_contractions=task.options.require_sharded_contractions and (_CONTRACTIONS, "") in chosen,
     )
-    return replace(task, pins=pins, options=options, budget=task.budget if _BUDGET in names else math.inf)
+    pin_ops = [path for path, _, op in task.program.walk() if op.primitive == "pin"]
+    return replace(
+        task,
+        pins=pins,
+        options=options,
+        budget=task.budget if (_BUDGET, "") in chosen else math.inf,
+        ignored_pin_ops=frozenset(path for path in pin_ops if (_PIN_OP, path) not in chosen),
+    )
 
 
 def _over_budget(task: MeshTask, results: Sequence[MeshResult], cluster: Cluster) -> MemoryBudgetError:
     """Smallest possible peak, largest tensors, what would help."""
-    from alpa_lite.intraop.solve import minimum_peak
-
-    floors = [(minimum_peak(r.problem), r) for r in results if r.problem is not None]
-    floor, result = min(floors, key=lambda pair: pair[0])
+    floor, result = min(
+        ((minimum_peak(r.problem), r) for r in results if r.problem is not None), key=lambda pair: pair[0]
+    )
+    peak = _smallest_peak(task, result.mesh, cluster, floor)
     program = task.program
     sized = sorted(
         ((program.values[v].size_bytes, path) for path, v in zip(program.input_paths, program.inputs, strict=True)),
@@ -101,10 +138,28 @@ def _over_budget(task: MeshTask, results: Sequence[MeshResult], cluster: Cluster
     )
     largest = ", ".join(f"{path} {format_bytes(size)}" for size, path in sized[:3])
     return MemoryBudgetError(
-        f"no plan fits: smallest possible peak {format_bytes(floor)} > budget {format_bytes(task.budget)} per device "
+        f"no plan fits: smallest possible peak {format_bytes(peak)} > budget {format_bytes(task.budget)} per device "
         f"(mesh {result.mesh} of {cluster}).\n"
         f"  largest arguments, unsharded: {largest}\n"
         f"  where: {task.pins.source}\n"
         "  next: donate the state (donate_argnums), wrap layers in jax.checkpoint, use a smaller batch or more devices, "
         "or raise PlanOptions.memory_budget_bytes."
     )
+
+
+def _smallest_peak(task: MeshTask, mesh: DeviceMesh, cluster: Cluster, floor: int) -> float:
+    """The smallest budget for which there is a plan, by bisection to 1 %; ``floor`` and the task's budget are too small."""
+    begin = time.perf_counter()
+    unlimited = _attempt(replace(task, budget=math.inf), mesh, cluster)
+    low = max(float(floor), task.budget)
+    if unlimited.peak is None:
+        return low
+    high = float(unlimited.peak.profile.peak)
+    while high > 1.01 * low and time.perf_counter() - begin < task.options.time_limit_s:
+        middle = (low + high) / 2
+        result = _attempt(replace(task, budget=middle), mesh, cluster)
+        if result.realised is not None and result.peak is not None:
+            high = float(result.peak.profile.peak)
+        else:
+            low = middle
+    return high

@@ -63,7 +63,10 @@ class MeshResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshTask:
-    """What is to be planned: everything but the mesh and its prices."""
+    """What is to be planned: everything but the mesh and its prices.
+
+    ``ignored_pin_ops`` are paths of ``al.pin`` ops that do not count (when a clash is explained).
+    """
 
     program: Program
     line: Timeline
@@ -71,6 +74,7 @@ class MeshTask:
     pins: ResolvedPins
     options: PlanOptions
     budget: float
+    ignored_pin_ops: frozenset[str] = frozenset()
 
 
 def plan_on_mesh(task: MeshTask, costs: CostModel, mesh: DeviceMesh) -> MeshResult:
@@ -84,7 +88,7 @@ def plan_on_mesh(task: MeshTask, costs: CostModel, mesh: DeviceMesh) -> MeshResu
         sharded_contractions=task.options.require_sharded_contractions,
     )
     pricer = Pricer(program=task.program, graph=graph, costs=costs, state_inputs=_state_ports(task, graph))
-    allowed = allowed_choices(task.program, graph, task.pins)
+    allowed = allowed_choices(task.program, graph, task.pins, task.ignored_pin_ops)
     limit = None if math.isinf(task.budget) else int(task.budget)
     best: MeshResult | None = None
     for _ in range(_MEMORY_ROUNDS):
@@ -93,7 +97,7 @@ def plan_on_mesh(task: MeshTask, costs: CostModel, mesh: DeviceMesh) -> MeshResu
         solution = solve(problem, time_limit_s=task.options.time_limit_s, seed=task.options.seed)
         result = _write_out(task, costs, graph, problem, solution, begin)
         if result.peak is None or limit is None or result.peak.profile.peak <= task.budget:
-            return result if result.peak is not None or best is None else result
+            return result
         best = result
         limit -= max(1, math.ceil(result.peak.profile.peak - task.budget))
         if limit <= 0:
@@ -110,7 +114,9 @@ def _state_ports(task: MeshTask, graph: DecisionGraph) -> frozenset[int]:
     )
 
 
-def allowed_choices(program: Program, graph: DecisionGraph, pins: ResolvedPins) -> dict[int, np.ndarray]:
+def allowed_choices(
+    program: Program, graph: DecisionGraph, pins: ResolvedPins, ignored_pin_ops: frozenset[str] = frozenset()
+) -> dict[int, np.ndarray]:
     """Per pinned node, the mask of choices that keep to its pins."""
     masks: dict[int, np.ndarray] = {}
     mesh = graph.conversions.mesh
@@ -126,7 +132,7 @@ def allowed_choices(program: Program, graph: DecisionGraph, pins: ResolvedPins) 
                 space = graph.conversions.space(n.rank)
                 restrict(node, _mask(pin, mesh, lambda i, s=space: s.specs[i], n.specs))
     for path, _, op in program.walk():
-        if op.primitive == "pin":
+        if op.primitive == "pin" and path not in ignored_pin_ops:
             node = graph.op_nodes[path]
             strategies = graph.nodes[node].strategies
             assert strategies is not None

@@ -129,10 +129,11 @@ def _candidate(result: MeshResult) -> MeshCandidate:
 
 
 def _no_plan(task: MeshTask, results: list[MeshResult], cluster: Cluster) -> AlpaLiteError:
-    if all(r.status == "no-solution" for r in results):
+    unsolved = [str(r.mesh) for r in results if r.status == "no-solution"]
+    if unsolved:
         return SolverError(
             f"no plan was found within time_limit_s={task.options.time_limit_s} per mesh for {len(task.program.ops)} ops "
-            f"on {', '.join(str(r.mesh) for r in results)}. Any positive time is allowed. At {task.pins.source}. Raise "
+            f"on {', '.join(unsolved)}. Any positive time is allowed. At {task.pins.source}. Raise "
             "PlanOptions.time_limit_s, fix the mesh with PlanOptions.mesh_shape, or pin more parameters."
         )
     return explain_infeasible(task, results, cluster)

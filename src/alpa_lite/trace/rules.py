@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from alpa_lite._jax_compat import Jaxpr, Literal, annotate_sharding_rules, lower_many
+from alpa_lite._jax_compat import Jaxpr, Literal, annotate_sharding_rules, lower_many, partitionable_threefry
 from alpa_lite.core.rule import Factor, FactorKind, OpShardingRule
 from alpa_lite.trace.flatten import FlatJaxpr, FlatOp
 from alpa_lite.trace.shardy import called_functions, check_composed, compose_rules
@@ -474,14 +474,14 @@ def _counter_based(op: FlatOp, flat: FlatJaxpr) -> bool:
 
 
 def _draws_by_counter(op: FlatOp, flat: FlatJaxpr) -> bool:
-    return "fry" in str(flat.avals[op.inputs[0]].dtype) and bool(jax.config.jax_threefry_partitionable)
+    return "fry" in str(flat.avals[op.inputs[0]].dtype) and partitionable_threefry()
 
 
 def _whole(avals: list[Any], first: int, kind: FactorKind) -> tuple[list[tuple[tuple[int, ...], ...]], list[Factor]]:
     """One factor per dim of size > 1, all of one kind."""
     dims, factors = [], []
     for aval in avals:
-        tensor = []
+        tensor: list[tuple[int, ...]] = []
         for size in getattr(aval, "shape", ()):
             if size == 1:
                 tensor.append(())

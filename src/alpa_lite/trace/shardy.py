@@ -131,8 +131,9 @@ def _apply(op: Any, name: str, operands: list[Any], results: list[Any], atoms: _
                     atoms.unify(dim, [locals_[i] for i in factor_indices])
         for i, atom in enumerate(locals_):
             blocked = i in rule["need_replication"] or i in rule["permutation"]
-            kind = FactorKind.REPLICATED if blocked else FactorKind.REDUCTION if i in rule["reduction"] else None
-            for piece in atoms.expand([atom]) if kind else ():
+            reduced = FactorKind.REDUCTION if i in rule["reduction"] else FactorKind.PASS_THROUGH
+            kind = FactorKind.REPLICATED if blocked else reduced
+            for piece in atoms.expand([atom]):
                 atoms.kind[piece] = _stricter(atoms.kind[piece], kind)
     elif name == "stablehlo.constant":
         return  # a splat is the same at every local shape; a non-splat constant becomes a captured constant instead

@@ -10,7 +10,9 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.core.rule import OpShardingRule
+from alpa_lite.core.spec import ShardingSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +32,15 @@ class Value:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FixedLayout:
+    """The one layout of an op that the user wrote for a certain mesh (``jax.shard_map``)."""
+
+    mesh: DeviceMesh
+    operands: tuple[ShardingSpec, ...]
+    results: tuple[ShardingSpec, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Op:
     """One operation.
 
@@ -46,6 +57,7 @@ class Op:
         bodies: for control flow.
         num_consts, num_carry, trip_count: layout of a ``scan``/``while`` op's inputs (consts, carries, xs) and iterations.
         pinned: for "pin" ops the pin's text; "" otherwise.
+        layout: of a user's ``shard_map``: its mesh and specs; None otherwise.
     """
 
     primitive: str
@@ -62,6 +74,7 @@ class Op:
     num_carry: int = 0
     trip_count: int = 1
     pinned: str = ""
+    layout: FixedLayout | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,9 +110,11 @@ class Program:
                 yield from body.walk(f"{path}.{b}.")
 
     def __str__(self) -> str:
-        return "\n".join(self._lines("")) + "\n"
+        return "\n".join(self._lines("", {})) + "\n"
 
-    def _lines(self, indent: str) -> Iterator[str]:
+    def _lines(self, indent: str, rules: dict[int, str]) -> Iterator[str]:
+        """``rules`` holds the texts of the rules met so far, by identity: thousands of ops share a few hundred."""
+
         def name(i: int) -> str:
             return "_" if i < 0 else f"%{i}"
 
@@ -111,11 +126,12 @@ class Program:
             yield f"{indent}const {name(i)}: {self.values[i]}"
         for op in self.ops:
             results = ", ".join(f"{name(o)}: {self.values[o]}" if o >= 0 else "_" for o in op.outputs)
+            text = rules.get(id(op.rule)) or rules.setdefault(id(op.rule), str(op.rule))
             trips = f" x{op.trip_count}" if op.bodies and op.trip_count != 1 else ""
-            yield f"{indent}{results} = {op.primitive}{trips}({', '.join(map(name, op.inputs))})  {op.rule}"
+            yield f"{indent}{results} = {op.primitive}{trips}({', '.join(map(name, op.inputs))})  {text}"
             for b, body in enumerate(op.bodies):
                 yield f"{indent}  body {b}:"
-                yield from body._lines(indent + "    ")
+                yield from body._lines(indent + "    ", rules)
         for position, i in enumerate(self.outputs):
             path = f"  {self.output_paths[position]}" if self.output_paths else ""
             yield f"{indent}out {name(i)}{path}"

@@ -136,6 +136,7 @@ class Conversions:
     _spaces: dict[int, SpecSpace] = field(default_factory=dict)
     _arcs: dict[int, tuple[np.ndarray, ...]] = field(default_factory=dict)
     _tables: dict[tuple[object, ...], np.ndarray] = field(default_factory=dict)
+    _by_type: dict[tuple[tuple[int, ...], int], np.ndarray] = field(default_factory=dict)
     _paths: dict[tuple[object, ...], tuple[Step, ...]] = field(default_factory=dict)
 
     def space(self, rank: int) -> SpecSpace:
@@ -145,12 +146,15 @@ class Conversions:
 
     def table(self, shape: tuple[int, ...], itemsize: int) -> np.ndarray:
         """Seconds from every spec to every spec (``[from, to]``), inf where a spec does not divide or cannot be reached."""
-        space = self.space(len(shape))
-        valid = space.valid(shape)
-        key = (len(shape), math.prod(shape) * itemsize, valid.tobytes())
-        if key not in self._tables:
-            self._tables[key] = self._all_pairs(space, valid, math.prod(shape) * itemsize)
-        return self._tables[key]
+        found = self._by_type.get((shape, itemsize))
+        if found is None:
+            space = self.space(len(shape))
+            valid = space.valid(shape)
+            key = (len(shape), math.prod(shape) * itemsize, valid.tobytes())
+            if key not in self._tables:
+                self._tables[key] = self._all_pairs(space, valid, math.prod(shape) * itemsize)
+            found = self._by_type[(shape, itemsize)] = self._tables[key]
+        return found
 
     def _arc_arrays(self, rank: int) -> tuple[np.ndarray, ...]:
         """Per step: from, to, alpha, beta and the number of tiles whose bytes the collective is sized by."""
@@ -196,11 +200,11 @@ class Conversions:
         """The cheapest sequence (ties: fewest steps, then first in step order); ``ValueError`` if there is none."""
         if before == after:
             return ()
-        size_bytes = math.prod(shape) * itemsize
-        space = self.space(len(shape))
-        valid = space.valid(shape)
-        key = (before, after, size_bytes, valid.tobytes())
+        key = (before, after, shape, itemsize)
         if key not in self._paths:
+            size_bytes = math.prod(shape) * itemsize
+            space = self.space(len(shape))
+            valid = space.valid(shape)
             self._paths[key] = self._shortest(space, valid, size_bytes, space.index[before], space.index[after])
         return self._paths[key]
 

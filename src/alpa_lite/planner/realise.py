@@ -62,6 +62,7 @@ class _Writer:
         self.mesh = graph.conversions.mesh
         self.raw: list[tuple[str, Link, tuple[Step, ...]]] = []
         self.inside: list[tuple[str, Collective]] = []
+        self.specs_of: dict[tuple[int, int], tuple[tuple[ShardingSpec, ...], ...]] = {}
 
     def spec(self, rank: int, number: int) -> ShardingSpec:
         return self.conversions.space(rank).specs[number]
@@ -77,14 +78,13 @@ class _Writer:
         node = self.graph.op_nodes[path]
         strategies, c = self.graph.nodes[node].strategies, int(self.choice[node])
         assert strategies is not None
-        operands = tuple(
-            self.spec(len(dims), int(numbers[c]))
-            for dims, numbers in zip(op.rule.operands, strategies.operands, strict=True)
-        )
-        results = tuple(
-            self.spec(len(dims), int(numbers[c]))
-            for dims, numbers in zip(op.rule.results, strategies.results, strict=True)
-        )
+        key = (id(strategies), c)
+        if key not in self.specs_of:
+            self.specs_of[key] = tuple(
+                tuple(self.spec(len(dims), int(numbers[c])) for dims, numbers in zip(tensors, chosen, strict=True))
+                for tensors, chosen in ((op.rule.operands, strategies.operands), (op.rule.results, strategies.results))
+            )
+        operands, results = self.specs_of[key]
         if strategies.reduce_axes[c]:
             self.reduce_inside(path, program, op, results[0], strategies.reduce_axes[c])
         return OpDecision(path=path, operands=operands, results=results)

@@ -32,7 +32,6 @@ class _Edges:
         left, right: groups of the ends, left < right.
         left_slots, right_slots: per edge, places of its ends in their groups.
         costs, flipped: the matrix and its transpose, shared by all groups with that matrix.
-        weight: what the matrix is multiplied with.
         to_left, to_right: messages, one row per edge.
     """
 
@@ -42,7 +41,6 @@ class _Edges:
     right_slots: Array
     costs: Array
     flipped: Array
-    weight: float
     to_left: Array
     to_right: Array
 
@@ -93,30 +91,11 @@ class Messages:
                     right_slots=np.array([slot[high[e]] for e in members]),
                     costs=matrix,
                     flipped=turned,
-                    weight=1.0,
                     to_left=np.zeros((len(members), matrix.shape[0])),
                     to_right=np.zeros((len(members), matrix.shape[1])),
                 )
             )
         return cls(tied, _stacked(tied, unary), edges)
-
-    def of_tied(self) -> Messages:
-        """Zero messages of the tied problem: one copy per group that costs as much as all of them."""
-        edges = [
-            _Edges(
-                left=e.left,
-                right=e.right,
-                left_slots=np.zeros(1, dtype=np.int64),
-                right_slots=np.zeros(1, dtype=np.int64),
-                costs=e.costs,
-                flipped=e.flipped,
-                weight=float(len(e.to_left)),
-                to_left=np.zeros_like(e.to_left[:1]),
-                to_right=np.zeros_like(e.to_right[:1]),
-            )
-            for e in self._edges
-        ]
-        return Messages(self.tied, [u.sum(0, keepdims=True) for u in self.unary], edges)
 
     def set_unary(self, unary: Sequence[Array]) -> None:
         """Replaces the costs of the core's nodes; the messages stay."""
@@ -128,7 +107,7 @@ class Messages:
         for g, unary in enumerate(self.unary):
             theta = unary.copy()
             for e in self._earlier[g]:
-                e.to_right = _least(e.costs, e.to_left, e.weight)
+                e.to_right = _least(e.costs, e.to_left)
                 _add_rows(theta, e.right_slots, e.to_right)
             for e in self._later[g]:
                 _add_rows(theta, e.left_slots, e.to_left)
@@ -144,7 +123,7 @@ class Messages:
         for g in range(len(self.unary) - 1, -1, -1):
             theta = self.unary[g].copy()
             for e in self._later[g]:
-                e.to_left = _least(e.flipped, e.to_right, e.weight)
+                e.to_left = _least(e.flipped, e.to_right)
                 _add_rows(theta, e.left_slots, e.to_left)
             for e in self._earlier[g]:
                 _add_rows(theta, e.right_slots, e.to_right)
@@ -160,12 +139,11 @@ class Messages:
         for g, unary in enumerate(self.unary):
             seen = unary.copy()
             for e in self._earlier[g]:
-                _add_rows(seen, e.right_slots, e.weight * e.costs[picks[e.left][e.left_slots]])
+                _add_rows(seen, e.right_slots, e.costs[picks[e.left][e.left_slots]])
             for e in self._later[g]:
                 _add_rows(seen, e.left_slots, e.to_left)
             picks.append(seen.argmin(1))
-        copies = [np.broadcast_to(p, len(m)).tolist() for p, m in zip(picks, self.tied.members, strict=True)]
-        return [copies[g][s] for g, s in zip(self.tied.group, self.tied.slot, strict=True)]
+        return [int(picks[g][s]) for g, s in zip(self.tied.group, self.tied.slot, strict=True)]
 
     def node_rests(self) -> list[Array]:
         """Costs of the core's nodes with all messages in."""
@@ -179,7 +157,7 @@ class Messages:
         """The matrix of one of the core's edges with its messages out."""
         group, slot = self.tied.edge_group[edge], self.tied.edge_slot[edge]
         e = self._edges[group]
-        rest = e.weight * e.costs - e.to_left[slot][:, None] - e.to_right[slot]
+        rest = e.costs - e.to_left[slot][:, None] - e.to_right[slot]
         return rest.T if self.tied.flipped[group] else rest
 
     def exact_bound(self) -> float:
@@ -215,10 +193,8 @@ def _stacked(tied: Tie, unary: Sequence[Array]) -> list[Array]:
     return [np.stack([unary[i] for i in members]) for members in tied.members]
 
 
-def _least(costs: Array, messages: Array, weight: float) -> Array:
-    """``min_x weight * costs[x, y] - messages[n, x]`` for every n, y."""
-    if weight != 1.0:
-        return weight * _least(costs, messages / weight, 1.0)
+def _least(costs: Array, messages: Array) -> Array:
+    """``min_x costs[x, y] - messages[n, x]`` for every n, y."""
     step = max(1, _CHUNK // costs.size)
     if len(messages) <= step:
         return (costs[:, None, :] - messages.T[:, :, None]).min(0)

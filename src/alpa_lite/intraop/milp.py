@@ -170,7 +170,14 @@ class Encoding:
         return proto
 
     def solve(
-        self, *, time_limit_s: float, relax: bool = False, rel_gap: float = 1e-9, abs_gap: float = 0.0, seed: int = 0
+        self,
+        *,
+        time_limit_s: float,
+        relax: bool = False,
+        rel_gap: float = 1e-9,
+        abs_gap: float = 0.0,
+        seed: int = 0,
+        node_limit: int | None = None,
     ) -> MilpResult:
         """Runs HiGHS on the model with the memory rows added so far."""
         if not self.core.num_nodes:
@@ -181,6 +188,7 @@ class Encoding:
             relative_gap_tolerance=None if relax else rel_gap,
             absolute_gap_tolerance=None if relax else abs_gap * self.scale,
             random_seed=seed,
+            node_limit=node_limit,
         )
         result = mathopt.solve(model, mathopt.SolverType.HIGHS, params=params)
         return self._read(model, result, relax)

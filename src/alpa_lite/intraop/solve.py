@@ -29,7 +29,7 @@ from alpa_lite.intraop.milp import Encoding
 from alpa_lite.intraop.presolve import presolve
 from alpa_lite.intraop.problem import Array, IntraOpProblem, Solution, as_float, evaluate
 from alpa_lite.intraop.repair import improve
-from alpa_lite.intraop.tie import tie
+from alpa_lite.intraop.tie import Tie, tie, tied_core
 
 _ROWS_PER_ROUND = 15
 _MILP_PAIRS = 600_000  # edge entries up to which the MILP is asked for a proof; HiGHS takes about 2 KB for each
@@ -37,7 +37,8 @@ _EXCLUDE_PAIRS = 4_000_000  # edge entries up to which exclusion may bring a cor
 _LARGE_GAP = 2e-3  # good enough where a proof is out of reach
 _INTEGER_SCALE = 1e-6  # of the objective in the MILP; smaller, and its tolerances hide a unit
 _TIED_FROM = 200  # core nodes from which on copies are treated alike
-_TIED_SWEEPS = 40
+_TIED_GAP = 5e-4  # for the tied problem, which only gives an incumbent
+_TIED_NODES = 50  # of its branch and bound
 _PRICE_ROUNDS = 60
 
 
@@ -201,7 +202,7 @@ def _search(search: _Search, problem: IntraOpProblem, seed: int, rel_gap: float)
     tied = tie(core, problem.classes if core.num_nodes > _TIED_FROM else None)
     messages = Messages.zero(core, search.unary, search.costs, tied)
     if not tied.is_trivial:
-        _start_tied(search, messages)
+        _start_tied(search, tied, seed)
     small = core.num_pairs <= _MILP_PAIRS
     _sweep(search, messages, rel_gap, small)
     if core.memory is not None and search.gap > _LARGE_GAP and not small:
@@ -211,20 +212,20 @@ def _search(search: _Search, problem: IntraOpProblem, seed: int, rel_gap: float)
         _prove(search, messages, seed, rel_gap)
 
 
-def _start_tied(search: _Search, messages: Messages) -> None:
+def _start_tied(search: _Search, tied: Tie, seed: int) -> None:
     """An incumbent from the tied problem."""
-    tied = messages.of_tied()
-    for _ in range(_TIED_SWEEPS):
-        if search.out_of_time:
-            break
-        tied.forward()
-        tied.backward()
-    search.try_from(tied.pick(), tied=True)
+    inner = _Search.of(tied_core(search.core, tied), search.deadline)
+    messages = Messages.zero(inner.core, inner.unary, inner.costs, tie(inner.core, None))
+    _sweep(inner, messages, _TIED_GAP, small=True)
+    if inner.gap > _TIED_GAP:
+        _prove(inner, messages, seed, _TIED_GAP, node_limit=_TIED_NODES)
+    start = messages.pick() if inner.picks is None else inner.picks
+    search.try_from([start[g] for g in tied.group], tied=True)
 
 
 def _sweep(search: _Search, messages: Messages, rel_gap: float, small: bool) -> None:
     """Sweeps until the gap is closed or further sweeps do not pay."""
-    most, wanted, every = (120, rel_gap, 5) if small else (40, _LARGE_GAP, 4)
+    most, wanted, every = (160, rel_gap, 5) if small else (40, _LARGE_GAP, 4)
     before = -math.inf
     for count in range(1, most + 1):
         messages.forward()
@@ -236,12 +237,12 @@ def _sweep(search: _Search, messages: Messages, rel_gap: float, small: bool) -> 
             search.try_from(messages.pick())
         if search.gap <= search.tolerance(wanted) or search.out_of_time:
             return
-        if small and count > 30 and value - before < 0.02 * (search.upper - value):
+        if small and count > 40 and value - before < 0.01 * (search.upper - value):
             return
         before = value
 
 
-def _prove(search: _Search, messages: Messages, seed: int, rel_gap: float) -> None:
+def _prove(search: _Search, messages: Messages, seed: int, rel_gap: float, *, node_limit: int | None = None) -> None:
     """Exclude what no better choice contains, then let the MILP decide on the rest, with memory rows as needed."""
     if search.core.num_pairs > _EXCLUDE_PAIRS:
         return
@@ -258,19 +259,29 @@ def _prove(search: _Search, messages: Messages, seed: int, rel_gap: float) -> No
     if core.num_pairs > _MILP_PAIRS:
         return
     encoding = Encoding(core, upper=search.upper)
-    _solve_rows(search, core, kept, encoding, seed, rel_gap)
+    _solve_rows(search, core, kept, encoding, seed, rel_gap, node_limit)
+    if node_limit is not None:
+        return
     # Below that scale one unit of the objective drowns in the MILP's tolerances.
     if search.core.whole and search.picks is not None and encoding.scale < _INTEGER_SCALE:
         _prove_whole(search, whole, kept, encoding.times, seed)
 
 
-def _solve_rows(search: _Search, core: Core, kept: list[Array], encoding: Encoding, seed: int, rel_gap: float) -> None:
+def _solve_rows(
+    search: _Search,
+    core: Core,
+    kept: list[Array],
+    encoding: Encoding,
+    seed: int,
+    rel_gap: float,
+    node_limit: int | None,
+) -> None:
     """MILP and memory rows in turn, until its choice fits."""
     while True:
         left = search.deadline - time.monotonic()
         if left <= 0:
             return
-        result = encoding.solve(time_limit_s=left, abs_gap=_allowed(search, rel_gap), seed=seed)
+        result = encoding.solve(time_limit_s=left, abs_gap=_allowed(search, rel_gap), seed=seed, node_limit=node_limit)
         search.rows = len(encoding.times)
         if result.infeasible:
             # The restricted problem holds every choice that is cheaper than the incumbent.

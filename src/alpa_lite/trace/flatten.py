@@ -41,6 +41,7 @@ class FlatOp:
     source: str
     scope: str
     bodies: list[FlatJaxpr] = field(default_factory=list)
+    has_effects: bool = False
     all_outputs: tuple[int, ...] = ()
     traceback: Any = None
 
@@ -117,6 +118,7 @@ class _Builder:
                 op = FlatOp(eqn.primitive, eqn.params, inputs, results, source_of(eqn) or source, inner_scope)
                 op.traceback = eqn.source_info.traceback
                 op.bodies = [flatten(body) for body in _bodies(eqn)]
+                op.has_effects = bool(eqn.effects)  # prints and callbacks, also those inside of bodies
                 self.ops.append(op)
             env.update(zip(eqn.outvars, results, strict=True))
         return [read(a) for a in jaxpr.outvars]
@@ -173,10 +175,7 @@ def _drop_dead(flat: FlatJaxpr) -> None:
     live = {o for o in flat.outputs if not isinstance(o, Literal)}
     kept = []
     for op in reversed(flat.ops):
-        effects = getattr(op.primitive, "effects", None) or op.params.get("effects") or op.params.get("has_side_effect")
-        if not effects and not op.bodies and not any(o in live for o in op.outputs):
-            continue
-        if op.bodies and not any(o in live for o in op.outputs):
+        if not op.has_effects and not any(o in live for o in op.outputs):
             continue
         op.outputs = [o if o in live else -1 for o in op.outputs]
         live.update(i for i in op.inputs if not isinstance(i, Literal))

@@ -11,8 +11,10 @@ import jax
 import numpy as np
 
 from alpa_lite._jax_compat import Literal, scan_layout
-from alpa_lite.core.program import Op, Program, Value, check_program
+from alpa_lite.core.program import FixedLayout, Op, Program, Value, check_program
+from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.core.rule import OpShardingRule
+from alpa_lite.core.spec import ShardingSpec
 from alpa_lite.errors import AlpaLiteError, TraceError
 from alpa_lite.trace.flatten import FlatJaxpr, FlatOp, flatten
 from alpa_lite.trace.paths import leaf_paths
@@ -161,6 +163,7 @@ def _mirror(
                 num_carry=carry,
                 trip_count=trips,
                 pinned=op.params["dims"] if op.name == "pin" else "",
+                layout=_fixed_layout(op, flat) if op.name == "shard_map" else None,
             )
         )
     outputs = tuple(-1 if isinstance(o, Literal) else o for o in flat.outputs)
@@ -182,6 +185,22 @@ def _value(aval: Any) -> Value:
     dtype = getattr(aval, "dtype", np.dtype("uint32"))
     itemsize = getattr(dtype, "itemsize", _KEY_ITEMSIZE)
     return Value(shape=tuple(getattr(aval, "shape", ())), dtype=str(dtype), itemsize=itemsize)
+
+
+def _fixed_layout(op: FlatOp, flat: FlatJaxpr) -> FixedLayout:
+    """Mesh and specs of a user's ``shard_map``."""
+    sizes = dict(op.params["mesh"].shape)
+
+    def spec(partition: Any, rank: int) -> ShardingSpec:
+        entries = (*partition, *(None,) * (rank - len(partition)))
+        return ShardingSpec(tuple(() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries))
+
+    ranks = [np.ndim(i.val) if isinstance(i, Literal) else len(flat.avals[i].shape) for i in op.inputs]
+    return FixedLayout(
+        mesh=DeviceMesh(shape=tuple(sizes.values()), axis_names=tuple(sizes)),
+        operands=tuple(map(spec, op.params["in_specs"], ranks)),
+        results=tuple(map(spec, op.params["out_specs"], [len(flat.avals[o].shape) for o in op.all_outputs])),
+    )
 
 
 def _loop_layout(op: FlatOp) -> tuple[int, int, int]:
@@ -233,7 +252,9 @@ def find_aliases(
         if outputs[o] < 0:
             continue
         rest = path.removeprefix("out").removeprefix("/")
-        tails = (rest.partition("/")[2], rest)
+        tail = rest.partition("/")[2]
+        # A bare array argument has no path of its own: it may be a bare result or a member of a tuple of results.
+        tails = (tail, rest) if tail or not rest or rest.isdigit() else (rest,)
         candidates = [i for tail in tails for i in by_tail.get((tail, _type(values[outputs[o]])), []) if i not in used]
         if candidates:
             best = min(candidates, key=lambda i: (in_paths[i] != rest, i))

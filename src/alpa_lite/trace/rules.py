@@ -156,6 +156,7 @@ _UNSHARDED = {
     "pure_callback": "a host callback sees whole arrays",
     "io_callback": "a host callback sees whole arrays",
     "debug_callback": "a host callback sees whole arrays",
+    "debug_print": "a host callback sees whole arrays",
 }
 
 
@@ -401,7 +402,7 @@ def _own_rule(op: FlatOp, flat: FlatJaxpr) -> OpShardingRule | None:
         # Zero is a partial sum of zero: an empty linear group lets the result start out unreduced.
         return replace(rule, linear=((),)) if _is_zero(op.inputs[0]) else rule
     if op.name == "shard_map":
-        return replicated_rule(op, flat, "the user's own shard_map", origin="own")
+        return replicated_rule(op, flat, "laid out by the user's own shard_map", origin="own")
     if op.name in ("pin", "optimization_barrier", "sharding_constraint", "copy_p", "device_put"):
         return _identity_rule(op, flat)
     if op.name in _UNSHARDED:

@@ -6,6 +6,7 @@ Checked with JAX 0.10.2 (the last for Python 3.11) and 0.12.0.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,6 +17,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Va
 from jax.interpreters import ad, batching, mlir
 from jaxlib.mlir import ir, passmanager
 from jaxlib.mlir.dialects import sdy
+
+_PACKAGE = str(Path(__file__).parent) + "/"
 
 __all__ = [
     "ClosedJaxpr",
@@ -37,8 +40,12 @@ __all__ = [
 
 
 def source_of(eqn: JaxprEqn) -> str:
-    """The user's ``file:line (function)`` of an equation."""
-    return source_info_util.summarize(eqn.source_info)
+    """The user's ``file:line (function)`` of an equation; never a line of this package (``al.pin`` binds here)."""
+    innermost = source_info_util.summarize(eqn.source_info)
+    if not innermost.startswith(_PACKAGE):
+        return innermost
+    frames = source_info_util.summarize(eqn.source_info, num_frames=8).splitlines()  # outermost first
+    return next((frame for frame in reversed(frames) if not frame.startswith(_PACKAGE)), innermost)
 
 
 def user_context(op_traceback: Any) -> Any:

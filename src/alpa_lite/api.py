@@ -96,21 +96,27 @@ class _Trees:
         return tree
 
     def bind(self, plan: Plan, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
-        donated = _donated_argnums(plan)
-        traced = trace(fn, args, kwargs, donate_argnums=donated)
-        check_identity(plan, traced)
+        traced = _traced_for(plan, fn, args, kwargs)
         return replace(plan, trees=_Trees(traced.in_tree, traced.out_tree))
 
     def verify(self, plan: Plan, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> VerifyReport:
-        traced = trace(fn, args, kwargs, donate_argnums=_donated_argnums(plan))
-        check_identity(plan, traced)
-        return verify_plan(plan, traced)
+        return verify_plan(plan, _traced_for(plan, fn, args, kwargs))
 
 
-def _donated_argnums(plan: Plan) -> tuple[int, ...]:
-    """Recorded with the plan, because donation is part of the program's identity."""
-    recorded = dict(plan.options).get("donate_argnums", ())
-    return recorded if isinstance(recorded, tuple) else ()
+_JIT_SETTINGS = ("static_argnums", "static_argnames", "donate_argnums")
+
+
+def _traced_for(plan: Plan, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
+    """The traced function, checked to be the plan's; how to trace it is recorded with the plan."""
+    settings: dict[str, Any] = {name: value for name, value in plan.options if name in _JIT_SETTINGS}
+    traced = trace(_plain(fn), args, kwargs, **settings)
+    check_identity(plan, traced)
+    return traced
+
+
+def _plain(fn: Any) -> Callable[..., Any]:
+    """The user's function, also of an already parallelized one."""
+    return fn._request.fn if isinstance(fn, ParallelStep) else fn
 
 
 def check_identity(plan: Plan, traced: Traced) -> None:
@@ -230,8 +236,8 @@ class _Request:
             notes=annotation_note(found, binding=binding),
             progress=progress,
         )
-        if self.donate_argnums:
-            made = replace(made, options=(*made.options, ("donate_argnums", self.donate_argnums)))
+        settings = tuple((name, getattr(self, name)) for name in _JIT_SETTINGS if getattr(self, name))
+        made = replace(made, options=(*made.options, *settings))
         return traced, replace(made, trees=_Trees(traced.in_tree, traced.out_tree))
 
     def resolve(self, traced: Traced, source: str, annotations: Mapping[str, Any] | None) -> ResolvedPins:

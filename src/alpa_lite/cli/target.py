@@ -1,0 +1,89 @@
+"""What a command works on: ``path/to/file.py:callable`` or ``pkg.module:callable`` -> ``PlanTarget``.
+
+The callable takes nothing and returns ``(fn, args)`` or ``al.PlanTarget(fn, args, ...)``. Modules are looked up from the
+current folder too, and a file's neighbours can be imported from it, as when Python runs it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from alpa_lite.api import PlanTarget
+from alpa_lite.errors import AlpaLiteError
+
+_FORMS = "'path/to/file.py:callable' or 'pkg.module:callable'"
+
+
+class TargetError(AlpaLiteError):
+    """The text names no callable that returns a step and its arguments."""
+
+
+def load_target(text: str) -> PlanTarget:
+    """Import what ``text`` names and call it.
+
+    Raises:
+        TargetError: for every way in which that can go wrong but errors inside the user's own callable.
+    """
+    place, colon, name = text.rpartition(":")
+    if not colon or not place or not name:
+        raise TargetError(f"the target {text!r} cannot be read. A target is {_FORMS}. Write it as TARGET.")
+    module = _file(place, text) if place.endswith(".py") else _module(place, text)
+    make = getattr(module, name, None)
+    if not callable(make):
+        found = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
+        raise TargetError(
+            f"the target {text!r}: {place} has no callable {name!r}. A target names a function that takes nothing and "
+            f"returns (fn, args) or al.PlanTarget(...). There are {', '.join(found[:8]) or 'none'}. Correct the name."
+        )
+    return _checked(make, text)
+
+
+def _checked(make: Callable[[], Any], text: str) -> PlanTarget:
+    made = make()
+    if isinstance(made, PlanTarget):
+        return made
+    if isinstance(made, tuple) and len(made) == 2 and callable(made[0]) and isinstance(made[1], tuple | list):
+        return PlanTarget(made[0], tuple(made[1]))
+    raise TargetError(
+        f"the target {text!r} returned {type(made).__name__}. It must return (fn, args), a function and the tuple of its "
+        "arguments, or al.PlanTarget(fn, args, ...). Correct its return statement; abstract arguments are made by "
+        "jax.eval_shape or jax.ShapeDtypeStruct."
+    )
+
+
+def _file(place: str, text: str) -> ModuleType:
+    path = Path(place).resolve()
+    if not path.is_file():
+        raise TargetError(
+            f"the target {text!r}: there is no file {place!r} in {Path.cwd()}. A target is {_FORMS}. Correct the path."
+        )
+    _look_in(path.parent)
+    _look_in(Path.cwd())
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # dataclasses look their module up by name
+    spec.loader.exec_module(module)
+    return module
+
+
+def _module(place: str, text: str) -> ModuleType:
+    _look_in(Path.cwd())
+    try:
+        return importlib.import_module(place)
+    except ModuleNotFoundError as error:
+        raise TargetError(
+            f"the target {text!r}: {error}. A target is {_FORMS}; modules are looked up in the installed packages and "
+            f"in {Path.cwd()}. Correct the name, install what is missing, or run the command from the project's folder."
+        ) from None
+
+
+def _look_in(folder: Path) -> None:
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))

@@ -18,6 +18,12 @@ _REDUCTIONS = frozenset(
     ["reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "reduce_prod", "argmax", "argmin"]
 )
 _BARRIERS = frozenset(["optimization_barrier", "pin", "copy_p"])
+# Elementwise, but too dear to compute once per reader.
+_EXPENSIVE = frozenset(
+    ["acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "cos", "cosh", "digamma", "div", "erf", "erf_inv"]
+    + ["erfc", "exp", "exp2", "expm1", "lgamma", "log", "log1p", "logistic", "pow", "rem", "rsqrt", "sin", "sinh", "sqrt"]
+    + ["tan", "tanh"]
+)
 
 
 def fused_values(program: Program) -> tuple[bool, ...]:
@@ -31,6 +37,7 @@ def fused_values(program: Program) -> tuple[bool, ...]:
             consumers[value].append(takes)
     fused = [False] * len(program.values)
     outputs = set(program.outputs)
+    made: dict[int, str] = {}
     for op in program.ops:
         makes = op.primitive not in _BARRIERS and (
             op.elementwise or op.primitive in _SOURCES or op.primitive in _INDEXING
@@ -38,9 +45,19 @@ def fused_values(program: Program) -> tuple[bool, ...]:
         for value in op.outputs:
             if value >= 0 and makes and value not in outputs:
                 uses = consumers[value]
-                # A result with several readers is stored, unless repeating it needs nothing but a broadcast.
-                fused[value] = bool(uses) and all(uses) and (op.primitive in _SOURCES or len(uses) == 1)
+                fused[value] = bool(uses) and all(uses) and (len(uses) == 1 or _repeatable(op, program, made))
+            if value >= 0:
+                made[value] = op.primitive
     return tuple(fused)
+
+
+def _repeatable(op: Op, program: Program, made: dict[int, str]) -> bool:
+    """Whether XLA computes the op once per reader: cheap, and at most one operand as large as the result to read again."""
+    if op.primitive in _EXPENSIVE:
+        return False
+    size = program.values[op.outputs[0]].size_bytes
+    large = [i for i in set(op.inputs) if i >= 0 and made.get(i) not in _SOURCES]
+    return sum(program.values[i].size_bytes >= size for i in large) <= 1
 
 
 def reuses_operand(op: Op, program: Program, fused: tuple[bool, ...]) -> bool:

@@ -62,8 +62,9 @@ def scan_layout(params: dict[str, Any]) -> tuple[int, int]:
     """(number of constants, number of carries) of a ``scan`` equation."""
     if "num_consts" in params:  # 0.10
         return params["num_consts"], params["num_carry"]
-    consts, carry, _ = params["ft_in"].elts  # 0.12: flat trees of (consts, carry, xs)
-    return len(list(consts.vals)), len(list(carry.vals))
+    tree = params["ft_in"]  # 0.12: one tree of (consts, carry, xs), in several forms; unpacked as JAX itself does
+    consts, carry, _ = (list(part) for part in tree.update(tuple(range(len(tree)))).unpack())
+    return len(consts), len(carry)
 
 
 def identity_primitive(name: str) -> Primitive:

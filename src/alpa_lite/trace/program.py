@@ -253,9 +253,12 @@ def find_aliases(
             continue
         rest = path.removeprefix("out").removeprefix("/")
         tail = rest.partition("/")[2]
-        # A bare array argument has no path of its own: it may be a bare result or a member of a tuple of results.
+        # A bare array argument has no path of its own. It may be a member of a tuple of results; the only result of all
+        # is taken for the next value of the first argument, of no other.
         tails = (tail, rest) if tail or not rest or rest.isdigit() else (rest,)
         candidates = [i for tail in tails for i in by_tail.get((tail, _type(values[outputs[o]])), []) if i not in used]
+        if not rest:
+            candidates = [i for i in candidates if i == 0]
         if candidates:
             best = min(candidates, key=lambda i: (in_paths[i] != rest, i))
             taken[o] = best

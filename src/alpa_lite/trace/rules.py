@@ -111,6 +111,7 @@ ELEMENTWISE = frozenset(
         "ne",
         "neg",
         "nextafter",
+        "one_minus_square",
         "not",
         "optimization_barrier",
         "or",

@@ -15,7 +15,7 @@ import jax
 from alpa_lite import __version__
 from alpa_lite.cluster.cluster import Cluster as ClusterData
 from alpa_lite.core.spec import ShardingSpec
-from alpa_lite.errors import AlpaLiteError, ArgumentsError
+from alpa_lite.errors import AlpaLiteError, ArgumentsError, TraceError
 from alpa_lite.executor.calibrate import local_cluster
 from alpa_lite.executor.local import CompiledStep, RunnableStep, SignatureChanged, local_mesh, runnable
 from alpa_lite.executor.verify_plan import VerifyReport, verify_plan
@@ -27,6 +27,7 @@ from alpa_lite.plan.plan import Plan
 from alpa_lite.planner.options import PlanOptions
 from alpa_lite.planner.plan_step import Versions, plan_step
 from alpa_lite.trace.annotations import annotation_note, annotations_from_args
+from alpa_lite.trace.paths import leaf_paths
 from alpa_lite.trace.pins import resolve_pins
 from alpa_lite.trace.program import Traced, trace
 
@@ -109,9 +110,33 @@ _JIT_SETTINGS = ("static_argnums", "static_argnames", "donate_argnums")
 def _traced_for(plan: Plan, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
     """The traced function, checked to be the plan's; how to trace it is recorded with the plan."""
     settings: dict[str, Any] = {name: value for name, value in plan.options if name in _JIT_SETTINGS}
-    traced = trace(_plain(fn), args, kwargs, **settings)
+    try:
+        traced = trace(_plain(fn), args, kwargs, **settings)
+    except TraceError as error:
+        static = settings.get("static_argnums", ()), settings.get("static_argnames", ())
+        raise _other_arguments(plan, args, kwargs, *static) or error from error
     check_identity(plan, traced)
     return traced
+
+
+def _other_arguments(
+    plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any], static_argnums: Any, static_argnames: Any
+) -> ArgumentsError | None:
+    """If the arguments have other leaves than the plan's, that is why the function cannot be traced with them."""
+    trees = {str(i): a for i, a in enumerate(args) if i not in static_argnums}
+    trees |= {name: a for name, a in kwargs.items() if name not in static_argnames}
+    given = [path for name, tree in trees.items() for path, _ in leaf_paths(tree, name)]
+    missing = [path for path in plan.input_paths if path not in given]
+    new = [path for path in given if path not in plan.input_paths]
+    if not missing and not new:
+        return None
+    facts = [f"they lack {', '.join(map(repr, missing[:3]))}"] if missing else []
+    facts += [f"the plan does not know {', '.join(map(repr, new[:3]))}"] if new else []
+    return ArgumentsError(
+        f"the arguments do not fit the plan: {'; '.join(facts)} ({len(given)} leaves given, {len(plan.inputs)} planned). "
+        f"A plan holds for exactly the argument tree it was made for. At {user_line()}. Pass such arguments, or make a "
+        "new plan for these with al.plan."
+    )
 
 
 def _plain(fn: Any) -> Callable[..., Any]:
@@ -418,13 +443,23 @@ class ParallelStep:
         key = self._key(args, kwargs)
         if key not in self._planned:
             if self._given is not None:
-                traced = self._request.trace(args, kwargs)
-                check_identity(self._given, traced)
+                traced = self._trace_given(self._given, args, kwargs)
                 given = replace(self._given, trees=_Trees(traced.in_tree, traced.out_tree))
                 self._planned[key] = (traced, given)
             else:
                 self._planned[key] = self._plan_for(args, kwargs, None, None, None, None)
         return self._planned[key]
+
+    def _trace_given(self, given: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
+        """Trace for a plan that the user brought; the step's own settings count, and must be those of the plan."""
+        request = self._request
+        try:
+            traced = request.trace(args, kwargs)
+        except TraceError as error:
+            static = request.static_argnums, request.static_argnames
+            raise _other_arguments(given, args, kwargs, *static) or error from error
+        check_identity(given, traced)
+        return traced
 
     def _plan_for(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -221,4 +222,4 @@ def test_dropping_a_pin_never_raises_the_objective():
         chosen = [str(p) for p in rng.choice([p for p in shapes if not p.startswith("out")], 4, replace=False)]
         pins = tuple((path, random_spec(rng, shapes[path])) for path in chosen)
         objectives = [make_plan(Demands(pins=pins[:count])).objective for count in range(len(pins) + 1)]
-        assert all(a <= b * (1 + 1e-6) for a, b in zip(objectives, objectives[1:], strict=False))
+        assert all(a <= b * (1 + 1e-6) for a, b in itertools.pairwise(objectives))

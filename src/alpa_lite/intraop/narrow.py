@@ -1,0 +1,82 @@
+"""Exact answers for narrow cores without memory: nodes are eliminated one by one, tables over their neighbours remain.
+
+Elimination picks the node whose table is smallest; the largest table is known before any is made, so a core that is too
+wide is refused at no cost.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from alpa_lite.intraop.problem import Array
+
+_TABLE_CAP = 2_000_000  # entries of one table, the eliminated node included
+_MAX_DIMS = 30
+
+
+def solve_narrow(unary: Sequence[Array], left: Sequence[int], right: Sequence[int], costs: Sequence[Array]) -> list[int] | None:
+    """A cheapest choice; None if some table would be too large. Ties go to the lowest state of the node decided last.
+
+    Args:
+        unary: costs per node, ``inf`` = forbidden.
+        left, right, costs: end points and matrices of the edges.
+    """
+    sizes = [len(c) for c in unary]
+    order = _order(sizes, left, right)
+    if order is None:
+        return None
+    # Every factor is (nodes, table); a node's bucket holds the factors whose first node in the order it is.
+    rank = {node: position for position, node in enumerate(order)}
+    buckets: list[list[tuple[tuple[int, ...], Array]]] = [[((i,), c)] for i, c in enumerate(unary)]
+    for a, b, m in zip(left, right, costs, strict=True):
+        buckets[min(a, b, key=rank.__getitem__)].append(((a, b), m))
+    joined: list[tuple[int, tuple[int, ...], Array]] = []
+    for node in order:
+        scope = tuple(sorted({i for nodes, _ in buckets[node] for i in nodes} - {node}, key=rank.__getitem__))
+        axes = (*scope, node)
+        table = np.zeros([sizes[i] for i in axes])
+        for nodes, part in buckets[node]:
+            table = table + _aligned(part, nodes, axes)
+        joined.append((node, scope, table))
+        if scope:
+            buckets[scope[0]].append((scope, table.min(-1)))
+    picks = [0] * len(unary)
+    for node, scope, table in reversed(joined):
+        picks[node] = int(table[tuple(picks[i] for i in scope)].argmin())
+    return picks
+
+
+def _aligned(part: Array, nodes: tuple[int, ...], axes: tuple[int, ...]) -> Array:
+    """A factor's table with its dims in the order of ``axes``, size 1 where it has none."""
+    dims = sorted(range(len(nodes)), key=lambda d: axes.index(nodes[d]))
+    present = {nodes[d]: part.shape[d] for d in dims}
+    return part.transpose(dims).reshape([present.get(i, 1) for i in axes])
+
+
+def _order(sizes: Sequence[int], left: Sequence[int], right: Sequence[int]) -> list[int] | None:
+    """Nodes by smallest table first; None if a table would be too large."""
+    around: list[set[int]] = [set() for _ in sizes]
+    for a, b in zip(left, right, strict=True):
+        around[a].add(b)
+        around[b].add(a)
+
+    def weight(node: int) -> float:
+        return math.prod(float(sizes[j]) for j in around[node]) * sizes[node]
+
+    weights = {node: weight(node) for node in range(len(sizes))}
+    order = []
+    while weights:
+        node = min(weights, key=lambda i: (weights[i], i))
+        if weights[node] > _TABLE_CAP or len(around[node]) >= _MAX_DIMS:
+            return None
+        del weights[node]
+        order.append(node)
+        for j in around[node]:
+            around[j] |= around[node]
+            around[j] -= {j, node}
+        for j in around[node]:
+            weights[j] = weight(j)
+    return order

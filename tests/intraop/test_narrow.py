@@ -1,0 +1,42 @@
+"""Elimination against brute force, and its refusal of wide cores."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from alpa_lite.intraop.core import extract_core
+from alpa_lite.intraop.graph import CostGraph
+from alpa_lite.intraop.narrow import solve_narrow
+from tests.intraop.problems import brute_force, random_problem
+
+
+def test_equals_brute_force():
+    solved = 0
+    for seed in range(120):
+        problem = random_problem(seed, limited=False)
+        core = extract_core(CostGraph(problem, memory=False))
+        picks = solve_narrow(core.unary, core.left, core.right, core.costs)
+        assert core.cost(picks) == pytest.approx(brute_force(problem)[0]), seed
+        solved += 1
+    assert solved == 120
+
+
+def test_a_band_is_narrow_and_a_clique_is_not():
+    rng = np.random.default_rng(0)
+    unary = [rng.random(6) for _ in range(200)]
+    band = [(i, j) for i in range(200) for j in range(i + 1, min(i + 4, 200))]
+    left, right = zip(*band, strict=True)
+    picks = solve_narrow(unary, left, right, [rng.random((6, 6)) for _ in band])
+    assert picks is not None
+    clique = list(itertools.combinations(range(12), 2))
+    left, right = zip(*clique, strict=True)
+    assert solve_narrow(unary[:12], left, right, [rng.random((6, 6)) for _ in clique]) is None
+
+
+def test_ties_are_decided_the_same_way_every_time():
+    costs = [np.zeros((3, 3)) for _ in range(3)]
+    unary = [np.zeros(3) for _ in range(3)]
+    assert solve_narrow(unary, (0, 1, 0), (1, 2, 2), costs) == [0, 0, 0]

@@ -1,106 +1,154 @@
-"""The contest's file format, on a tiny instance of our own."""
+"""The contest's file format: reading, writing, what it refuses; its rules of scoring on a small instance of our own."""
 
 from __future__ import annotations
 
 import gzip
 import json
+import math
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from alpa_lite.intraop.contest import ProblemFileError, read_iopddl, write_iopddl
-from alpa_lite.intraop.problem import FORBIDDEN, IntraOpProblem, Usage, evaluate
+from alpa_lite.intraop.problem import FORBIDDEN, IntraOpProblem, evaluate
 from alpa_lite.intraop.solve import solve
-from tests.intraop.problems import brute_force
+from tests.intraop.problems import brute_force, random_problem
 
-TINY = {
-    "problem": {
+
+def body(**changes: Any) -> dict[str, Any]:
+    """Three nodes: 2, 3 and 1 strategies; the edges are listed from the higher node and twice between one pair."""
+    problem: dict[str, Any] = {
         "name": "tiny",
         "nodes": {
-            "intervals": [[0, 2], [1, 3], [2, 2]],
-            "costs": [[4, 1], [2, 3, 9], [0, 5]],
-            "usages": [[3, 8], [4, 6, 1], [100, 100]],
+            "intervals": [[0, 3], [2, 5], [4, 4]],
+            "costs": [[10, 20], [1, 2, 3], [7]],
+            "usages": [[6, 2], [5, 5, 1], [100]],
         },
         "edges": {
-            "nodes": [[0, 1], [2, 1], [1, 0]],
-            "costs": [[0, 7, 2, 1, FORBIDDEN, 3], [5, 6, 7, 1, 2, 3], [10, 20, 30, 40, 50, 60]],
+            "nodes": [[1, 0], [0, 1], [2, 0]],
+            "costs": [[0, 100, 200, FORBIDDEN, 400, 500], [1, 2, 3, 4, 5, 6], [70, 80]],
         },
-        "usage_limit": 9,
+        "usage_limit": 8,
     }
+    problem.update(changes)
+    return {"problem": problem}
+
+
+def text(**changes: Any) -> str:
+    return json.dumps(body(**changes))
+
+
+def test_scoring_follows_the_contest() -> None:
+    problem = read_iopddl(text())
+    # 20 + 2 + 7, edge (1, 0) entry 1 * 2 + 1, which is forbidden
+    assert evaluate(problem, np.array([1, 1, 0])).objective == math.inf
+    # 10 + 3 + 7, (1, 0): 2 * 2 + 0 -> 400, (0, 1): 0 * 3 + 2 -> 3, (2, 0): 0 -> 70; live at 2: 6 + 1
+    assert tuple(evaluate(problem, np.array([0, 2, 0]))) == (493.0, 7, 2)
+    # [4, 4) is empty: 100 bytes of node 2 never count. [0, 3) and [2, 5) overlap at 2 only.
+    assert tuple(evaluate(problem, np.array([0, 0, 0]))) == (10 + 1 + 7 + 0 + 1 + 70, 11, 2)
+    with pytest.raises(ValueError, match="3 entries"):
+        evaluate(problem, np.array([0, 0]))
+    with pytest.raises(ValueError, match="3 strategies"):
+        evaluate(problem, np.array([0, 3, 0]))
+
+
+def test_the_optimum_keeps_the_limit() -> None:
+    problem = read_iopddl(text())
+    solution = solve(problem)
+    assert (solution.status, solution.objective) == ("optimal", brute_force(problem)[0])
+    assert solution.choice.tolist() == [1, 0, 0]  # [0, 0, 0] is cheaper and needs 11 bytes
+    free = solve(read_iopddl(text(usage_limit=11)))
+    assert free.choice.tolist() == [0, 0, 0]
+
+
+def test_no_limit_is_no_limit() -> None:
+    data = body()
+    del data["problem"]["usage_limit"]
+    assert read_iopddl(json.dumps(data)).usage_limit is None
+
+
+def test_large_integers_stay_exact() -> None:
+    high = 2**58
+    problem = read_iopddl(
+        text(
+            nodes={"intervals": [[0, 1]] * 2, "costs": [[high + 1, high], [3]], "usages": [[1, 1], [1]]},
+            edges={"nodes": [], "costs": []},
+        )
+    )
+    assert problem.node_costs[0].dtype == np.int64
+    assert evaluate(problem, np.array([0, 0])).objective == high + 4
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_files_plain_and_packed(tmp_path: Path, packed: bool) -> None:
+    path = tmp_path / ("p.json.gz" if packed else "p.json")
+    path.write_bytes(gzip.compress(text().encode()) if packed else text().encode())
+    assert read_iopddl(path).num_nodes == 3
+
+
+def test_written_problems_read_back_with_the_same_optimum() -> None:
+    for seed in range(30):
+        problem = random_problem(seed, limited=True)
+        whole = IntraOpProblem(
+            node_costs=tuple(np.rint(c * 10) for c in problem.node_costs),
+            edges=tuple(type(e)(u=e.u, v=e.v, costs=np.rint(e.costs * 10)) for e in problem.edges),
+            usages=problem.usages,
+            usage_limit=problem.usage_limit,
+            num_times=problem.num_times,
+        )
+        again = read_iopddl(write_iopddl(whole))
+        best, _ = brute_force(whole)
+        solution = solve(again)
+        assert solution.objective == best, seed
+        if len(solution.choice):
+            first = solution.choice[: whole.num_nodes]  # followers for further usages come after them
+            assert evaluate(whole, first).objective == best
+            assert evaluate(whole, first).peak_bytes == evaluate(again, solution.choice).peak_bytes
+
+
+def test_writing_refuses_what_the_format_cannot_say() -> None:
+    with pytest.raises(ProblemFileError, match="non-negative whole costs"):
+        write_iopddl(IntraOpProblem(node_costs=(np.array([0.5]),)))
+    with pytest.raises(ProblemFileError, match="non-negative whole costs"):
+        write_iopddl(IntraOpProblem(node_costs=(np.array([-1.0]),)))
+    with pytest.raises(ProblemFileError, match="no base usage"):
+        write_iopddl(IntraOpProblem(node_costs=(np.array([1.0]),), base_usage=np.array([3]), num_times=1))
+
+
+NODES = body()["problem"]["nodes"]
+BAD = {
+    "cut short": (text()[:40], "not complete JSON"),
+    "no problem": ('{"nodes": 1}', "missing"),
+    "no edges": (json.dumps({"problem": {"nodes": NODES}}), "missing"),
+    "lists of unequal length": (text(nodes=NODES | {"intervals": [[0, 1]]}), "differ in length"),
+    "usages of another length": (
+        text(nodes=NODES | {"usages": [[6], [5, 5, 1], [1]]}),
+        "node 0 has 2 costs and 1 usages",
+    ),
+    "edge to itself": (text(edges={"nodes": [[1, 1]], "costs": [[0] * 9]}), "two different nodes"),
+    "edge to nowhere": (text(edges={"nodes": [[0, 9]], "costs": [[0] * 9]}), "two different nodes"),
+    "edge of another size": (text(edges={"nodes": [[0, 1]], "costs": [[0] * 5]}), "has 5 costs"),
+    "negative cost": (text(nodes=NODES | {"costs": [[-1, 2], [1, 2, 3], [7]]}), "negative"),
+    "words for numbers": (text(nodes=NODES | {"costs": [["a", 2], [1, 2, 3], [7]]}), "a"),
+    "a list": ("{}", "missing"),
 }
 
 
-def test_costs_are_row_major_and_parallel_edges_add_up():
-    problem = read_iopddl(json.dumps(TINY))
-    # nodes 1 + 9 + 0; edge 0-1 at [1, 2] = 3; edge 2-1 at [0, 2] = 7; edge 1-0 at [2, 1] = 60
-    score = evaluate(problem, [1, 2, 0])
-    assert score == (80.0, 9, 1)
-    assert evaluate(problem, [1, 1, 0]).objective == np.inf
-    assert problem.usage_limit == 9
+@pytest.mark.parametrize("name", BAD)
+def test_bad_files_are_refused_with_what_is_wrong(name: str) -> None:
+    given, message = BAD[name]
+    with pytest.raises(ProblemFileError, match=message) as caught:
+        read_iopddl(given)
+    assert "the given text" in str(caught.value)
+    assert "IOPDDL" in str(caught.value)
 
 
-def test_half_open_intervals_and_empty_ones():
-    problem = read_iopddl(json.dumps(TINY))
-    assert evaluate(problem, [0, 0, 0]).peak_bytes == 7  # node 2 lives nowhere, nodes 0 and 1 meet at time 1
-    assert solve(problem).objective == brute_force(problem)[0]
-
-
-def test_round_trip(tmp_path):
-    problem = read_iopddl(json.dumps(TINY))
-    path = tmp_path / "tiny.json.gz"
-    path.write_bytes(gzip.compress(write_iopddl(problem).encode()))
-    again = read_iopddl(path)
-    for choice in ([0, 0, 0], [1, 2, 1], [0, 1, 1], [1, 1, 0]):
-        assert evaluate(again, choice) == evaluate(problem, choice)
-
-
-def test_several_usages_of_a_node_survive_writing():
-    usages = tuple(Usage(node=0, lo=lo, hi=lo + 1, size_bytes=np.array([lo, 5])) for lo in (0, 2, 4))
-    problem = IntraOpProblem(node_costs=(np.array([2.0, 1.0]),), usages=usages, num_times=5, usage_limit=4)
-    again = read_iopddl(write_iopddl(problem))
-    assert brute_force(again) == brute_force(problem)
-
-
-def test_digits_beyond_floats_survive():
-    text = json.loads(json.dumps(TINY))
-    text["problem"]["nodes"]["costs"][0] = [2**53 + 1, 2**60 + 3]
-    problem = read_iopddl(json.dumps(text))
-    assert evaluate(problem, [0, 0, 0]).objective == 2**53 + 1 + 2 + 0 + 0 + 5 + 10
-
-
-def broken(change):
-    text = json.loads(json.dumps(TINY))
-    change(text["problem"])
-    return json.dumps(text)
-
-
-@pytest.mark.parametrize(
-    ("text", "what"),
-    [
-        ('{"problem": {"nodes"', "not complete JSON"),
-        ('{"other": 1}', "a part is missing"),
-        (broken(lambda p: p["nodes"]["costs"].pop()), "differ in length"),
-        (broken(lambda p: p["nodes"]["usages"][1].pop()), "node 1 has 3 costs and 2 usages"),
-        (broken(lambda p: p["edges"]["costs"][0].pop()), "edge 0 has 5 costs"),
-        (broken(lambda p: p["edges"]["nodes"][1].__setitem__(0, 7)), r"edge 1 joins \[7, 1\]"),
-        (broken(lambda p: p["nodes"]["costs"][0].__setitem__(0, -1)), "negative cost"),
-    ],
-)
-def test_bad_files_say_what_is_wrong(text, what):
-    with pytest.raises(ProblemFileError, match=what) as error:
-        read_iopddl(text)
-    assert "Expected the IOPDDL contest's format" in str(error.value)
-
-
-def test_a_cut_gzip_file_is_named(tmp_path):
-    path = tmp_path / "cut.json.gz"
-    path.write_bytes(gzip.compress(json.dumps(TINY).encode())[:-20])
-    with pytest.raises(ProblemFileError, match=r"cut\.json\.gz"):
-        read_iopddl(path)
-    with pytest.raises(ProblemFileError, match="cannot be read"):
-        read_iopddl(tmp_path / "absent.json")
-
-
-def test_writing_refuses_fractions():
-    with pytest.raises(ProblemFileError, match="whole costs"):
-        write_iopddl(IntraOpProblem(node_costs=(np.array([0.5]),)))
+def test_missing_and_broken_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ProblemFileError, match=r"nowhere\.json"):
+        read_iopddl(tmp_path / "nowhere.json")
+    broken = tmp_path / "broken.json.gz"
+    broken.write_bytes(gzip.compress(text().encode())[:50])
+    with pytest.raises(ProblemFileError, match=r"broken\.json\.gz"):
+        read_iopddl(broken)

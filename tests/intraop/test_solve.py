@@ -63,7 +63,9 @@ def test_bounds_hold_and_answers_fit_when_time_is_up_at_once(seed: int) -> None:
         score = evaluate(problem, solution.choice)
         assert score.objective == solution.objective >= best - 1e-9
         assert problem.usage_limit is None or score.peak_bytes <= problem.usage_limit
-        assert solution.gap == pytest.approx((solution.objective - solution.lower_bound) / max(abs(solution.objective), 1e-300))
+        assert solution.gap == pytest.approx(
+            (solution.objective - solution.lower_bound) / max(abs(solution.objective), 1e-300)
+        )
         assert solution.status == "optimal" or solution.limit_used == "time"
 
 
@@ -111,7 +113,10 @@ def test_a_given_incumbent_is_taken_if_it_is_better() -> None:
 def test_an_incumbent_that_does_not_fit_is_refused() -> None:
     sizes = np.array([10, 1])
     problem = IntraOpProblem(
-        node_costs=(np.array([0.0, 5.0]),), usages=(Usage(node=0, lo=0, hi=1, size_bytes=sizes),), usage_limit=4, num_times=1
+        node_costs=(np.array([0.0, 5.0]),),
+        usages=(Usage(node=0, lo=0, hi=1, size_bytes=sizes),),
+        usage_limit=4,
+        num_times=1,
     )
     assert solve(problem, incumbent=np.array([0])).choice.tolist() == [1]
     assert solve(replace(problem, usage_limit=0), incumbent=np.array([1])).status == "infeasible"
@@ -181,7 +186,7 @@ def test_minimum_peak_on_a_chain() -> None:
 
 
 def test_memory_prices_come_near_the_exact_optimum(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = layered(2, limit_fraction=0.8)
+    problem = layered(2, limit_fraction=0.95)
     exact = solve(problem)
     free = solve(replace(problem, usage_limit=None))
     assert exact.status == "optimal"
@@ -206,12 +211,23 @@ def test_large_cores_never_reach_the_milp(monkeypatch: pytest.MonkeyPatch) -> No
     assert 0 < solution.gap < 0.1
 
 
+def test_memory_on_a_deep_core_is_close_to_its_bound() -> None:
+    problem = layered(32, limit_fraction=0.95)
+    free = solve(replace(problem, usage_limit=None))
+    assert free.peak_bytes > problem.usage_limit
+    solution = solve(problem)
+    assert solution.status == "feasible"
+    assert solution.peak_bytes <= problem.usage_limit
+    assert free.lower_bound < solution.lower_bound < solution.objective
+    assert solution.gap < 0.02
+
+
 def test_depth_changes_the_work_little() -> None:
     def work(depth: int) -> float:
         start = time.process_time()
         solve(problems[depth])
         return time.process_time() - start
 
-    problems = {depth: layered(depth) for depth in (4, 16)}
-    seconds = {depth: min(work(depth) for _ in range(2)) for depth in problems}
-    assert seconds[16] < 2.5 * seconds[4], seconds
+    problems = {depth: layered(depth) for depth in (4, 32)}
+    seconds = {depth: min(work(depth) for _ in range(3)) for depth in problems}
+    assert seconds[32] < 2 * seconds[4], seconds  # the target is 1.3, measured in benchmarks/solve_time.py

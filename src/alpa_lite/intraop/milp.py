@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import datetime
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from ortools.math_opt import model_pb2
@@ -37,14 +37,14 @@ class MilpResult:
         bound: lower bound on the core's objective (with its constant); ``inf`` if infeasible.
         optimal: proven within the tolerance.
         infeasible: proven.
-        row_prices: for a relaxation: cost per byte of each memory row, >= 0.
+        row_prices: for a relaxation: cost per byte at each time that has a memory row, >= 0.
     """
 
     picks: list[int] | None
     bound: float
     optimal: bool
     infeasible: bool = False
-    row_prices: tuple[float, ...] = ()
+    row_prices: dict[int, float] = field(default_factory=dict)
 
 
 class Encoding:
@@ -204,10 +204,11 @@ class Encoding:
             x_vars = [model.get_variable(p) for p in range(int(self._first[-1]))]
             values = np.array(result.variable_values(x_vars))
             picks = [int(values[a:b].argmax()) for a, b in zip(self._first, self._first[1:], strict=False)]
-        prices: tuple[float, ...] = ()
-        if relax and self._memory and result.has_dual_feasible_solution():
-            rows = [model.get_linear_constraint(self._num_rows + p) for p in range(len(self._memory))]
-            units = (unit for *_, unit in self._memory)
-            prices = tuple(max(0.0, -v) / self.scale / u for v, u in zip(result.dual_values(rows), units, strict=True))
+        prices = {}
+        if relax and self.times and result.has_dual_feasible_solution():
+            rows = [(p, unit) for p, (*_, unit) in enumerate(self._memory) if math.isfinite(unit)]
+            duals = result.dual_values([model.get_linear_constraint(self._num_rows + p) for p, _ in rows])
+            for t, dual, (_, unit) in zip(self.times, duals, rows, strict=True):
+                prices[t] = max(0.0, -dual) / self.scale / unit
         optimal = reason == mathopt.TerminationReason.OPTIMAL
         return MilpResult(picks=picks, bound=bound, optimal=optimal, row_prices=prices)

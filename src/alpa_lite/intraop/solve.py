@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -40,6 +40,7 @@ _TIED_FROM = 200  # core nodes from which on copies are treated alike
 _TIED_GAP = 5e-4  # for the tied problem, which only gives an incumbent
 _TIED_NODES = 50  # of its branch and bound
 _PRICE_ROUNDS = 60
+_FIRST_SWEEPS = 20  # at prices that are nearly right already
 
 
 @dataclass(slots=True)
@@ -56,6 +57,7 @@ class _Search:
     proven_infeasible: bool = False
     tied: bool = False
     rows: int = 0
+    prices: dict[int, float] = field(default_factory=dict)  # per time, cost of a byte; a start for _price_memory
 
     @classmethod
     def of(cls, core: Core, deadline: float) -> _Search:
@@ -219,8 +221,11 @@ def _start_tied(search: _Search, tied: Tie, seed: int) -> None:
     _sweep(inner, messages, _TIED_GAP, small=True)
     if inner.gap > _TIED_GAP:
         _prove(inner, messages, seed, _TIED_GAP, node_limit=_TIED_NODES)
+        search.prices = inner.prices
     start = messages.pick() if inner.picks is None else inner.picks
-    search.try_from([start[g] for g in tied.group], tied=True)
+    spread = [start[g] for g in tied.group]
+    search.offer(spread, tied=True)
+    search.try_from(spread, tied=True)  # which no longer knows the memory limit
 
 
 def _sweep(search: _Search, messages: Messages, rel_gap: float, small: bool) -> None:
@@ -261,6 +266,8 @@ def _prove(search: _Search, messages: Messages, seed: int, rel_gap: float, *, no
     encoding = Encoding(core, upper=search.upper)
     _solve_rows(search, core, kept, encoding, seed, rel_gap, node_limit)
     if node_limit is not None:
+        if encoding.times:
+            search.prices = encoding.solve(time_limit_s=search.deadline - time.monotonic(), relax=True).row_prices
         return
     # Below that scale one unit of the objective drowns in the MILP's tolerances.
     if search.core.whole and search.picks is not None and encoding.scale < _INTEGER_SCALE:
@@ -349,38 +356,44 @@ def _price_memory(search: _Search, messages: Messages) -> None:
     assert memory is not None
     sizes = [len(c) for c in core.unary]
     unit = max(abs(search.bound), 1e-30) / max(memory.limit, 1)  # a byte's fair share of the objective
-    prices: dict[int, float] = {}
-    rows: dict[int, tuple[dict[int, Array], int]] = {}
-    step = 1.0
-    for _ in range(_PRICE_ROUNDS):
-        if search.out_of_time:
-            return
-        unary = list(search.unary)
-        for t, price in prices.items():
-            for node, part in rows[t][0].items():
-                unary[node] = unary[node] + price * part
+    prices = {t: price for t, price in search.prices.items() if price > 0}
+    rows = {t: memory.row(t, sizes) for t in prices}
+    step = 0.1 if prices else 1.0  # prices from the tied problem are nearly right
+    for count in range(_PRICE_ROUNDS):
+        unary = _priced(search.unary, prices, rows)
         messages.set_unary(unary)
-        for _ in range(2):
+        for _ in range(2 if count or not prices else _FIRST_SWEEPS):
             messages.forward()
             value = messages.backward()
+            if search.out_of_time:
+                break
         rent = sum(price * rows[t][1] for t, price in prices.items())
         search.bound = max(search.bound, value - rent + core.constant)
         picks = improve(core, unary, search.costs, messages.pick())
         profile = memory.profile(np.array(picks))
         if core.fits(picks):
             search.offer(picks)
-            if search.gap <= _LARGE_GAP:
-                return
             prices = {t: price * (1 - 0.3 * step) for t, price in prices.items()}
             step *= 0.7
-            continue
-        for t in memory.worst_times(profile, _ROWS_PER_ROUND, set(prices)):
-            rows[t] = memory.row(t, sizes)
-            prices[t] = 0.0
-        for t in prices:
-            over = (int(profile[t]) - memory.limit) / max(memory.limit, 1)
-            if over > 0:
-                prices[t] = prices[t] * (1 + step) + step * unit * (0.1 + over)
+        else:
+            for t in memory.worst_times(profile, _ROWS_PER_ROUND, set(prices)):
+                rows[t] = memory.row(t, sizes)
+                prices[t] = 0.0
+            for t in prices:
+                over = (int(profile[t]) - memory.limit) / max(memory.limit, 1)
+                if over > 0:
+                    prices[t] = prices[t] * (1 + step) + step * unit * (0.1 + over)
+        if search.gap <= _LARGE_GAP or search.out_of_time:
+            return
+
+
+def _priced(unary: list[Array], prices: dict[int, float], rows: dict[int, tuple[dict[int, Array], int]]) -> list[Array]:
+    """Node costs with what their memory costs."""
+    result = list(unary)
+    for t, price in prices.items():
+        for node, part in rows[t][0].items():
+            result[node] = result[node] + price * part
+    return result
 
 
 def minimum_peak(problem: IntraOpProblem) -> int:

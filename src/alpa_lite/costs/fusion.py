@@ -26,24 +26,30 @@ _EXPENSIVE = frozenset(
 )
 
 
+def takes_producers(op: Op) -> bool:
+    """Whether the op can compute cheap operands itself, as it reads them."""
+    return joins_consumers(op) or op.primitive in _REDUCTIONS
+
+
+def joins_consumers(op: Op) -> bool:
+    """Whether the op can be computed inside those that read it."""
+    return op.primitive not in _BARRIERS and (
+        op.elementwise or op.primitive in _SOURCES or op.primitive in _INDEXING
+    )
+
+
 def fused_values(program: Program) -> tuple[bool, ...]:
     """Per value of this program (not of its bodies): whether it never lies in memory."""
     consumers: dict[int, list[bool]] = defaultdict(list)
     for op in program.ops:
-        takes = op.primitive not in _BARRIERS and (
-            op.elementwise or op.primitive in _INDEXING or op.primitive in _REDUCTIONS or op.primitive in _SOURCES
-        )
         for value in set(op.inputs):
-            consumers[value].append(takes)
+            consumers[value].append(takes_producers(op))
     fused = [False] * len(program.values)
     outputs = set(program.outputs)
     made: dict[int, str] = {}
     for op in program.ops:
-        makes = op.primitive not in _BARRIERS and (
-            op.elementwise or op.primitive in _SOURCES or op.primitive in _INDEXING
-        )
         for value in op.outputs:
-            if value >= 0 and makes and value not in outputs:
+            if value >= 0 and joins_consumers(op) and value not in outputs:
                 uses = consumers[value]
                 fused[value] = bool(uses) and all(uses) and (len(uses) == 1 or _repeatable(op, program, made))
             if value >= 0:

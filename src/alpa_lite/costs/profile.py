@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from alpa_lite.core.conversion import Conversion
 from alpa_lite.core.mesh import DeviceMesh
-from alpa_lite.core.program import Program
+from alpa_lite.core.program import Op, Program
 from alpa_lite.core.spec import ShardingSpec
+from alpa_lite.costs.fusion import joins_consumers, takes_producers
 from alpa_lite.costs.memory import Timeline, peak_usage
 from alpa_lite.plan.records import LeafRole, MemoryProfile, OpDecision
 
@@ -60,11 +62,17 @@ def memory_profile(
     }
     items: list[tuple[int, int, int, str, str]] = []
     last = _last_reads(regions, line, decisions, conversions)
+    unstored = _unstored_layouts(regions, decisions, conversions)
+    for conversion in reversed(conversions):
+        key = (_region_of(conversion.op), conversion.value)
+        if (*key, conversion.target) in unstored:  # computed where it is read, from a source that lasts until then
+            source = (*key, conversion.source)
+            last[source] = max(last.get(source, 0), last.get((*key, conversion.target), 0))
     converted = {(_region_of(c.op), c.value) for c in conversions}
     for interval in line.intervals:
         owner = regions[interval.region]
         spec = made.get((interval.region, interval.value))
-        if spec is not None:
+        if spec is not None and (interval.region, interval.value, spec) not in unstored:
             size = _bytes(owner, interval.value, spec, mesh)
             scope = scopes.get((interval.region, interval.value), "")
             category = _category(scope, owner.values[interval.value].shape in parameter_shapes)
@@ -72,7 +80,8 @@ def memory_profile(
             # A tensor that is converted dies in its first layout once the last reader of that layout is done.
             hi = last.get((*key, spec), 0) if key in converted else interval.hi
             items.append((interval.lo, max(hi, interval.lo + 1), size, f"{interval.region}%{interval.value}", category))
-    items += _converted(regions, line, mesh, conversions, last)
+    stored = [c for c in conversions if (_region_of(c.op), c.value, c.target) not in unstored]
+    items += _converted(regions, line, mesh, stored, last)
     base = sum(totals.values())
     peak, time, _ = peak_usage(((lo, hi, size) for lo, hi, size, *_ in items), line.num_times, base)
     alive = [Tensor(name=n, size_bytes=s, category=c) for lo, hi, s, n, c in items if lo <= time < hi and s]
@@ -140,6 +149,40 @@ def _converted(
             between = _bytes(regions[region], conversion.value, step.after, mesh)
             items.append((lo, lo + 1, between, f"{region}%{conversion.value} as {step.after}", "temporaries"))
     return items
+
+
+def _unstored_layouts(
+    regions: dict[str, Program], decisions: Sequence[OpDecision], conversions: Sequence[Conversion]
+) -> set[tuple[str, int, ShardingSpec]]:
+    """Layouts without a buffer because of slices: cutting out a tile moves no data, so XLA fuses it like any indexing.
+
+    A sliced layout is computed by its readers if all of them can; a tensor that is only ever read through one slice, and
+    made by an op that can be computed inside the slice, is made as the slice at once.
+    """
+    readers: dict[tuple[str, int, ShardingSpec], list[bool]] = defaultdict(list)
+    makers: dict[tuple[str, int], tuple[Op, ShardingSpec]] = {}
+    for decision in decisions:
+        region = _region_of(decision.path)
+        op = regions[region].ops[int(decision.path[len(region) :])]
+        for value, spec in zip(op.inputs, decision.operands, strict=True):
+            readers[(region, value, spec)].append(takes_producers(op))
+        for value, spec in zip(op.outputs, decision.results, strict=True):
+            makers[(region, value)] = (op, spec)
+    found = set()
+    for conversion in reversed(conversions):
+        region, value = _region_of(conversion.op), conversion.value
+        slices = all(step.kind is None for step in conversion.steps)
+        readers[(region, value, conversion.source)].append(slices)
+        results = regions[region].outputs
+        uses = readers[(region, value, conversion.target)]
+        if slices and value not in results and uses and all(uses):
+            found.add((region, value, conversion.target))
+    for conversion in conversions:
+        region, value = _region_of(conversion.op), conversion.value
+        op, made = makers.get((region, value), (None, None))
+        if op is not None and conversion.source == made and joins_consumers(op) and readers[region, value, made] == [True]:
+            found.add((region, value, made))
+    return found
 
 
 def _region_of(path: str) -> str:

@@ -4,6 +4,9 @@ Time is the position in execution order, loop and branch bodies included (the bo
 followed: arguments and results have buffers of their own for the whole step (a donated argument shares its result's);
 everything else is temporary and lives from the op that makes it to its last reader. Values that fusion never stores
 (``fusion.py``) have no bytes, but keep their operands alive until they are read themselves.
+
+XLA:GPU orders ops to need little memory, close to program order. XLA:CPU runs them breadth first, to keep its threads
+busy: every op as soon as its operands exist, so what depends on arguments and constants alone is made at the start.
 """
 
 from __future__ import annotations
@@ -37,7 +40,12 @@ class Timeline:
         num_times: length of the time axis.
         last_read: (region, value) -> end of life, for values with or without bytes.
         read_end: op path -> until when its operands must last (a fused op reads them where its result is read).
+        made: (region, value) -> when it exists, for every value.
+        breadth_first: whether ops run as soon as they can; else in program order.
     """
+
+    breadth_first: bool = False
+    made: dict[tuple[str, int], int] = field(default_factory=dict)
 
     start: dict[str, int] = field(default_factory=dict)
     end: dict[str, int] = field(default_factory=dict)
@@ -47,9 +55,9 @@ class Timeline:
     read_end: dict[str, int] = field(default_factory=dict)
 
 
-def timeline(program: Program) -> Timeline:
+def timeline(program: Program, *, breadth_first: bool = False) -> Timeline:
     """Times and temporaries of a whole program."""
-    result = Timeline()
+    result = Timeline(breadth_first=breadth_first)
     _number(program, "", result)
     result.num_times = max(result.num_times, 1)
     _live(program, "", 0, result.num_times, result)
@@ -57,13 +65,25 @@ def timeline(program: Program) -> Timeline:
 
 
 def _number(program: Program, prefix: str, out: Timeline) -> None:
-    for index, op in enumerate(program.ops):
-        path = f"{prefix}{index}"
+    for index in _order(program) if out.breadth_first else range(len(program.ops)):
+        op, path = program.ops[index], f"{prefix}{index}"
         out.start[path] = out.num_times
         out.num_times += 1
         for b, body in enumerate(op.bodies):
             _number(body, f"{path}.{b}.", out)
         out.end[path] = out.num_times
+
+
+def _order(program: Program) -> list[int]:
+    """Ops by the number of stored results on the longest way to them; fused ops go with what they read."""
+    fused = fused_values(program)
+    depth: dict[int, int] = {}
+    level = []
+    for op in program.ops:
+        level.append(max((depth.get(i, 0) for i in op.inputs), default=0))
+        free = _is_view(op) or all(o < 0 or fused[o] for o in op.outputs)
+        depth.update((o, level[-1] + (not free)) for o in op.outputs if o >= 0)
+    return sorted(range(len(level)), key=level.__getitem__)
 
 
 def _live(program: Program, prefix: str, lo: int, hi: int, out: Timeline) -> None:
@@ -85,14 +105,19 @@ def _live(program: Program, prefix: str, lo: int, hi: int, out: Timeline) -> Non
     outside = set(program.outputs) if not prefix else set()
     outside.update(program.inputs)
     outside.update(program.constants)
+    out.made.update({(prefix, v): lo for v in (*program.inputs, *program.constants)})
     for index, op in enumerate(program.ops):
         path = f"{prefix}{index}"
         for b, body in enumerate(op.bodies):
             _live(body, f"{path}.{b}.", out.start[path] + 1, out.end[path], out)
-        for o in op.outputs:
+        for position, o in enumerate(op.outputs):
+            # What a scan stacks up is written into a buffer of zeros, which depends on nothing.
+            stacked = out.breadth_first and op.primitive == "scan" and position >= op.num_carry
+            begin = lo if stacked else out.start[path]
+            out.made[(prefix, o)] = out.start[path]
             if o < 0 or fused[o] or o in outside or _is_view(op):
                 continue
-            out.intervals.append(Interval(prefix, o, out.start[path], max(last.get(o, 0), out.start[path] + 1)))
+            out.intervals.append(Interval(prefix, o, begin, max(last.get(o, 0), out.start[path] + 1)))
     out.last_read.update({(prefix, v): t for v, t in last.items()})
 
 

@@ -140,7 +140,7 @@ def _converted(
     items = []
     for conversion in conversions:
         region = _region_of(conversion.op)
-        lo = _time_of(conversion.op, line, regions)
+        lo = _time_of(conversion, line, regions)
         key = (region, conversion.value, conversion.target)
         hi = max(last.get(key, lo), lo + 1)
         size = _bytes(regions[region], conversion.value, conversion.target, mesh)
@@ -190,10 +190,12 @@ def _region_of(path: str) -> str:
     return f"{prefix}." if prefix else ""
 
 
-def _time_of(path: str, line: Timeline, regions: dict[str, Program]) -> int:
+def _time_of(conversion: Conversion, line: Timeline, regions: dict[str, Program]) -> int:
+    path, region = conversion.op, _region_of(conversion.op)
+    if line.breadth_first:
+        return line.made[(region, conversion.value)]
     if path in line.start:
         return line.start[path]
-    region = _region_of(path)
     ops = len(regions[region].ops)
     return line.end[f"{region}{ops - 1}"] - 1 if ops else max(0, line.num_times - 1)
 
@@ -212,7 +214,7 @@ def _last_reads(
                 last[key] = max(last.get(key, 0), line.read_end[decision.path])
     for conversion in conversions:
         key = (_region_of(conversion.op), conversion.value, conversion.source)
-        last[key] = max(last.get(key, 0), _time_of(conversion.op, line, regions) + 1)
+        last[key] = max(last.get(key, 0), _time_of(conversion, line, regions) + 1)
     return last
 
 

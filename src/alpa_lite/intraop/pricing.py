@@ -269,6 +269,8 @@ class Pricer:
         node = self.graph.nodes[link.copy]
         assert node.pairs is not None
         lo = timeline.start.get(link.consumers[0].path, timeline.num_times - 1)
+        if timeline.breadth_first:
+            lo = timeline.made.get((link.region, link.value), lo)
         hi = timeline.last_read.get((link.region, link.value), lo + 1)
         key = ("copy", id(node.pairs), link.shape, link.itemsize)
         if key not in self._size_cache:

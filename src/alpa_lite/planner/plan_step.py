@@ -57,9 +57,8 @@ def plan_step(
     """
     budget = options.memory_budget_bytes
     budget = BUDGET_SHARE * cluster.device.memory_bytes if budget is None else budget
-    task = MeshTask(
-        program=program, line=timeline(program), roles=roles_of(program), pins=pins, options=options, budget=budget
-    )
+    line = timeline(program, breadth_first=cluster.device.platform == "cpu")
+    task = MeshTask(program=program, line=line, roles=roles_of(program), pins=pins, options=options, budget=budget)
     results: list[MeshResult] = []
     candidates: list[MeshCandidate] = []
     refused: list[PinError] = []

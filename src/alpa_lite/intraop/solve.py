@@ -69,10 +69,8 @@ class _Search:
         return (self.upper - self.bound) / max(abs(self.upper), 1e-300) if self.picks is not None else math.inf
 
     def tolerance(self, rel_gap: float) -> float:
-        """The relative gap that counts as closed: whole costs leave less than one unit."""
-        if self.core.whole and self.picks is not None:
-            return min(rel_gap, 0.5 / max(abs(self.upper), 1.0))
-        return rel_gap
+        """The relative gap that counts as closed."""
+        return _tolerance(self.core, self.upper, rel_gap) if self.picks is not None else rel_gap
 
     @property
     def out_of_time(self) -> bool:
@@ -86,6 +84,11 @@ class _Search:
 
     def try_from(self, start: list[int], *, tied: bool = False) -> None:
         self.offer(improve(self.core, self.unary, self.costs, start), tied=tied)
+
+
+def _tolerance(core: Core, objective: float, rel_gap: float) -> float:
+    """The relative gap at which an objective counts as optimal: whole costs leave less than one unit."""
+    return min(rel_gap, 0.5 / max(abs(objective), 1.0)) if core.whole else rel_gap
 
 
 def solve(
@@ -155,7 +158,9 @@ def _answer(
     score, best = min(scored, key=lambda pair: pair[0].objective)  # of equals the first, which was found here
     bound = min(floor, score.objective)
     gap = max(0.0, (score.objective - bound) / max(abs(score.objective), 1e-300))
-    optimal = gap <= search.tolerance(rel_gap)
+    optimal = gap <= _tolerance(search.core, score.objective, rel_gap)
+    if optimal and search.core.whole:
+        bound, gap = score.objective, 0.0  # less than a unit is left, and that is rounding
     return Solution(
         choice=best,
         objective=score.objective,

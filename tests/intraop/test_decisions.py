@@ -150,3 +150,15 @@ def test_branches_share_their_results():
     readers = [c for link in graph.links for c in link.consumers if c.node == out]
     assert len(readers) == 2
     assert {n.weight for n in graph.nodes if n.kind == "op" and "." in n.name} == {0.5}
+
+
+def test_a_carry_that_becomes_a_literal_is_no_partial_sum():
+    def fn(a, b):
+        total = (a @ b).sum()
+        kept, reset = lax.scan(lambda s, r: ((s[0] * 2, 1.0), s[1] * r), (total, total), a)[0]
+        return kept + reset
+
+    graph = graph_of(fn, struct(8, 8), struct(8, 8))
+    ((ports, _),) = graph.body_ports.values()
+    scalars = [p for p in ports if graph.nodes[p].rank == 0]
+    assert ["[]+{x}" in specs(graph, p) for p in scalars] == [True, False]

@@ -13,7 +13,7 @@ import pytest
 from jax import lax
 
 from alpa_lite.trace.program import trace
-from tests.harness import MESHES, check
+from tests.harness import MESHES, check, draw
 
 Case = tuple[Callable[..., Any], tuple[Any, ...]]
 
@@ -439,10 +439,24 @@ def _mesh_of(family: str, name: str) -> tuple[int, ...]:
     return MESHES[1 + zlib.crc32(f"{family}/{name}".encode()) % 2]
 
 
-@pytest.mark.parametrize(("family", "name"), NAMES, ids=[f"{f}-{n}" for f, n in NAMES])
+# Compiling takes seconds: these run with the many below only.
+COSTLY = frozenset(
+    """
+    softmax_gradient gelu_gradient unaligned associative dynamic_update_gradient slice_gradient batched_gradient
+    strided_gradient grouped_gradient transposed dilated depthwise mean_gradient norms cummax cumlogsumexp sort_gradient
+    mode_wrap_gradient mode_clip_gradient points_with_slice along_axis_gradient set_gradient add_gradient segment_max
+    raw_key_normal raw_key_uniform raw_key_split raw_key_bernoulli key_split integers permutation categorical gumbel_half
+    gamma max_overlap_gradient average_gradient cholesky_gradient solve inverse eigh fft_2d scan_of_remat scan_reversed
+    nested cond_gradient scaled linear joined compared concatenated one_dim average_same
+    """.split()
+)
+QUICK = [(f, n) for f, n in NAMES if n not in COSTLY]
+
+
+@pytest.mark.parametrize(("family", "name"), QUICK, ids=[f"{f}-{n}" for f, n in QUICK])
 def test_random_strategies_compute_the_same(family, name):
     fn, args = FAMILIES[family]()[name]
-    check(fn, args, _mesh_of(family, name), seeds=(0, 1))
+    check(fn, args, _mesh_of(family, name), seeds=(0,))
 
 
 @pytest.mark.slow
@@ -459,8 +473,14 @@ def test_a_wrong_rule_is_noticed(monkeypatch):
 
     a, b = floats(8, 16), floats(16, 8) * 0.1
     monkeypatch.setattr(rules, "_LINEAR_FIRST", rules._LINEAR_FIRST | {"exp"})
+
+    def fn(a, b):
+        return jnp.exp(a @ b)
+
+    drawn = draw(trace(fn, (a, b), {}), (2, 4), range(40))
+    seed = next(i for i, d in enumerate(drawn) if d.realised.decisions[1].operands[0].unreduced)
     with pytest.raises(AssertionError, match="differs"):
-        check(lambda a, b: jnp.exp(a @ b), (a, b), (2, 4), seeds=range(20, 32))
+        check(fn, (a, b), (2, 4), seeds=[seed])
 
 
 def test_a_blocked_dim_is_noticed(monkeypatch):
@@ -469,7 +489,7 @@ def test_a_blocked_dim_is_noticed(monkeypatch):
     monkeypatch.setattr(rules, "_blocked_in_convolution", lambda op, rule: [])
     fn, args = convolutions()["strided_gradient"]
     with pytest.raises(AssertionError, match="differs"):
-        check(fn, args, (2, 4), seeds=range(4))
+        check(fn, args, (2, 4), seeds=range(2))
 
 
 @pytest.mark.parametrize(

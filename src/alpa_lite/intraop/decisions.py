@@ -262,11 +262,16 @@ class _Region:
             if value >= 0:
                 self.produce(value, End(node, strategies.results[position], (id(strategies), 1, position)), can, path)
 
-    def enter(self, op: Op, position: int, path: str, weight: float, *, stacked: bool = False) -> int:
-        """Port for operand ``position`` of a control-flow op, joined to the outer value."""
+    def enter(
+        self, op: Op, position: int, path: str, weight: float, *, stacked: bool = False, whole: bool = False
+    ) -> int:
+        """Port for operand ``position`` of a control-flow op, joined to the outer value.
+
+        ``whole``: a carry that the body sets to a literal, which no device may count as its part of a sum.
+        """
         value = op.inputs[position]
         shape = self.program.values[value].shape if value >= 0 else ()
-        can = value >= 0 and self.unreduced[value] and op.primitive != "cond"
+        can = value >= 0 and self.unreduced[value] and op.primitive != "cond" and not whole
         node = self.b.port(f"{path} in {position}", shape[1:] if stacked else shape, weight, unreduced=can)
         if value >= 0:
             self.consume(value, self.b.port_end(node, path, stacked))
@@ -295,7 +300,10 @@ class _Region:
     def scan(self, op: Op, path: str) -> None:
         weight = self.weight * op.trip_count
         first, last = op.num_consts, op.num_consts + op.num_carry
-        ports = [self.enter(op, i, path, weight, stacked=i >= last) for i in range(len(op.inputs))]
+        literal = {first + i for i, o in enumerate(op.bodies[0].outputs[: op.num_carry]) if o < 0}
+        ports = [
+            self.enter(op, i, path, weight, stacked=i >= last, whole=i in literal) for i in range(len(op.inputs))
+        ]
         inner = self.body(op, 0, path, weight, ports)
         outs = list(ports[first:last])
         for position, value in enumerate(inner.program.outputs[op.num_carry :], op.num_carry):
@@ -307,8 +315,10 @@ class _Region:
 
     def while_(self, op: Op, path: str) -> None:
         # The number of iterations is unknown; a while loop counts as one (the report says so).
-        ports = [self.enter(op, i, path, self.weight) for i in range(len(op.inputs))]
         carries = len(op.bodies[1].outputs)
+        first = len(op.inputs) - carries
+        literal = {first + i for i, o in enumerate(op.bodies[1].outputs) if o < 0}
+        ports = [self.enter(op, i, path, self.weight, whole=i in literal) for i in range(len(op.inputs))]
         carry = ports[len(ports) - carries :]
         tests = len(op.bodies[0].inputs) - carries
         inner = self.body(op, 0, path, self.weight, ports[:tests] + carry)

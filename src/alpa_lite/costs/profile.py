@@ -7,9 +7,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from alpa_lite.core.conversion import Conversion
+from alpa_lite.core.collective import CollectiveKind
+from alpa_lite.core.conversion import Conversion, Step
 from alpa_lite.core.mesh import DeviceMesh
-from alpa_lite.core.program import Op, Program
+from alpa_lite.core.program import Op, Program, Value
 from alpa_lite.core.spec import ShardingSpec
 from alpa_lite.costs.fusion import joins_consumers, takes_producers
 from alpa_lite.costs.memory import Timeline, peak_usage
@@ -80,6 +81,8 @@ def memory_profile(
             # A tensor that is converted dies in its first layout once the last reader of that layout is done.
             hi = last.get((*key, spec), 0) if key in converted else interval.hi
             items.append((interval.lo, max(hi, interval.lo + 1), size, f"{interval.region}%{interval.value}", category))
+    if line.breadth_first:
+        items += _permuted(regions, line, mesh, decisions)
     stored = [c for c in conversions if (_region_of(c.op), c.value, c.target) not in unstored]
     items += _converted(regions, line, mesh, stored, last)
     base = sum(totals.values())
@@ -145,9 +148,13 @@ def _converted(
         hi = max(last.get(key, lo), lo + 1)
         size = _bytes(regions[region], conversion.value, conversion.target, mesh)
         items.append((lo, hi, size, f"{region}%{conversion.value} as {conversion.target}", "temporaries"))
-        for step in conversion.steps[:-1]:
-            between = _bytes(regions[region], conversion.value, step.after, mesh)
-            items.append((lo, lo + 1, between, f"{region}%{conversion.value} as {step.after}", "temporaries"))
+        value = regions[region].values[conversion.value]
+        for position, step in enumerate(conversion.steps):
+            moved = _relaid_bytes(step, value, mesh) if line.breadth_first else 0
+            if position < len(conversion.steps) - 1:
+                moved += _bytes(regions[region], conversion.value, step.after, mesh)
+            if moved:
+                items.append((lo, lo + 1, moved, f"{region}%{conversion.value} as {step.after}", "temporaries"))
     return items
 
 
@@ -188,6 +195,39 @@ def _unstored_layouts(
 def _region_of(path: str) -> str:
     prefix = path.rpartition(".")[0]
     return f"{prefix}." if prefix else ""
+
+
+def _permuted(
+    regions: dict[str, Program], line: Timeline, mesh: DeviceMesh, decisions: Sequence[OpDecision]
+) -> list[tuple[int, int, int, str, str]]:
+    """Convolutions whose batch is not the first dim (kernel gradients) read transposed copies, made as soon as they can."""
+    items = []
+    for decision in decisions:
+        region = _region_of(decision.path)
+        op = regions[region].ops[int(decision.path[len(region) :])]
+        if op.primitive != "conv_general_dilated" or op.rule.operands[0][0] == op.rule.results[0][0]:
+            continue
+        for value, spec in zip(op.inputs, decision.operands, strict=True):
+            if value >= 0:
+                size = _bytes(regions[region], value, spec, mesh)
+                lo = line.made[(region, value)]
+                items.append((lo, max(line.end[decision.path], lo + 1), size, f"{region}%{value}", "temporaries"))
+    return items
+
+
+def _relaid_bytes(step: Step, value: Value, mesh: DeviceMesh) -> int:
+    """Bytes of a copy with the moved dim outermost: XLA:CPU splits and joins along the outermost dim only.
+
+    What is gathered is copied back unless it is a matrix, which matmuls read in either order.
+    """
+    dim = step.source_dim if step.kind is CollectiveKind.ALL_GATHER else step.target_dim
+    gathers = step.kind is CollectiveKind.ALL_GATHER
+    if not gathers and step.kind is not CollectiveKind.REDUCE_SCATTER:
+        return 0
+    if all(n == 1 for n in step.before.local_shape(value.shape, mesh)[:dim]):
+        return 0
+    copied = step.after if gathers and len(value.shape) > 2 else step.before
+    return copied.local_size_bytes(value.shape, value.itemsize, mesh)
 
 
 def _time_of(conversion: Conversion, line: Timeline, regions: dict[str, Program]) -> int:

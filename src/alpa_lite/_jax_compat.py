@@ -5,12 +5,14 @@ Checked with JAX 0.10.2 (the last for Python 3.11) and 0.12.0.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax._src.sharding_impls import ShardingContext
 from jax.extend import random as extend_random
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var
@@ -98,12 +100,11 @@ def threefry_2x32(key: Any, high: Any, low: Any) -> tuple[Any, Any]:
     return first.reshape(high.shape), second.reshape(high.shape)
 
 
-def annotate_sharding_rules(lowered: jax.stages.Lowered) -> ir.Module:
+def annotate_sharding_rules(module: ir.Module) -> ir.Module:
     """A copy of the StableHLO module in which Shardy has put an ``sdy.sharding_rule`` on every op that has one.
 
     A copy, because leftover rule attributes break compilation (jaxlib 0.10.2: "Failed to get shape").
     """
-    module: Any = lowered.compiler_ir("stablehlo")
     with module.context:
         copy = ir.Module.parse(module.operation.get_asm(binary=True))
         pipeline = "builtin.module(func.func(sdy-populate-op-sharding-rules{conservative-propagation=false}))"
@@ -164,10 +165,31 @@ def iter_operations(block: Any) -> Iterator[Any]:
     yield from block.operations
 
 
-def lower_many(functions: Sequence[Callable[..., Any]], arguments: Sequence[Sequence[Any]]) -> jax.stages.Lowered:
-    """Lower several functions in one module, each as a private function called once, in order, from ``main``."""
+def lower_many(functions: Sequence[Callable[..., Any]], arguments: Sequence[Sequence[Any]]) -> ir.Module:
+    """Lower several functions in one module, each as a private function called once, in order, from ``main``.
+
+    By the function that ``jax.jit(...).lower`` ends in: ``lower`` itself starts the backends of this process, even for
+    abstract meshes, and planning must not touch a device (JAX 0.10 to 0.12).
+    """
 
     def main(all_args: Sequence[Sequence[Any]]) -> list[Any]:
         return [jax.jit(fn)(*args) for fn, args in zip(functions, all_args, strict=True)]
 
-    return jax.jit(main, keep_unused=True).trace([list(a) for a in arguments]).lower(lowering_platforms=("cpu",))
+    closed = jax.jit(main, keep_unused=True).trace([list(a) for a in arguments]).jaxpr
+    avals: dict[str, Any] = {"in_avals": [v.aval for v in closed.jaxpr.invars]}
+    jaxpr: Any = closed
+    if "out_avals" in inspect.signature(mlir.lower_jaxpr_to_module).parameters:  # 0.12
+        avals["out_avals"] = [v.aval for v in closed.jaxpr.outvars]
+    result = mlir.lower_jaxpr_to_module(
+        "rules",
+        jaxpr,
+        num_const_args=0,
+        ordered_effects=[],
+        platforms=("cpu",),
+        backend=None,
+        axis_context=ShardingContext(1, None, None),
+        donated_args=[False] * len(avals["in_avals"]),
+        lowering_parameters=mlir.LoweringParameters(),
+        **avals,
+    )
+    return result.module

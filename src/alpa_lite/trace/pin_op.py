@@ -39,4 +39,4 @@ def pin(x: jax.Array, spec: PartitionSpec | None) -> jax.Array:
             "dims. A spec has at most one entry per dim. Remove entries at this al.pin."
         )
     text: Any = str(PinnedDims(path="al.pin", shape=jax.numpy.shape(x), dims=dims))
-    return pin_p.bind(x, dims=text)
+    return pin_p.bind(x, pinned=text)

@@ -55,7 +55,11 @@ def trace(
         TraceError: the function cannot be traced, with the user's line.
     """
     try:
-        traced = jax.jit(fn, static_argnums=static_argnums, static_argnames=static_argnames).trace(*args, **kwargs)
+        abstract = [a if i in static_argnums else jax.tree.map(_abstract, a) for i, a in enumerate(args)]
+        keywords = {k: a if k in static_argnames else jax.tree.map(_abstract, a) for k, a in kwargs.items()}
+        traced = jax.jit(fn, static_argnums=static_argnums, static_argnames=static_argnames).trace(
+            *abstract, **keywords
+        )
     except AlpaLiteError:
         raise
     except Exception as error:
@@ -75,6 +79,14 @@ def trace(
     program = build_program(flat, in_paths, out_paths, donated)
     in_tree = jax.tree_util.tree_structure((tuple(dynamic.values()), named))
     return Traced(program=program, flat=flat, in_tree=in_tree, out_tree=jax.tree_util.tree_structure(out_tree))
+
+
+def _abstract(leaf: Any) -> Any:
+    """Shape and type alone: where an array lies now must not show in the program."""
+    if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
+        weak = bool(getattr(leaf, "weak_type", False))
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=weak)
+    return leaf
 
 
 def _trace_message(fn: Callable[..., Any], error: Exception) -> str:
@@ -162,7 +174,7 @@ def _mirror(
                 num_consts=consts,
                 num_carry=carry,
                 trip_count=trips,
-                pinned=op.params["dims"] if op.name == "pin" else "",
+                pinned=op.params["pinned"] if op.name == "pin" else "",
                 layout=_fixed_layout(op, flat) if op.name == "shard_map" else None,
             )
         )

@@ -25,6 +25,7 @@ from alpa_lite.intraop.core import Core
 from alpa_lite.intraop.problem import Array
 
 _SCALE = 1e5
+_ERROR = 1e-5  # by which HiGHS' scaled bounds may be too high; 30 times the largest error seen
 _ROW_SCALE = 1e4  # largest coefficient of a memory row
 
 
@@ -198,7 +199,7 @@ class Encoding:
         if reason in (mathopt.TerminationReason.INFEASIBLE, mathopt.TerminationReason.INFEASIBLE_OR_UNBOUNDED):
             return MilpResult(picks=None, bound=math.inf, optimal=False, infeasible=True)
         dual = result.termination.objective_bounds.dual_bound
-        bound = dual / self.scale + self.core.constant if math.isfinite(dual) else -math.inf
+        bound = (dual - _ERROR) / self.scale + self.core.constant if math.isfinite(dual) else -math.inf
         picks = None
         if result.has_primal_feasible_solution():
             x_vars = [model.get_variable(p) for p in range(int(self._first[-1]))]

@@ -35,7 +35,6 @@ _ROWS_PER_ROUND = 15
 _MILP_PAIRS = 600_000  # edge entries up to which the MILP is asked for a proof; HiGHS takes about 2 KB for each
 _EXCLUDE_PAIRS = 4_000_000  # edge entries up to which exclusion may bring a core down to that
 _LARGE_GAP = 2e-3  # good enough where a proof is out of reach
-_INTEGER_SCALE = 1e-6  # of the objective in the MILP; smaller, and its tolerances hide a unit
 _TIED_FROM = 200  # core nodes from which on copies are treated alike
 _TIED_GAP = 5e-4  # for the tied problem, which only gives an incumbent
 _TIED_NODES = 50  # of its branch and bound
@@ -253,30 +252,47 @@ def _sweep(search: _Search, messages: Messages, rel_gap: float, small: bool) -> 
 
 
 def _prove(search: _Search, messages: Messages, seed: int, rel_gap: float, *, node_limit: int | None = None) -> None:
-    """Exclude what no better choice contains, then let the MILP decide on the rest, with memory rows as needed."""
+    """Exclude what no better choice contains, then let the MILP decide on the rest, with memory rows as needed.
+
+    A second round follows a first one without incumbent: its answer excludes more and makes the numbers smaller.
+    """
     if search.core.num_pairs > _EXCLUDE_PAIRS:
         return
+    times: list[int] = []
+    while True:
+        had_picks = search.picks is not None
+        reduced = _reduced(search, messages)
+        if reduced is None:
+            return
+        core, whole, kept = reduced
+        encoding = Encoding(core, upper=search.upper)
+        if times:
+            encoding.add_rows(times)
+        _solve_rows(search, core, kept, encoding, seed, rel_gap, node_limit)
+        times = encoding.times
+        if node_limit is not None:
+            if times:
+                search.prices = encoding.solve(time_limit_s=search.deadline - time.monotonic(), relax=True).row_prices
+            return
+        if had_picks or search.picks is None or search.gap <= search.tolerance(rel_gap) or search.out_of_time:
+            break
+    if search.core.whole and search.picks is not None and search.gap > search.tolerance(rel_gap):
+        _prove_whole(search, whole, kept, times, seed)
+
+
+def _reduced(search: _Search, messages: Messages) -> tuple[Core, Core, list[Array]] | None:
+    """(shifted core, core, kept states) without what the gap excludes; None if nothing cheaper or too much is left."""
     core, whole = _shifted(search.core, messages), search.core
     slack = search.upper - core.constant
     kept = [np.arange(len(c)) for c in core.unary]
     if math.isfinite(slack):
         gone, pairs = messages.excluded(search.core, max(slack, 0.0) * (1 + 1e-9) + 1e-12 * abs(search.upper))
         if any(mask.all() for mask in gone):
-            search.bound = search.upper  # nothing cheaper is left
-            return
+            search.bound = search.upper
+            return None
         core, kept = restrict(core, gone, pairs)
         whole, _ = restrict(whole, gone, pairs)
-    if core.num_pairs > _MILP_PAIRS:
-        return
-    encoding = Encoding(core, upper=search.upper)
-    _solve_rows(search, core, kept, encoding, seed, rel_gap, node_limit)
-    if node_limit is not None:
-        if encoding.times:
-            search.prices = encoding.solve(time_limit_s=search.deadline - time.monotonic(), relax=True).row_prices
-        return
-    # Below that scale one unit of the objective drowns in the MILP's tolerances.
-    if search.core.whole and search.picks is not None and encoding.scale < _INTEGER_SCALE:
-        _prove_whole(search, whole, kept, encoding.times, seed)
+    return (core, whole, kept) if core.num_pairs <= _MILP_PAIRS else None
 
 
 def _solve_rows(

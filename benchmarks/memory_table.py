@@ -25,7 +25,7 @@ MIB = 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One compiled plan; ``found`` and ``compiled`` count collectives."""
+    """One compiled plan; ``planned``, ``unplanned`` and ``missing`` count collectives."""
 
     name: str
     mesh: str
@@ -97,30 +97,34 @@ def gpu_row(name: str, hosts: str, mesh: tuple[int, ...]) -> Row:
     )
 
 
-def page(only: set[str]) -> Iterator[str]:
+def page(only: set[str], targets: set[str]) -> Iterator[str]:
     """Lines of the page, as they become known."""
     yield "# Memory: predicted against compiled\n"
     yield "Peak bytes per device of plans against what XLA's buffer assignment needs for the same program, and the audit"
     yield "of collectives beside it. Made with `python -m benchmarks.memory_table --output docs/memory.md`.\n"
-    yield "## XLA:CPU, 8 virtual devices, float32 gradient steps\n"
-    yield "Compiled = arguments + results + temporaries - aliased.\n"
-    yield HEAD
-    yield from (str(cpu_row(name, mesh)) for name in EXAMPLES for mesh in MESHES if not only or name in only)
-    yield "\n## XLA:GPU, H100 SXM, training steps with donated state\n"
-    yield "Compiled without a GPU by XLA:GPU for that topology; compiled = its own peak figure.\n"
-    yield HEAD
-    targets = [*MODELS, *((name, "1x8", (2, 4)) for name in EXAMPLES)]
-    yield from (str(gpu_row(*target)) for target in targets if not only or target[0] in only)
+    if "cpu" in targets:
+        yield "## XLA:CPU, 8 virtual devices, float32 gradient steps\n"
+        yield "Compiled = arguments + results + temporaries - aliased.\n"
+        yield HEAD
+        yield from (str(cpu_row(name, mesh)) for name in EXAMPLES for mesh in MESHES if not only or name in only)
+    if "gpu" in targets:
+        yield "\n## XLA:GPU, H100 SXM, training steps with donated state\n"
+        yield "Compiled without a GPU by XLA:GPU for that topology; compiled = its own peak figure.\n"
+        yield HEAD
+        steps = [*MODELS, *((name, "1x8", (2, 4)) for name in EXAMPLES)]
+        yield from (str(gpu_row(*step)) for step in steps if not only or step[0] in only)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", help="only these models and examples")
+    parser.add_argument("--target", choices=("cpu", "gpu"), help="only this half of the page")
     parser.add_argument("--output", type=Path, help="file to write")
     arguments = parser.parse_args()
     use_virtual_devices()
     lines = []
-    for line in page(set(arguments.names)):
+    targets = {arguments.target} if arguments.target else {"cpu", "gpu"}
+    for line in page(set(arguments.names), targets):
         print(line, flush=True)
         lines.append(line)
     if arguments.output:

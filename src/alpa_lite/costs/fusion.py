@@ -20,8 +20,38 @@ _REDUCTIONS = frozenset(
 _BARRIERS = frozenset(["optimization_barrier", "pin", "copy_p"])
 # Elementwise, but too dear to compute once per reader.
 _EXPENSIVE = frozenset(
-    ["acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "cos", "cosh", "digamma", "div", "erf", "erf_inv"]
-    + ["erfc", "exp", "exp2", "expm1", "lgamma", "log", "log1p", "logistic", "pow", "rem", "rsqrt", "sin", "sinh", "sqrt"]
+    [
+        "acos",
+        "acosh",
+        "asin",
+        "asinh",
+        "atan",
+        "atan2",
+        "atanh",
+        "cbrt",
+        "cos",
+        "cosh",
+        "digamma",
+        "div",
+        "erf",
+        "erf_inv",
+    ]
+    + [
+        "erfc",
+        "exp",
+        "exp2",
+        "expm1",
+        "lgamma",
+        "log",
+        "log1p",
+        "logistic",
+        "pow",
+        "rem",
+        "rsqrt",
+        "sin",
+        "sinh",
+        "sqrt",
+    ]
     + ["tan", "tanh"]
 )
 
@@ -33,9 +63,7 @@ def takes_producers(op: Op) -> bool:
 
 def joins_consumers(op: Op) -> bool:
     """Whether the op can be computed inside those that read it."""
-    return op.primitive not in _BARRIERS and (
-        op.elementwise or op.primitive in _SOURCES or op.primitive in _INDEXING
-    )
+    return op.primitive not in _BARRIERS and (op.elementwise or op.primitive in _SOURCES or op.primitive in _INDEXING)
 
 
 def fused_values(program: Program) -> tuple[bool, ...]:

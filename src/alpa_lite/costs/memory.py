@@ -114,7 +114,7 @@ def _live(program: Program, prefix: str, lo: int, hi: int, out: Timeline) -> Non
             # What a scan stacks up is written into a buffer of zeros, which depends on nothing.
             stacked = out.breadth_first and op.primitive == "scan" and position >= op.num_carry
             begin = lo if stacked else out.start[path]
-            out.made[(prefix, o)] = out.start[path]
+            out.made[(prefix, o)] = min(out.end[path], out.num_times - 1)
             if o < 0 or fused[o] or o in outside or _is_view(op):
                 continue
             out.intervals.append(Interval(prefix, o, begin, max(last.get(o, 0), out.start[path] + 1)))

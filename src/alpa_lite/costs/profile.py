@@ -187,7 +187,12 @@ def _unstored_layouts(
     for conversion in conversions:
         region, value = _region_of(conversion.op), conversion.value
         op, made = makers.get((region, value), (None, None))
-        if op is not None and conversion.source == made and joins_consumers(op) and readers[region, value, made] == [True]:
+        if (
+            op is not None
+            and conversion.source == made
+            and joins_consumers(op)
+            and readers[region, value, made] == [True]
+        ):
             found.add((region, value, made))
     return found
 
@@ -197,17 +202,20 @@ def _region_of(path: str) -> str:
     return f"{prefix}." if prefix else ""
 
 
+_PERMUTED = {"conv_general_dilated": 2, "dot_general": 1}  # how many operands are transposed
+
+
 def _permuted(
     regions: dict[str, Program], line: Timeline, mesh: DeviceMesh, decisions: Sequence[OpDecision]
 ) -> list[tuple[int, int, int, str, str]]:
-    """Convolutions whose batch is not the first dim (kernel gradients) read transposed copies, made as soon as they can."""
+    """Kernel gradients contract the leading dims, and read transposed copies that are made as soon as they can be."""
     items = []
     for decision in decisions:
         region = _region_of(decision.path)
         op = regions[region].ops[int(decision.path[len(region) :])]
-        if op.primitive != "conv_general_dilated" or op.rule.operands[0][0] == op.rule.results[0][0]:
+        if op.primitive not in _PERMUTED or op.rule.operands[0][:1] == op.rule.results[0][:1]:
             continue
-        for value, spec in zip(op.inputs, decision.operands, strict=True):
+        for value, spec in [*zip(op.inputs, decision.operands, strict=True)][: _PERMUTED[op.primitive]]:
             if value >= 0:
                 size = _bytes(regions[region], value, spec, mesh)
                 lo = line.made[(region, value)]

@@ -1,0 +1,139 @@
+"""The command line: every verb, and bad input told in words with exit code 2."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+import alpa_lite as al
+from alpa_lite.cli import main
+from alpa_lite.cluster.calibration import Calibration
+from alpa_lite.executor import calibrate as calibration
+
+TARGETS = """
+import jax
+import jax.numpy as jnp
+import alpa_lite as al
+from jax.sharding import PartitionSpec as P
+
+X = jax.ShapeDtypeStruct((64, 32), jnp.float32)
+W = jax.ShapeDtypeStruct((32, 64), jnp.float32)
+
+def step(w, x):
+    return w * 0.5, jnp.tanh(x @ w).sum()
+
+def pair():
+    return step, (W, X)
+
+def target():
+    return al.PlanTarget(step, (W, X), pins={"0": P(None, "model")}, donate_argnums=(0,))
+
+def parallel():
+    return al.parallelize(step, pins={"0": P(None, "mp")}), (W, X)
+
+def nothing():
+    return None
+
+number = 3
+"""
+
+
+@pytest.fixture
+def targets(tmp_path, monkeypatch):
+    path = tmp_path / "cli_targets.py"
+    path.write_text(TARGETS)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.chdir(tmp_path)
+    yield path
+    sys.modules.pop("cli_targets", None)
+
+
+def run(*arguments, code=0):
+    result = CliRunner().invoke(main, [str(a) for a in arguments])
+    assert result.exit_code == code, f"exit code {result.exit_code}\n{result.output}\n{result.exception!r}"
+    return result
+
+
+@pytest.mark.parametrize("form", ["cli_targets.py:target", "cli_targets:target"])
+def test_plan_prints_the_table_and_writes_the_file(targets, tmp_path, form):
+    out = tmp_path / "plan.json"
+    result = run("plan", form, "--cluster", "1x8:h100-sxm", "--out", out)
+    assert "1x8:h100-sxm" in result.stdout and "Arguments" in result.stdout and "[_,model]" in result.stdout
+    plan = al.load_plan(out)
+    assert plan.pins == (("0", "P(None, 'model')"),)
+    assert dict(plan.options)["donate_argnums"] == (0,)
+    assert run("show", out).stdout == result.stdout
+
+
+def test_plan_on_one_mesh_shape_and_of_a_pair(targets):
+    result = run("plan", "cli_targets.py:pair", "--cluster", "1x8:cpu", "--mesh", "2x4")
+    assert "(x=2, y=4)" in result.stdout
+
+
+def test_a_parallelized_step_keeps_its_pins(targets):
+    assert "[_,mp]" in run("plan", "cli_targets.py:parallel", "--cluster", "1x8:cpu").stdout
+
+
+def test_rules_lists_the_primitives(targets):
+    for name in ("pair", "parallel"):
+        output = run("rules", f"cli_targets.py:{name}").stdout
+        assert "dot_general" in output and "shardy" in output and "reduction={" in output
+
+
+def test_diff_says_what_differs(targets, tmp_path):
+    for mesh in ("2x4", "8"):
+        run("plan", "cli_targets.py:pair", "--cluster", "1x8:cpu", "--mesh", mesh, "--out", tmp_path / f"{mesh}.json")
+    assert run("diff", tmp_path / "8.json", tmp_path / "8.json").stdout == "the plans are equal\n"
+    assert "mesh: (x=2, y=4) -> (x=8)" in run("diff", tmp_path / "2x4.json", tmp_path / "8.json").stdout
+
+
+def test_calibrate_prints_and_writes_what_was_measured(tmp_path, monkeypatch):
+    tiny = calibration.Sizes(matmul=(16, 64), copy_bytes=2**14, collective_bytes=(2**10, 2**16), run_s=1e-3, repeats=2)
+    monkeypatch.setattr(calibration, "CPU_SIZES", tiny)
+    out = tmp_path / "calibration.json"
+    assert "measured" in run("calibrate", "--out", out).stdout
+    assert Calibration.from_text(out.read_text()).num_devices == 8
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["plan", "cli_targets.py", "--cluster", "1x8:cpu"], ["cannot be read", "path/to/file.py:callable"]),
+        (["plan", "gone.py:target", "--cluster", "1x8:cpu"], ["no file 'gone.py'", "Correct the path"]),
+        (["plan", "no.such.module:target", "--cluster", "1x8:cpu"], ["No module named 'no'", "project's folder"]),
+        (
+            ["plan", "cli_targets.py:tarte", "--cluster", "1x8:cpu"],
+            ["no callable 'tarte'", "target", "Correct the name"],
+        ),
+        (["plan", "cli_targets.py:number", "--cluster", "1x8:cpu"], ["no callable 'number'"]),
+        (["plan", "cli_targets.py:nothing", "--cluster", "1x8:cpu"], ["returned NoneType", "al.PlanTarget"]),
+        (["plan", "cli_targets.py:pair", "--cluster", "eight"], ["'eight' cannot be read", "8x8:h100-sxm"]),
+        (["plan", "cli_targets.py:pair", "--cluster", "1x8:cpu", "--mesh", "a"], ["--mesh 'a'", "2x4"]),
+        (["plan", "cli_targets.py:pair", "--cluster", "1x8:cpu", "--mesh", "4x4"], ["16 devices", "has 8"]),
+        (["plan", "cli_targets.py:pair", "--cluster", "1x8:cpu", "--out", "no/where.json"], ["cannot be written"]),
+        (["verify", "cli_targets.py:gone", "--cluster", "1x8:h100-sxm"], ["no callable 'gone'"]),
+        (["show", "gone.json"], ["cannot read the plan file 'gone.json'"]),
+        (["diff", "gone.json", "gone.json"], ["cannot read the plan file 'gone.json'"]),
+    ],
+)
+def test_bad_input_is_told_without_a_traceback(targets, arguments, parts):
+    result = run(*arguments, code=2)
+    assert result.stderr.startswith("error: ") and not result.stdout
+    assert all(part in result.stderr for part in parts), result.stderr
+    assert "Traceback" not in result.output
+
+
+def test_errors_inside_the_users_own_callable_keep_their_traceback(targets):
+    targets.write_text("def target():\n    raise RuntimeError('mine')\n")
+    result = CliRunner().invoke(main, ["plan", "cli_targets.py:target", "--cluster", "1x8:cpu"])
+    assert isinstance(result.exception, RuntimeError)
+
+
+def test_it_runs_as_a_module_and_lists_its_verbs():
+    result = subprocess.run([sys.executable, "-m", "alpa_lite", "--help"], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0
+    for verb in ("plan", "verify", "solve", "rules", "diff", "show", "calibrate"):
+        assert verb in result.stdout

@@ -106,7 +106,8 @@ def annotate_sharding_rules(module: ir.Module) -> ir.Module:
     A copy, because leftover rule attributes break compilation (jaxlib 0.10.2: "Failed to get shape").
     """
     with module.context:
-        copy = ir.Module.parse(module.operation.get_asm(binary=True))
+        bytecode: Any = module.operation.get_asm(binary=True)
+        copy = ir.Module.parse(bytecode)
         pipeline = "builtin.module(func.func(sdy-populate-op-sharding-rules{conservative-propagation=false}))"
         passmanager.PassManager.parse(pipeline).run(copy.operation)
     return copy

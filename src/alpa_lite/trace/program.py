@@ -11,8 +11,8 @@ import jax
 import numpy as np
 
 from alpa_lite._jax_compat import Literal, scan_layout
-from alpa_lite.core.program import FixedLayout, Op, Program, Value, check_program
 from alpa_lite.core.mesh import DeviceMesh
+from alpa_lite.core.program import FixedLayout, Op, Program, Value, check_program
 from alpa_lite.core.rule import OpShardingRule
 from alpa_lite.core.spec import ShardingSpec
 from alpa_lite.errors import AlpaLiteError, TraceError

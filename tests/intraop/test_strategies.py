@@ -35,7 +35,9 @@ def merge(a: int, b: int) -> OpShardingRule:
     )
 
 
-def strategies(rule: OpShardingRule, shape: tuple[int, ...], unreduced: tuple[bool, ...] = (), **settings) -> StrategySet:
+def strategies(
+    rule: OpShardingRule, shape: tuple[int, ...], unreduced: tuple[bool, ...] = (), **settings
+) -> StrategySet:
     mesh = device_mesh(shape)
     unreduced = unreduced or (False,) * len(rule.operands)
     return enumerate_strategies(rule, mesh, _conversions(mesh), unreduced_inputs=unreduced, **settings)
@@ -131,9 +133,7 @@ def test_every_axis_must_work_for_sharded_contractions():
 
 
 def test_a_group_of_operands_is_unreduced_together():
-    rule = OpShardingRule(
-        operands=(((0,),), ((0,),)), results=(((0,),),), factors=(Factor(size=8),), linear=((0, 1),)
-    )
+    rule = OpShardingRule(operands=(((0,),), ((0,),)), results=(((0,),),), factors=(Factor(size=8),), linear=((0, 1),))
     assert len(strategies(rule, (4,), (True, False))) == 2
     made = strategies(rule, (4,), (True, True))
     assert texts(rule, (4,), made)[-1] == "[_]+{x} [_]+{x} [_]+{x}"
@@ -160,6 +160,4 @@ def test_every_strategy_is_valid_and_unique(sizes, shape, unreduced):
             assert spec.divides(tensor, mesh)
             for axes in spec.dims:
                 assert axes == mesh.sort_axes(axes)
-        assert made.split[s] == math.prod(
-            mesh.shape[a] for a, choice in enumerate(made.assignment[s]) if choice >= 0
-        )
+        assert made.split[s] == math.prod(mesh.shape[a] for a, choice in enumerate(made.assignment[s]) if choice >= 0)

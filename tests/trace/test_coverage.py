@@ -32,7 +32,9 @@ def test_origin_count_and_reason():
 
 
 def test_ops_inside_of_loops_are_counted():
-    rows = rows_of(lambda c, xs: lax.scan(lambda h, x: (jnp.tanh(h @ x), None), c, xs)[0], struct(8, 8), struct(3, 8, 8))
+    rows = rows_of(
+        lambda c, xs: lax.scan(lambda h, x: (jnp.tanh(h @ x), None), c, xs)[0], struct(8, 8), struct(3, 8, 8)
+    )
     assert {"scan", "dot_general", "tanh"} == set(rows)
     assert rows["scan"].splittable == 1
 
@@ -51,7 +53,11 @@ def test_every_primitive_of_the_examples_has_a_rule(name):
     example = EXAMPLES[name]("small")
     found = al.rules.coverage(example.train_step, *example.abstract_args())
     assert not [row.primitive for row in found.rows if row.origin == "none"]
-    heavy = [row for row in found.rows if row.primitive in ("dot_general", "conv_general_dilated", "add", "mul", "reduce_sum")]
+    heavy = [
+        row
+        for row in found.rows
+        if row.primitive in ("dot_general", "conv_general_dilated", "add", "mul", "reduce_sum")
+    ]
     assert heavy and all(row.splittable for row in heavy)
     for row in found.replicated:  # nothing large stays whole without a word
         assert row.reason or "replicated=" in row.example or "{}" in row.example, row

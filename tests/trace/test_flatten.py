@@ -127,7 +127,9 @@ def test_a_users_shard_map_runs_on_its_own_layout(check_vma):
         return jnp.tanh(users(x * 2, w, mesh=mesh, check_vma=check_vma)) @ w.T
 
     drawn = draw(trace(fn, (X, W), {}), (2, 4), [0])[0]
-    decision = {op.primitive: d for d, (_, _, op) in zip(drawn.realised.decisions, drawn.traced.program.walk(), strict=True)}
+    decision = {
+        op.primitive: d for d, (_, _, op) in zip(drawn.realised.decisions, drawn.traced.program.walk(), strict=True)
+    }
     assert [str(s) for s in decision["shard_map"].operands] == ["[x,y]", "[y,_]"]
     check(fn, (X, W), (2, 4), seeds=range(3))
 
@@ -155,7 +157,9 @@ def test_a_users_shard_map_is_planned_and_run():
 
 def test_a_pure_callback_sees_whole_arrays():
     def fn(x):
-        total = jax.pure_callback(lambda a: np.cumsum(np.asarray(a)[::-1], 0), jax.ShapeDtypeStruct((8, 4), jnp.float32), x * 2)
+        total = jax.pure_callback(
+            lambda a: np.cumsum(np.asarray(a)[::-1], 0), jax.ShapeDtypeStruct((8, 4), jnp.float32), x * 2
+        )
         return total + 1
 
     assert "pure_callback" in names(fn, X)

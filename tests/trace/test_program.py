@@ -65,7 +65,9 @@ def test_static_arguments_are_no_inputs():
 
 def test_every_op_knows_the_users_line():
     program = trace(step, (PARAMS, X), {}).program
-    assert all(HERE in op.source for _, _, op in program.walk()), [op.source for op in program.ops if HERE not in op.source]
+    assert all(HERE in op.source for _, _, op in program.walk()), [
+        op.source for op in program.ops if HERE not in op.source
+    ]
     (sin,) = [op for op in program.ops if op.primitive == "sin"]
     assert int(sin.source.split(":")[1].split()[0].split(":")[0]) == loss.__code__.co_firstlineno + 1
     assert "jvp" in sin.scope
@@ -184,7 +186,7 @@ def test_a_function_that_cannot_be_traced_names_the_users_line():
 
 
 def test_a_failing_function_keeps_its_own_message():
-    with pytest.raises(TraceError, match="Incompatible shapes.*\\n.*test_program.py"):
+    with pytest.raises(TraceError, match=r"Incompatible shapes.*\n.*test_program.py"):
         trace(lambda x: x @ x + jnp.ones(3), (struct(8, 8),), {})
 
 

@@ -48,7 +48,10 @@ def elementwise() -> dict[str, Case]:
     x, y = floats(8, 16), floats(8, 16, seed=1)
     return {
         "unary": (lambda x: [jnp.exp(x), jnp.tanh(x), -x, jnp.abs(x), lax.erf(x), lax.logistic(x), jnp.sign(x)], (x,)),
-        "positive": (lambda x: [jnp.log(x), jnp.sqrt(x), lax.rsqrt(x), x**3, lax.lgamma(x), jnp.log1p(x)], (positive(8, 6),)),
+        "positive": (
+            lambda x: [jnp.log(x), jnp.sqrt(x), lax.rsqrt(x), x**3, lax.lgamma(x), jnp.log1p(x)],
+            (positive(8, 6),),
+        ),
         "binary": (lambda x, y: [x + y, x - y, x * y, x / (y * y + 1), jnp.maximum(x, y), lax.atan2(x, y)], (x, y)),
         "compare": (lambda x, y: [x < y, x == y, (x >= y) & (y > 0), jnp.isfinite(x), ~(x < y)], (x, y)),
         "integer": (lambda n: [n // 3, n % 5, n << 2, n ^ 7, lax.population_count(n)], (ints(100, 8, 12),)),
@@ -60,7 +63,10 @@ def elementwise() -> dict[str, Case]:
         "select": (lambda c, x, y: [jnp.where(c, x, y), jnp.where(c, x, 0.0)], (bools(8, 16), x, y)),
         "select_scalar_predicate": (lambda c, x, y: lax.select(c, x, y), (np.bool_(True), x, y)),
         "reduce_precision": (lambda x: lax.reduce_precision(x, 8, 7), (x,)),
-        "complex": (lambda x, y: [lax.complex(x, y), jnp.abs(lax.complex(x, y)), jnp.real(lax.complex(x, y) ** 2)], (x, y)),
+        "complex": (
+            lambda x, y: [lax.complex(x, y), jnp.abs(lax.complex(x, y)), jnp.real(lax.complex(x, y) ** 2)],
+            (x, y),
+        ),
         "softmax_gradient": grad_of(jax.nn.softmax, x),
         "gelu_gradient": grad_of(jax.nn.gelu, x),
     }
@@ -69,7 +75,10 @@ def elementwise() -> dict[str, Case]:
 def shapes() -> dict[str, Case]:
     x = floats(8, 4, 6)
     return {
-        "broadcast": (lambda b, x: [b + x, jnp.broadcast_to(b, (8, 16)), jnp.ones((8, 4)) * 2], (floats(16), floats(8, 16))),
+        "broadcast": (
+            lambda b, x: [b + x, jnp.broadcast_to(b, (8, 16)), jnp.ones((8, 4)) * 2],
+            (floats(16), floats(8, 16)),
+        ),
         "broadcast_size_one": (lambda a, b: a * b, (floats(8, 1), floats(1, 16))),
         "merge": (lambda x: x.reshape(32, 6), (x,)),
         "merge_all": (lambda x: x.reshape(-1), (x,)),
@@ -81,10 +90,16 @@ def shapes() -> dict[str, Case]:
         "heads": (lambda x: x.reshape(4, 8, 2, 8).transpose(0, 2, 1, 3).reshape(8, 64), (floats(4, 8, 16),)),
         "transpose": (lambda x: [x.transpose(2, 0, 1), jnp.swapaxes(x, 0, 1)], (x,)),
         "rev": (lambda x: [x[::-1], jnp.flip(x, (0, 2))], (x,)),
-        "concatenate": (lambda x, y: [jnp.concatenate([x, y], 0), jnp.concatenate([x, y, x], 1)], (x, floats(8, 4, 6, seed=2))),
+        "concatenate": (
+            lambda x, y: [jnp.concatenate([x, y], 0), jnp.concatenate([x, y, x], 1)],
+            (x, floats(8, 4, 6, seed=2)),
+        ),
         "stack": (lambda x, y: jnp.stack([x, y], 1), (x, floats(8, 4, 6, seed=2))),
         "split_pieces": (lambda x: jnp.split(x, 2, 0) + jnp.split(x, [1, 3], 1), (x,)),
-        "pad": (lambda x: [jnp.pad(x, ((0, 0), (2, 2), (0, 0))), lax.pad(x, 1.0, [(0, 0, 0), (0, 0, 1), (1, -2, 0)])], (x,)),
+        "pad": (
+            lambda x: [jnp.pad(x, ((0, 0), (2, 2), (0, 0))), lax.pad(x, 1.0, [(0, 0, 0), (0, 0, 1), (1, -2, 0)])],
+            (x,),
+        ),
         "pad_gradient": grad_of(lambda x: jnp.pad(x, ((0, 0), (2, 2), (1, 0))), x),
         "tile": (lambda x: jnp.tile(x, (2, 1, 3)), (x,)),
         "repeat": (lambda x: jnp.repeat(x, 2, axis=0), (x,)),
@@ -103,8 +118,14 @@ def slices() -> dict[str, Case]:
         "dynamic_slice_clamps": (lambda x, i: lax.dynamic_slice(x, (i, i, i), (8, 12, 4)), (x, np.int32(50))),
         "dynamic_slice_gradient": grad_of(lambda x, i: lax.dynamic_slice(x, (i, 0, 0), (2, 12, 16)), x, i),
         "dynamic_index": (lambda x, i: [lax.dynamic_index_in_dim(x, i, 1), x[i]], (x, i)),
-        "dynamic_update_slice": (lambda x, u, i, j: lax.dynamic_update_slice(x, u, (0, i, j)), (x, floats(8, 4, 2), i, j)),
-        "dynamic_update_whole": (lambda x, u, i: lax.dynamic_update_slice(x, u, (i, i, i)), (x, floats(8, 12, 2), np.int32(9))),
+        "dynamic_update_slice": (
+            lambda x, u, i, j: lax.dynamic_update_slice(x, u, (0, i, j)),
+            (x, floats(8, 4, 2), i, j),
+        ),
+        "dynamic_update_whole": (
+            lambda x, u, i: lax.dynamic_update_slice(x, u, (i, i, i)),
+            (x, floats(8, 12, 2), np.int32(9)),
+        ),
         "dynamic_update_gradient": grad_of(
             lambda x, u, i: lax.dynamic_update_slice(x, u, (i, 0, 0)), x, floats(2, 12, 16), i, argnums=(0, 1)
         ),
@@ -122,10 +143,15 @@ def contractions() -> dict[str, Case]:
         "attention": (lambda q, k: jnp.einsum("bqhd,bkhd->bhqk", q, k), (q, k)),
         "two_contracted": (lambda a, b: jnp.einsum("abc,bcd->ad", a, b), (floats(8, 4, 6), floats(4, 6, 16))),
         "outer": (lambda a, b: jnp.einsum("a,b->ab", a, b), (floats(8), floats(16))),
-        "integer": (lambda a, b: lax.dot(a, b, preferred_element_type=jnp.int32), (ints(9, 8, 16, dtype="int8"), ints(9, 16, 8, dtype="int8"))),
+        "integer": (
+            lambda a, b: lax.dot(a, b, preferred_element_type=jnp.int32),
+            (ints(9, 8, 16, dtype="int8"), ints(9, 16, 8, dtype="int8")),
+        ),
         "gradient": grad_of(lambda a, b: jnp.tanh(a @ b), a, b, argnums=(0, 1)),
         "chain": (lambda a, b, c: (a @ b) @ c * 2 + (a @ b)[:, :8].sum(), (a, b, floats(32, 8))),
-        "batched_gradient": grad_of(lambda q, k: jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k)), q, k, argnums=(0, 1)),
+        "batched_gradient": grad_of(
+            lambda q, k: jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k)), q, k, argnums=(0, 1)
+        ),
     }
 
 
@@ -174,7 +200,13 @@ def reductions() -> dict[str, Case]:
         "max_gradient": grad_of(lambda x: x.max(0), floats(8, 16)),
         "mean_gradient": grad_of(lambda x: (x - x.mean(0)) / (x.std(0) + 1), floats(8, 16)),
         "custom": (lambda x: lax.reduce(x, np.float32(1), lambda a, b: a * b, (0,)), (positive(8, 6),)),
-        "bits": (lambda n: [lax.reduce(n, np.int32(0), lax.bitwise_xor, (1,)), lax.reduce(n, np.int32(0), lax.bitwise_or, (0,))], (n,)),
+        "bits": (
+            lambda n: [
+                lax.reduce(n, np.int32(0), lax.bitwise_xor, (1,)),
+                lax.reduce(n, np.int32(0), lax.bitwise_or, (0,)),
+            ],
+            (n,),
+        ),
     }
 
 
@@ -229,7 +261,9 @@ def gathers() -> dict[str, Case]:
     }
     for mode in ("fill", "clip", "wrap"):
         cases[f"mode_{mode}"] = (lambda t, i, m=mode: jnp.take(t, i, axis=0, mode=m), (table, ints(40, 16, low=-40)))
-        cases[f"mode_{mode}_gradient"] = grad_of(lambda t, i, m=mode: jnp.take(t, i, 0, mode=m), table, ints(40, 16, low=-40))
+        cases[f"mode_{mode}_gradient"] = grad_of(
+            lambda t, i, m=mode: jnp.take(t, i, 0, mode=m), table, ints(40, 16, low=-40)
+        )
     cases["mode_promise"] = (lambda t, i: t.at[i].get(mode="promise_in_bounds"), (table, i))
     return cases
 
@@ -276,7 +310,10 @@ def random_numbers() -> dict[str, Case]:
     for style, key in (("key", new), ("raw_key", old)):
         cases[f"{style}_normal"] = (lambda k: jax.random.normal(k, (8, 16)), (key,))
         cases[f"{style}_uniform"] = (lambda k: jax.random.uniform(k, (6, 8, 4)), (key,))
-        cases[f"{style}_bernoulli"] = (lambda k, x: jnp.where(jax.random.bernoulli(k, 0.7, (8, 16)), x, 0), (key, floats(8, 16)))
+        cases[f"{style}_bernoulli"] = (
+            lambda k, x: jnp.where(jax.random.bernoulli(k, 0.7, (8, 16)), x, 0),
+            (key, floats(8, 16)),
+        )
         cases[f"{style}_split"] = (
             lambda k: [jax.random.normal(s, (8,)) for s in jax.random.split(jax.random.fold_in(k, 7), 3)],
             (key,),
@@ -346,11 +383,15 @@ def control_flow() -> dict[str, Case]:
         return (h**2).sum() + ys.mean()
 
     def whiles(x: Any) -> Any:
-        return lax.while_loop(lambda s: (s[0] < 3) & (s[1].sum() < 1e9), lambda s: (s[0] + 1, s[1] * 1.5 + s[0]), (0, x))
+        return lax.while_loop(
+            lambda s: (s[0] < 3) & (s[1].sum() < 1e9), lambda s: (s[0] + 1, s[1] * 1.5 + s[0]), (0, x)
+        )
 
     def sums(a: Any, b: Any) -> Any:
         # The carry starts as a partial sum, and the body leaves a literal in one of its places.
-        return lax.scan(lambda s, r: ((s[0] + r @ b, 1.0), s[1] * r), (a @ b[:, 0] @ jnp.ones(8) * b[0], (a @ b).sum()), a)
+        return lax.scan(
+            lambda s, r: ((s[0] + r @ b, 1.0), s[1] * r), (a @ b[:, 0] @ jnp.ones(8) * b[0], (a @ b).sum()), a
+        )
 
     return {
         "scan": (rnn, (w, c, x)),
@@ -363,7 +404,9 @@ def control_flow() -> dict[str, Case]:
         ),
         "scan_that_leaves_a_literal": (sums, (floats(8, 8), floats(8, 8))),
         "scan_of_remat": (
-            jax.grad(lambda w, x: lax.scan(jax.checkpoint(lambda h, _: (jnp.tanh(h @ w), None)), x, None, length=3)[0].sum()),
+            jax.grad(
+                lambda w, x: lax.scan(jax.checkpoint(lambda h, _: (jnp.tanh(h @ w), None)), x, None, length=3)[0].sum()
+            ),
             (w, c),
         ),
         "map": (lambda x: lax.map(lambda r: (r @ r.T).sum(0), x), (x,)),
@@ -374,14 +417,22 @@ def control_flow() -> dict[str, Case]:
         ),
         "fori": (lambda x, w: lax.fori_loop(0, 3, lambda i, s: s @ w + i, x), (c, w)),
         "cond": (lambda p, x: lax.cond(p.sum() > 0, lambda a: (a * 2, a.sum()), lambda a: (a, a.max()), x), (c, c)),
-        "cond_leaves_literals": (lambda p, x: lax.cond(p, lambda a: (a, 1.0), lambda a: (a + 1, 0.0), x), (np.bool_(True), c)),
+        "cond_leaves_literals": (
+            lambda p, x: lax.cond(p, lambda a: (a, 1.0), lambda a: (a + 1, 0.0), x),
+            (np.bool_(True), c),
+        ),
         "switch": (
             lambda i, x, y: lax.switch(i, [lambda a, b: a + b, lambda a, b: a @ b.T @ a, lambda a, b: b], x, y),
             (np.int32(1), c, floats(8, 16, seed=3)),
         ),
-        "cond_gradient": (jax.grad(lambda x: lax.cond(x[0, 0] > 0, lambda a: (a**2).sum(), lambda a: a.sum(), x)), (c,)),
+        "cond_gradient": (
+            jax.grad(lambda x: lax.cond(x[0, 0] > 0, lambda a: (a**2).sum(), lambda a: a.sum(), x)),
+            (c,),
+        ),
         "nested": (
-            lambda x, w: lax.scan(lambda s, r: (lax.fori_loop(0, 2, lambda i, t: jnp.tanh(t @ w), s) + r, None), x[0], x)[0],
+            lambda x, w: lax.scan(
+                lambda s, r: (lax.fori_loop(0, 2, lambda i, t: jnp.tanh(t @ w), s) + r, None), x[0], x
+            )[0],
             (x, w),
         ),
         "remat": (jax.grad(lambda w, x: jax.checkpoint(lambda a: jnp.tanh(a @ w) @ w)(x).sum(), (0, 1)), (w, c)),
@@ -395,18 +446,44 @@ def partial_sums() -> dict[str, Case]:
     n = ints(7, 16, 8)
     return {
         "not_linear": (lambda a, b: [jnp.exp(a @ b), jnp.abs(a @ b), (a @ b) ** 2, jnp.maximum(a @ b, 0)], (a, b)),
-        "linear": (lambda a, b: [-(a @ b), (a @ b).T, (a @ b).reshape(4, 16), (a @ b)[2:4], jnp.cumsum(a @ b, 0)], (a, b)),
-        "scaled": (lambda a, b, s: [(a @ b) * s, (a @ b) / (s * s + 1), s / ((a @ b) ** 2 + 1), (a @ b) * (a @ b)], (a, b, s)),
-        "added": (lambda a, b, s: [(a @ b) + (a @ s.repeat(2, 0)), (a @ b) + s, (a @ b) + 1.0, 1.0 - (a @ b)], (a, b, s)),
-        "zeros": (lambda a, b: [(a @ b) + 0.0, jnp.zeros((8, 8)) + (a @ b), jnp.pad(a @ b, 1), jnp.where(a[:, :8] > 0, a @ b, 0)], (a, b)),
+        "linear": (
+            lambda a, b: [-(a @ b), (a @ b).T, (a @ b).reshape(4, 16), (a @ b)[2:4], jnp.cumsum(a @ b, 0)],
+            (a, b),
+        ),
+        "scaled": (
+            lambda a, b, s: [(a @ b) * s, (a @ b) / (s * s + 1), s / ((a @ b) ** 2 + 1), (a @ b) * (a @ b)],
+            (a, b, s),
+        ),
+        "added": (
+            lambda a, b, s: [(a @ b) + (a @ s.repeat(2, 0)), (a @ b) + s, (a @ b) + 1.0, 1.0 - (a @ b)],
+            (a, b, s),
+        ),
+        "zeros": (
+            lambda a, b: [
+                (a @ b) + 0.0,
+                jnp.zeros((8, 8)) + (a @ b),
+                jnp.pad(a @ b, 1),
+                jnp.where(a[:, :8] > 0, a @ b, 0),
+            ],
+            (a, b),
+        ),
         "ones": (lambda a, b: [jnp.pad(a @ b, 1, constant_values=1.0), jnp.where(a[:, :8] > 0, a @ b, 1.0)], (a, b)),
         "select_by_sum": (lambda a, b, s: jnp.where(a @ b > 0, s, a @ b), (a, b, s)),
-        "concatenated": (lambda a, b, s: [jnp.concatenate([a @ b, (a @ b) * 2], 1), jnp.concatenate([a @ b, s], 0)], (a, b, s)),
+        "concatenated": (
+            lambda a, b, s: [jnp.concatenate([a @ b, (a @ b) * 2], 1), jnp.concatenate([a @ b, s], 0)],
+            (a, b, s),
+        ),
         "joined": (lambda a, b: [(a @ b) @ (a @ b), ((a @ b) @ a).sum(0), (a @ b).sum() / 7], (a, b)),
         "integer_division": (lambda n: [n.sum(0) // 2, n.sum(1) % 3, lax.div(n.sum(0), np.int32(2))], (n,)),
         "rounded": (lambda a, b: [(a @ b).astype(jnp.bfloat16), (a @ b).astype(jnp.int32)], (a, b)),
-        "updated": (lambda a, b, s: [lax.dynamic_update_slice(a @ b, s[:2], (1, 0)), (a @ b).at[2].set(s[0])], (a, b, s)),
-        "gathered": (lambda a, b, i: [(a @ b)[i], (a @ b).at[i].add(1.0), jnp.asarray(s).at[i].add((a @ b)[:4])], (a, b, ints(8, 4))),
+        "updated": (
+            lambda a, b, s: [lax.dynamic_update_slice(a @ b, s[:2], (1, 0)), (a @ b).at[2].set(s[0])],
+            (a, b, s),
+        ),
+        "gathered": (
+            lambda a, b, i: [(a @ b)[i], (a @ b).at[i].add(1.0), jnp.asarray(s).at[i].add((a @ b)[:4])],
+            (a, b, ints(8, 4)),
+        ),
         "pooled": (lambda a, b: lax.reduce_window(a @ b, -jnp.inf, lax.max, (1, 2), (1, 2), "VALID"), (a, b)),
         "compared": (lambda a, b, s: [(a @ b) > s, (a @ b).argmax(1), jnp.sort(a @ b, 0)], (a, b, s)),
     }
@@ -448,7 +525,7 @@ COSTLY = frozenset(
     raw_key_normal raw_key_uniform raw_key_split raw_key_bernoulli key_split integers permutation categorical gumbel_half
     gamma max_overlap_gradient average_gradient cholesky_gradient solve inverse eigh fft_2d scan_of_remat scan_reversed
     nested cond_gradient scaled linear joined compared concatenated one_dim average_same
-    """.split()
+    """.split()  # noqa: SIM905
 )
 QUICK = [(f, n) for f, n in NAMES if n not in COSTLY]
 

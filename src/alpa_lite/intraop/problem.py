@@ -99,7 +99,7 @@ class Solution:
         lower_bound: no choice costs less (always of the problem as given, never of a tied one).
         gap: (objective - lower_bound) / |objective|.
         status: "optimal" (gap within the solver's tolerance), "feasible", "infeasible" or "no-solution".
-        limit_used: what ended the search: "none", "gap" (close enough) or "time".
+        limit_used: what ended the search: "none", "gap" (close enough), "cutoff" (too dear to matter) or "time".
         time_s: wall seconds.
         peak_bytes, peak_time: peak usage of ``choice``.
         rows_used: memory rows that the solver needed.

@@ -7,7 +7,7 @@ The answer is scored on the problem as given.
 3. Message passing on the untied core (``messages.py``) gives the lower bound and further incumbents.
 4. On cores of moderate size the gap excludes states and pairs, and HiGHS closes it (``milp.py``).
 5. If the optimum without memory fits the limit, it is the optimum. Else 1-4 again with memory: rows are added lazily in
-   the MILP; on large cores prices on the fullest times (a Lagrangian) lead to a choice that fits; their bounds hold.
+   the MILP; prices on the fullest times (a Lagrangian, ``prices.py``) give bounds, and choices that fit (``fit.py``).
 
 Work is counted in sweeps, not in seconds, so that equal problems give equal answers; the time limit only cuts it short.
 """
@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -26,7 +26,9 @@ from alpa_lite.intraop.cpsat import solve_whole
 from alpa_lite.intraop.graph import CostGraph, InfeasibleError
 from alpa_lite.intraop.messages import Messages
 from alpa_lite.intraop.milp import Encoding
+from alpa_lite.intraop.narrow import solve_narrow
 from alpa_lite.intraop.presolve import presolve
+from alpa_lite.intraop.prices import Prices, price_memory
 from alpa_lite.intraop.problem import Array, IntraOpProblem, Solution, as_float, evaluate
 from alpa_lite.intraop.repair import improve
 from alpa_lite.intraop.tie import Tie, tie, tied_core
@@ -38,8 +40,10 @@ _LARGE_GAP = 2e-3  # good enough where a proof is out of reach
 _TIED_FROM = 200  # core nodes from which on copies are treated alike
 _TIED_GAP = 5e-4  # for the tied problem, which only gives an incumbent
 _TIED_NODES = 50  # of its branch and bound
-_PRICE_ROUNDS = 60
-_FIRST_SWEEPS = 20  # at prices that are nearly right already
+_PRICE_STEPS = 60
+_UNTIED_PRICE_STEPS = 24  # after those on the tied problem
+_RESET_SWEEPS = 20  # after memory prices, back to costs without them
+_PROOF_PAIRS = 100_000  # edge entries up to which a gap below _LARGE_GAP is worth a proof
 
 
 @dataclass(slots=True)
@@ -56,12 +60,14 @@ class _Search:
     proven_infeasible: bool = False
     tied: bool = False
     rows: int = 0
-    prices: dict[int, float] = field(default_factory=dict)  # per time, cost of a byte; a start for _price_memory
+    cutoff: float = math.inf
+    prices: Prices | None = None
+    rent: float = 0.0  # to be taken off the bound while the messages know the prices
 
     @classmethod
-    def of(cls, core: Core, deadline: float) -> _Search:
+    def of(cls, core: Core, deadline: float, cutoff: float) -> _Search:
         unary, costs = finite(core)
-        return cls(core, deadline, unary, costs)
+        return cls(core, deadline, unary, costs, cutoff=cutoff)
 
     @property
     def gap(self) -> float:
@@ -70,6 +76,11 @@ class _Search:
     def tolerance(self, rel_gap: float) -> float:
         """The relative gap that counts as closed."""
         return _tolerance(self.core, self.upper, rel_gap) if self.picks is not None else rel_gap
+
+    @property
+    def too_dear(self) -> bool:
+        """Whether there is an answer and no better one can be cheap enough to matter."""
+        return self.picks is not None and self.bound > self.cutoff
 
     @property
     def out_of_time(self) -> bool:
@@ -98,6 +109,7 @@ def solve(
     progress: Callable[[str], None] | None = None,
     incumbent: Array | None = None,
     rel_gap: float = 1e-6,
+    cutoff: float = math.inf,
 ) -> Solution:
     """Finds the cheapest choice within the memory limit.
 
@@ -108,6 +120,7 @@ def solve(
         progress: called with a line of text now and then.
         incumbent: a choice to start from.
         rel_gap: gap at which an answer counts as optimal.
+        cutoff: on large problems the search ends once no answer below this is possible (another mesh is better).
 
     Returns:
         The answer with its bound; ``status`` is "optimal", "feasible", "infeasible" or "no-solution".
@@ -124,7 +137,7 @@ def solve(
         core = extract_core(graph)
         if progress is not None:
             progress(f"core of {core.num_nodes} nodes, {len(core.costs)} edges")
-        search = _Search.of(core, start + time_limit_s)
+        search = _Search.of(core, start + time_limit_s, cutoff if core.num_pairs > _MILP_PAIRS else math.inf)
         _search(search, problem, seed, rel_gap)
         floor = max(floor, search.bound)
         if search.proven_infeasible:
@@ -166,7 +179,7 @@ def _answer(
         lower_bound=bound,
         gap=gap,
         status="optimal" if optimal else "feasible",
-        limit_used="none" if optimal else "time" if search.out_of_time else "gap",
+        limit_used=_limit_used(search, optimal),
         time_s=time.monotonic() - start,
         peak_bytes=score.peak_bytes,
         peak_time=score.peak_time,
@@ -174,6 +187,12 @@ def _answer(
         tied=search.tied and choice is not None and best is scored[0][1],
         core_size=(search.core.num_nodes, len(search.core.costs)),
     )
+
+
+def _limit_used(search: _Search, optimal: bool) -> str:
+    if optimal:
+        return "none"
+    return "time" if search.out_of_time else "cutoff" if search.too_dear else "gap"
 
 
 def _fits(problem: IntraOpProblem, peak_bytes: int) -> bool:
@@ -211,25 +230,50 @@ def _search(search: _Search, problem: IntraOpProblem, seed: int, rel_gap: float)
         _start_tied(search, tied, seed)
     small = core.num_pairs <= _MILP_PAIRS
     _sweep(search, messages, rel_gap, small)
-    if core.memory is not None and search.gap > _LARGE_GAP and not small:
-        _price_memory(search, messages)
-        messages.set_unary(search.unary)
+    wanted = search.tolerance(rel_gap if small else _LARGE_GAP)
+    if core.memory is not None and search.gap > wanted and not search.too_dear:
+        _price_memory(search, messages, _PRICE_STEPS if tied.is_trivial else _UNTIED_PRICE_STEPS)
     if search.gap > search.tolerance(rel_gap) and (small or search.picks is None):
         _prove(search, messages, seed, rel_gap)
 
 
 def _start_tied(search: _Search, tied: Tie, seed: int) -> None:
-    """An incumbent from the tied problem."""
-    inner = _Search.of(tied_core(search.core, tied), search.deadline)
+    """An incumbent from the tied problem, and memory prices to start from."""
+    inner = _Search.of(tied_core(search.core, tied), search.deadline, search.cutoff)
     messages = Messages.zero(inner.core, inner.unary, inner.costs, tie(inner.core, None))
     _sweep(inner, messages, _TIED_GAP, small=True)
-    if inner.gap > _TIED_GAP:
-        _prove(inner, messages, seed, _TIED_GAP, node_limit=_TIED_NODES)
+    if inner.core.memory is not None and not inner.too_dear:
+        # No proof here: with memory the copies of the best choice differ, and the untied steps that follow find it.
+        _price_memory(inner, messages, _PRICE_STEPS)
         search.prices = inner.prices
+    elif inner.gap > _TIED_GAP and not inner.too_dear:
+        _prove(inner, messages, seed, _TIED_GAP, node_limit=_TIED_NODES)
     start = messages.pick() if inner.picks is None else inner.picks
     spread = [start[g] for g in tied.group]
     search.offer(spread, tied=True)
     search.try_from(spread, tied=True)  # which no longer knows the memory limit
+
+
+def _price_memory(search: _Search, messages: Messages, num_steps: int) -> None:
+    """Prices on the fullest times, a bound that holds within the limit, and choices that fit."""
+
+    def offer(picks: list[int] | None) -> float:
+        if picks is not None:
+            search.offer(picks)
+        return search.upper
+
+    bound, prices = price_memory(
+        search.core,
+        search.unary,
+        search.costs,
+        messages,
+        start={} if search.prices is None else search.prices.value,
+        num_steps=num_steps,
+        wish=improve(search.core, search.unary, search.costs, messages.pick()),
+        offer=offer,
+        deadline=search.deadline,
+    )
+    search.bound, search.prices, search.rent = max(search.bound, bound), prices, prices.rent
 
 
 def _sweep(search: _Search, messages: Messages, rel_gap: float, small: bool) -> None:
@@ -244,7 +288,7 @@ def _sweep(search: _Search, messages: Messages, rel_gap: float, small: bool) -> 
             continue
         if count >= 3 * every or search.out_of_time or search.picks is None:
             search.try_from(messages.pick())
-        if search.gap <= search.tolerance(wanted) or search.out_of_time:
+        if search.gap <= search.tolerance(wanted) or search.out_of_time or search.too_dear:
             return
         if small and count > 40 and value - before < 0.01 * (search.upper - value):
             return
@@ -258,21 +302,21 @@ def _prove(search: _Search, messages: Messages, seed: int, rel_gap: float, *, no
     """
     if search.core.num_pairs > _EXCLUDE_PAIRS:
         return
-    times: list[int] = []
+    times = [] if search.prices is None else [t for t, price in search.prices.value.items() if price > 0]
     while True:
         had_picks = search.picks is not None
         reduced = _reduced(search, messages)
         if reduced is None:
             return
         core, whole, kept = reduced
+        if core.memory is None and _prove_narrow(search, core, kept):
+            return
         encoding = Encoding(core, upper=search.upper)
         if times:
             encoding.add_rows(times)
         _solve_rows(search, core, kept, encoding, seed, rel_gap, node_limit)
         times = encoding.times
         if node_limit is not None:
-            if times:
-                search.prices = encoding.solve(time_limit_s=search.deadline - time.monotonic(), relax=True).row_prices
             return
         if had_picks or search.picks is None or search.gap <= search.tolerance(rel_gap) or search.out_of_time:
             break
@@ -282,17 +326,42 @@ def _prove(search: _Search, messages: Messages, seed: int, rel_gap: float, *, no
 
 def _reduced(search: _Search, messages: Messages) -> tuple[Core, Core, list[Array]] | None:
     """(shifted core, core, kept states) without what the gap excludes; None if nothing cheaper or too much is left."""
-    core, whole = _shifted(search.core, messages), search.core
-    slack = search.upper - core.constant
-    kept = [np.arange(len(c)) for c in core.unary]
-    if math.isfinite(slack):
+    gone, pairs = None, {}
+    if math.isfinite(search.upper):
+        # Exclusion sees the memory prices; the MILP has the rows themselves.
+        slack = search.upper - (messages.exact_bound() + search.core.constant - search.rent)
         gone, pairs = messages.excluded(search.core, max(slack, 0.0) * (1 + 1e-9) + 1e-12 * abs(search.upper))
         if any(mask.all() for mask in gone):
             search.bound = search.upper
             return None
+    if search.rent:
+        search.rent = 0.0
+        messages.set_unary(search.unary)
+        for _ in range(_RESET_SWEEPS):
+            messages.forward()
+            messages.backward()
+    core, whole = _shifted(search.core, messages), search.core
+    kept = [np.arange(len(c)) for c in core.unary]
+    if gone is not None:
         core, kept = restrict(core, gone, pairs)
         whole, _ = restrict(whole, gone, pairs)
-    return (core, whole, kept) if core.num_pairs <= _MILP_PAIRS else None
+    most = _PROOF_PAIRS if search.gap <= _LARGE_GAP else _MILP_PAIRS
+    return (core, whole, kept) if core.num_pairs <= most else None
+
+
+def _prove_narrow(search: _Search, core: Core, kept: list[Array]) -> bool:
+    """Without memory, a core of small width is solved by elimination; False if it is too wide."""
+    picks = solve_narrow(core.unary, core.left, core.right, core.costs)
+    if picks is None:
+        return False
+    chosen = [int(k[p]) for k, p in zip(kept, picks, strict=True)]
+    if math.isfinite(search.core.cost(chosen)):
+        search.offer(chosen)
+    if search.picks is None:
+        search.proven_infeasible = True
+    else:
+        search.bound = search.upper  # what was excluded is not cheaper
+    return True
 
 
 def _solve_rows(
@@ -369,52 +438,6 @@ def _shifted(core: Core, messages: Messages) -> Core:
         unary_ids=tuple(range(len(nodes))),
         matrix_ids=tuple(range(len(edges))),
     )
-
-
-def _price_memory(search: _Search, messages: Messages) -> None:
-    """Prices on overfull times, raised until the choice fits, lowered while it does; every bound on the way holds."""
-    core, memory = search.core, search.core.memory
-    assert memory is not None
-    sizes = [len(c) for c in core.unary]
-    unit = max(abs(search.bound), 1e-30) / max(memory.limit, 1)  # a byte's fair share of the objective
-    prices = {t: price for t, price in search.prices.items() if price > 0}
-    rows = {t: memory.row(t, sizes) for t in prices}
-    step = 0.1 if prices else 1.0  # prices from the tied problem are nearly right
-    for count in range(_PRICE_ROUNDS):
-        unary = _priced(search.unary, prices, rows)
-        messages.set_unary(unary)
-        for _ in range(2 if count or not prices else _FIRST_SWEEPS):
-            messages.forward()
-            value = messages.backward()
-            if search.out_of_time:
-                break
-        rent = sum(price * rows[t][1] for t, price in prices.items())
-        search.bound = max(search.bound, value - rent + core.constant)
-        picks = improve(core, unary, search.costs, messages.pick())
-        profile = memory.profile(np.array(picks))
-        if core.fits(picks):
-            search.offer(picks)
-            prices = {t: price * (1 - 0.3 * step) for t, price in prices.items()}
-            step *= 0.7
-        else:
-            for t in memory.worst_times(profile, _ROWS_PER_ROUND, set(prices)):
-                rows[t] = memory.row(t, sizes)
-                prices[t] = 0.0
-            for t in prices:
-                over = (int(profile[t]) - memory.limit) / max(memory.limit, 1)
-                if over > 0:
-                    prices[t] = prices[t] * (1 + step) + step * unit * (0.1 + over)
-        if search.gap <= _LARGE_GAP or search.out_of_time:
-            return
-
-
-def _priced(unary: list[Array], prices: dict[int, float], rows: dict[int, tuple[dict[int, Array], int]]) -> list[Array]:
-    """Node costs with what their memory costs."""
-    result = list(unary)
-    for t, price in prices.items():
-        for node, part in rows[t][0].items():
-            result[node] = result[node] + price * part
-    return result
 
 
 def minimum_peak(problem: IntraOpProblem) -> int:

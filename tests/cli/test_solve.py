@@ -9,8 +9,22 @@ import typer
 from typer.testing import CliRunner
 
 from alpa_lite.cli.solve import solve
-from tests.intraop.test_contest import TINY
 
+TINY = {
+    "problem": {
+        "name": "tiny",
+        "nodes": {
+            "intervals": [[0, 2], [1, 3], [2, 2]],
+            "costs": [[4, 1], [2, 3, 9], [0, 5]],
+            "usages": [[3, 8], [4, 6, 1], [100, 100]],
+        },
+        "edges": {
+            "nodes": [[0, 1], [2, 1], [1, 0]],
+            "costs": [[0, 7, 2, 1, 10**18, 3], [5, 6, 7, 1, 2, 3], [10, 20, 30, 40, 50, 60]],
+        },
+        "usage_limit": 9,
+    }
+}
 APP = typer.Typer()
 APP.command()(solve)
 

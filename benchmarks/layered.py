@@ -71,7 +71,7 @@ class Builder:
 
 
 def _strategies(factors: str, output: str, flops_of: str) -> tuple[tuple[tuple[str, ...], ...], np.ndarray]:
-    choices = [c for c in itertools.product(["", *factors], repeat=2)]
+    choices = list(itertools.product(["", *factors], repeat=2))
     flops = 2.0 * np.prod([float(SIZES[c]) for c in flops_of]) if flops_of else 0.0
     touched = 4.0 * np.prod([float(SIZES[c]) for c in output])
     costs = []

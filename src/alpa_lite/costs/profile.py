@@ -189,6 +189,7 @@ def _unstored_layouts(
         op, made = makers.get((region, value), (None, None))
         if (
             op is not None
+            and made is not None
             and conversion.source == made
             and joins_consumers(op)
             and readers[region, value, made] == [True]

@@ -6,6 +6,7 @@ Every step of the log is undone in reverse order; states are numbered as they we
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 
@@ -54,7 +55,7 @@ class CostGraph:
         self.base = np.zeros(problem.num_times, dtype=np.int64)
         self.limit = problem.usage_limit if memory else None
         self.constants: list[float] = []
-        self.log: list[tuple[object, ...]] = []
+        self.log: list[tuple[Any, ...]] = []
         if memory:
             self._add_usages(problem)
 
@@ -140,7 +141,7 @@ class CostGraph:
             self.adjacent[j][i] = tables.transpose(m)
         self.log.append(("keep", i, index))
 
-    def remove(self, i: int, *step: object) -> None:
+    def remove(self, i: int, *step: Any) -> None:
         """Takes out a node whose edges are gone already; ``step`` says how to find its choice again."""
         assert not self.adjacent[i]
         self.log.append((*step[:1], i, *step[1:]))

@@ -31,7 +31,7 @@ class Tables:
     def intern(self, array: Array) -> int:
         """The number of an array's content."""
         array = np.ascontiguousarray(array)
-        key = (array.shape, array.dtype.char, blake2b(array, digest_size=16).digest())
+        key = (array.shape, array.dtype.char, blake2b(array.data, digest_size=16).digest())
         number = self._by_content.get(key)
         if number is None:
             number = self._by_content[key] = len(self.arrays)
@@ -88,7 +88,9 @@ class Tables:
         if number is None:
             keep = np.isfinite(self.arrays[v])
             for m in matrices:
-                keep &= self.arrays[self._remember(("support", m), lambda m=m: np.isfinite(self.arrays[m]).any(1))]
+                keep &= self.arrays[
+                    self._remember(("support", m), lambda m=m: np.asarray(np.isfinite(self.arrays[m]).any(1)))
+                ]
             number = self._memo[key] = -1 if keep.all() else self.intern(np.flatnonzero(keep))
         return number
 
@@ -165,7 +167,8 @@ class Tables:
         np.fill_diagonal(beaten, False)
         lower_index = np.arange(k)[None, :] < np.arange(k)[:, None]
         beaten &= ~beaten.T | lower_index  # of equals the lowest index stays
-        return ~beaten.any(1)
+        kept: Array = ~beaten.any(1)
+        return kept
 
 
 def min_plus(a: Array, b: Array) -> Array:

@@ -246,6 +246,18 @@ def test_large_cores_never_reach_the_milp(monkeypatch: pytest.MonkeyPatch) -> No
     assert 0 < solution.gap < 0.1
 
 
+def test_a_large_problem_that_is_too_dear_ends_early_and_a_small_one_is_solved() -> None:
+    problem = layered(32)
+    full = solve(problem)
+    cut = solve(problem, cutoff=0.5 * full.objective)
+    assert (cut.status, cut.limit_used) == ("feasible", "cutoff")
+    assert 0.5 * full.objective < cut.lower_bound <= full.objective <= cut.objective
+    assert evaluate(problem, cut.choice).objective == cut.objective
+    assert solve(problem, cutoff=2 * full.objective).objective == full.objective
+    small = layered(2)
+    assert solve(small, cutoff=1e-9).status == "optimal"
+
+
 def test_memory_on_a_deep_core_is_close_to_its_bound() -> None:
     problem = layered(32, limit_fraction=0.95)
     free = solve(replace(problem, usage_limit=None))

@@ -77,8 +77,14 @@ class MeshTask:
     ignored_pin_ops: frozenset[str] = frozenset()
 
 
-def plan_on_mesh(task: MeshTask, costs: CostModel, mesh: DeviceMesh) -> MeshResult:
-    """Solve one mesh. Infeasible and unsolved are results, not errors; bad pins raise ``PinError``."""
+def plan_on_mesh(task: MeshTask, costs: CostModel, mesh: DeviceMesh, *, cutoff: float = math.inf) -> MeshResult:
+    """Solve one mesh. Infeasible and unsolved are results, not errors; bad pins raise ``PinError``.
+
+    Args:
+        task: what is to be planned.
+        costs, mesh: prices and the mesh they are for.
+        cutoff: the search of a large problem may end once it is known to cost more than this.
+    """
     begin = time.perf_counter()
     task.pins.check(mesh)
     graph = build_graph(
@@ -94,7 +100,7 @@ def plan_on_mesh(task: MeshTask, costs: CostModel, mesh: DeviceMesh) -> MeshResu
     for _ in range(_MEMORY_ROUNDS):
         problem = pricer.problem(allowed=allowed, timeline=task.line if limit is not None else None, usage_limit=limit)
         problem = replace(problem, classes=node_classes(problem))
-        solution = solve(problem, time_limit_s=task.options.time_limit_s, seed=task.options.seed)
+        solution = solve(problem, time_limit_s=task.options.time_limit_s, seed=task.options.seed, cutoff=cutoff)
         result = _write_out(task, costs, graph, problem, solution, begin)
         if result.peak is None or limit is None or result.peak.profile.peak <= task.budget:
             return result

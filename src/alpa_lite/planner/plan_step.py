@@ -6,6 +6,7 @@ time limit strikes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -27,6 +28,7 @@ from alpa_lite.planner.one_mesh import MeshResult, MeshTask, plan_on_mesh
 from alpa_lite.planner.options import DEFAULT_AXIS_NAMES, PlanOptions
 
 BUDGET_SHARE = 0.9
+_MARGIN = 1.02  # a mesh that must cost more than this times the cheapest so far is not searched to the end
 LITERAL = Value(shape=(), dtype="float32", itemsize=4)  # a result that is a constant of the function
 
 
@@ -60,9 +62,10 @@ def plan_step(
     line = timeline(program, breadth_first=cluster.device.platform == "cpu")
     task = MeshTask(program=program, line=line, roles=roles_of(program), pins=pins, options=options, budget=budget)
     results: list[MeshResult] = []
-    candidates: list[MeshCandidate] = []
+    tried: dict[DeviceMesh, MeshCandidate] = {}
     refused: list[PinError] = []
-    for mesh in mesh_candidates(cluster, pins, options):
+    meshes = list(mesh_candidates(cluster, pins, options))
+    for mesh in sorted(meshes, key=lambda mesh: sum(mesh.shape)):  # squarest first: mostly the best, so others end soon
         if progress is not None:
             progress(f"planning {len(program.ops)} ops on mesh {mesh}")
         costs = cost_model(
@@ -74,20 +77,21 @@ def plan_step(
             require_sharded_contractions=options.require_sharded_contractions,
         )
         try:
-            result = plan_on_mesh(task, costs, mesh)
+            cheapest = min((r.objective for r in results if r.realised is not None), default=math.inf)
+            result = plan_on_mesh(task, costs, mesh, cutoff=_MARGIN * cheapest)
         except PinError as error:
             refused.append(error)
-            candidates.append(MeshCandidate(mesh=mesh, status="ruled out", reason=str(error)))
+            tried[mesh] = MeshCandidate(mesh=mesh, status="ruled out", reason=str(error))
             continue
         results.append(result)
-        candidates.append(_candidate(result))
+        tried[mesh] = _candidate(result)
     solved = [r for r in results if r.realised is not None]
     if not solved:
         if not results:
             raise refused[0]
         raise _no_plan(task, results, cluster)
-    best = min(solved, key=lambda r: r.objective)
-    plan = _plan(task, cluster, best, versions, tuple(candidates), notes)
+    best = min(solved, key=lambda r: (r.objective, meshes.index(r.mesh)))
+    plan = _plan(task, cluster, best, versions, tuple(tried[mesh] for mesh in meshes), notes)
     check_plan(plan, program)
     return plan
 

@@ -1,6 +1,6 @@
 """Predicted against compiled memory and collectives: the examples on CPU, models on H100 through XLA:GPU's own compiler.
 
-``python -m benchmarks.memory_table`` prints ``docs/memory.md``; it needs the extra ``aot`` and no GPU. Names given as
+``python -m benchmarks.memory_table`` prints the tables of ``docs/memory.md``; it needs the extra ``aot`` and no GPU. Names given as
 arguments (e.g. ``gpt2-124m mlp``) restrict it; ``--output FILE`` writes the page.
 """
 
@@ -101,7 +101,7 @@ def page(only: set[str], targets: set[str]) -> Iterator[str]:
     """Lines of the page, as they become known."""
     yield "# Memory: predicted against compiled\n"
     yield "Peak bytes per device of plans against what XLA's buffer assignment needs for the same program, and the audit"
-    yield "of collectives beside it. Made with `python -m benchmarks.memory_table --output docs/memory.md`.\n"
+    yield "of collectives beside it. The tables are what `python -m benchmarks.memory_table --target cpu` and `--target gpu` print.\n"
     if "cpu" in targets:
         yield "## XLA:CPU, 8 virtual devices, float32 gradient steps\n"
         yield "Compiled = arguments + results + temporaries - aliased.\n"

@@ -134,7 +134,15 @@ def _matmul(b: Builder, name: str, x: tuple[int, str], y: tuple[int, str], out: 
 
 def _layer(b: Builder, x: tuple[int, str], params: list, tape: list, mm: object) -> tuple[int, str]:
     w = {}
-    for name, dims in (("q", "dhe"), ("k", "dhe"), ("v", "dhe"), ("o", "hed"), ("up", "df"), ("gate", "df"), ("down", "fd")):
+    for name, dims in (
+        ("q", "dhe"),
+        ("k", "dhe"),
+        ("v", "dhe"),
+        ("o", "hed"),
+        ("up", "df"),
+        ("gate", "df"),
+        ("down", "fd"),
+    ):
         w[name] = b.op(f"param.{name}", [], dims)
         params.append((name, w[name]))
     sq = b.op("norm.sq", [x], "bs")
@@ -153,8 +161,24 @@ def _layer(b: Builder, x: tuple[int, str], params: list, tape: list, mm: object)
     both = b.op("glu", [up, act], "bsf")
     down = mm(b, "mm.down", both, w["down"], "bsd")
     y = b.op("residual2", [r, down], "bsd")
-    tape.append({"w": w, "x": x, "n": n, "q": q, "k": k, "v": v, "p": p, "o": o, "r": r, "n2": n2, "up": up, "gate": gate,
-                 "act": act, "both": both})
+    tape.append(
+        {
+            "w": w,
+            "x": x,
+            "n": n,
+            "q": q,
+            "k": k,
+            "v": v,
+            "p": p,
+            "o": o,
+            "r": r,
+            "n2": n2,
+            "up": up,
+            "gate": gate,
+            "act": act,
+            "both": both,
+        }
+    )
     return y
 
 
@@ -195,7 +219,10 @@ def _problem(b: Builder, limit_fraction: float | None) -> IntraOpProblem:
             sizes[key] = np.array([whole // p for p in parts], dtype=np.int64)
         usages.append(Usage(node=node, lo=node, hi=min(num_times, b.last_use[node]), size_bytes=sizes[key]))
     problem = IntraOpProblem(
-        node_costs=tuple(b.costs), edges=tuple(b.edges), usages=tuple(usages), num_times=num_times,
+        node_costs=tuple(b.costs),
+        edges=tuple(b.edges),
+        usages=tuple(usages),
+        num_times=num_times,
         classes=np.array(b.classes),
     )
     if limit_fraction is None:
@@ -206,6 +233,10 @@ def _problem(b: Builder, limit_fraction: float | None) -> IntraOpProblem:
         low[u.hi] -= u.size_bytes.min()
     limit = int(np.cumsum(low).max() / limit_fraction)
     return IntraOpProblem(
-        node_costs=problem.node_costs, edges=problem.edges, usages=problem.usages, num_times=num_times,
-        classes=problem.classes, usage_limit=limit,
+        node_costs=problem.node_costs,
+        edges=problem.edges,
+        usages=problem.usages,
+        num_times=num_times,
+        classes=problem.classes,
+        usage_limit=limit,
     )

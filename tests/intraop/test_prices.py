@@ -27,8 +27,11 @@ def ring(seed, n=7, k=3):
         usages.append(Usage(node=i, lo=i, hi=i + 4, size_bytes=np.arange(k) * 10 + 1))
         usages.append(Usage(node=i, lo=i + 2, hi=i + 8, size_bytes=np.arange(k)[::-1] * 3))
     return IntraOpProblem(
-        node_costs=tuple(2.0 - np.arange(k) + rng.random(k) for _ in range(n)), edges=edges, usages=tuple(usages),
-        num_times=n + 8, usage_limit=70,
+        node_costs=tuple(2.0 - np.arange(k) + rng.random(k) for _ in range(n)),
+        edges=edges,
+        usages=tuple(usages),
+        num_times=n + 8,
+        usage_limit=70,
     )
 
 

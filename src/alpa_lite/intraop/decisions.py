@@ -301,9 +301,7 @@ class _Region:
         weight = self.weight * op.trip_count
         first, last = op.num_consts, op.num_consts + op.num_carry
         literal = {first + i for i, o in enumerate(op.bodies[0].outputs[: op.num_carry]) if o < 0}
-        ports = [
-            self.enter(op, i, path, weight, stacked=i >= last, whole=i in literal) for i in range(len(op.inputs))
-        ]
+        ports = [self.enter(op, i, path, weight, stacked=i >= last, whole=i in literal) for i in range(len(op.inputs))]
         inner = self.body(op, 0, path, weight, ports)
         outs = list(ports[first:last])
         for position, value in enumerate(inner.program.outputs[op.num_carry :], op.num_carry):

@@ -17,7 +17,9 @@ _TABLE_CAP = 2_000_000  # entries of one table, the eliminated node included
 _MAX_DIMS = 30
 
 
-def solve_narrow(unary: Sequence[Array], left: Sequence[int], right: Sequence[int], costs: Sequence[Array]) -> list[int] | None:
+def solve_narrow(
+    unary: Sequence[Array], left: Sequence[int], right: Sequence[int], costs: Sequence[Array]
+) -> list[int] | None:
     """A cheapest choice; None if some table would be too large. Ties go to the lowest state of the node decided last.
 
     Args:

@@ -149,8 +149,6 @@ def price_memory(
     return best, prices
 
 
-def _fitting(
-    fit: Fit, picks: Sequence[int], wish: Sequence[int], offer: Callable[[list[int] | None], float]
-) -> float:
+def _fitting(fit: Fit, picks: Sequence[int], wish: Sequence[int], offer: Callable[[list[int] | None], float]) -> float:
     squeezed = fit.squeeze(picks)
     return offer(None if squeezed is None else fit.spend(squeezed, wish))

@@ -167,7 +167,7 @@ class Tables:
         np.fill_diagonal(beaten, False)
         lower_index = np.arange(k)[None, :] < np.arange(k)[:, None]
         beaten &= ~beaten.T | lower_index  # of equals the lowest index stays
-        kept: Array = ~beaten.any(1)
+        kept: Array = np.asarray(~beaten.any(1))
         return kept
 
 

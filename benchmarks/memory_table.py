@@ -1,7 +1,7 @@
 """Predicted against compiled memory and collectives: the examples on CPU, models on H100 through XLA:GPU's own compiler.
 
-``python -m benchmarks.memory_table`` prints the tables of ``docs/memory.md``; it needs the extra ``aot`` and no GPU. Names given as
-arguments (e.g. ``gpt2-124m mlp``) restrict it; ``--output FILE`` writes the page.
+``python -m benchmarks.memory_table`` prints the tables of ``docs/memory.md``; it needs the extra
+``aot`` and no GPU. Names given as arguments (e.g. ``gpt2-124m mlp``) restrict it; ``--output FILE`` writes the page.
 """
 
 from __future__ import annotations
@@ -101,7 +101,8 @@ def page(only: set[str], targets: set[str]) -> Iterator[str]:
     """Lines of the page, as they become known."""
     yield "# Memory: predicted against compiled\n"
     yield "Peak bytes per device of plans against what XLA's buffer assignment needs for the same program, and the audit"
-    yield "of collectives beside it. The tables are what `python -m benchmarks.memory_table --target cpu` and `--target gpu` print.\n"
+    yield "of collectives beside it. The tables are what `python -m benchmarks.memory_table --target cpu` and `--target gpu`"
+    yield "print.\n"
     if "cpu" in targets:
         yield "## XLA:CPU, 8 virtual devices, float32 gradient steps\n"
         yield "Compiled = arguments + results + temporaries - aliased.\n"

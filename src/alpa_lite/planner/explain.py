@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 
 from alpa_lite.cluster.cluster import Cluster
 from alpa_lite.core.mesh import DeviceMesh
-from alpa_lite.costs.conventions import cost_model
 from alpa_lite.errors import AlpaLiteError, MemoryBudgetError, PinClashError
 from alpa_lite.intraop.clash import minimal_clash
 from alpa_lite.intraop.solve import minimum_peak
@@ -40,7 +39,7 @@ def explain_infeasible(task: MeshTask, results: Sequence[MeshResult], cluster: C
     quick = replace(task, options=replace(task.options, time_limit_s=min(task.options.time_limit_s, _TRY_S)))
 
     def feasible(chosen: tuple[_Demand, ...]) -> bool:
-        return _attempt(_restricted(quick, {d.id for d in chosen}), mesh, cluster).realised is not None
+        return plan_on_mesh(_restricted(quick, {d.id for d in chosen}), cluster, mesh).realised is not None
 
     members = minimal_clash(_demands(task), feasible)
     if [m.kind for m in members] == [_BUDGET]:
@@ -54,19 +53,6 @@ def explain_infeasible(task: MeshTask, results: Sequence[MeshResult], cluster: C
         "  next: drop or change any one of them; each one alone makes the rest possible.",
         tuple(m.text for m in members),
     )
-
-
-def _attempt(task: MeshTask, mesh: DeviceMesh, cluster: Cluster) -> MeshResult:
-    options = task.options
-    costs = cost_model(
-        options.costs,
-        cluster,
-        mesh,
-        forbid=options.forbid,
-        replication_penalty=options.replication_penalty,
-        require_sharded_contractions=options.require_sharded_contractions,
-    )
-    return plan_on_mesh(task, costs, mesh)
 
 
 def _demands(task: MeshTask) -> tuple[_Demand, ...]:
@@ -150,14 +136,14 @@ def _over_budget(task: MeshTask, results: Sequence[MeshResult], cluster: Cluster
 def _smallest_peak(task: MeshTask, mesh: DeviceMesh, cluster: Cluster, floor: int) -> float:
     """The smallest budget for which there is a plan, by bisection to 1 %; ``floor`` and the task's budget are too small."""
     begin = time.perf_counter()
-    unlimited = _attempt(replace(task, budget=math.inf), mesh, cluster)
+    unlimited = plan_on_mesh(replace(task, budget=math.inf), cluster, mesh)
     low = max(float(floor), task.budget)
     if unlimited.peak is None:
         return low
     high = float(unlimited.peak.profile.peak)
     while high > 1.01 * low and time.perf_counter() - begin < task.options.time_limit_s:
         middle = (low + high) / 2
-        result = _attempt(replace(task, budget=middle), mesh, cluster)
+        result = plan_on_mesh(replace(task, budget=middle), cluster, mesh)
         if result.realised is not None and result.peak is not None:
             high = float(result.peak.profile.peak)
         else:

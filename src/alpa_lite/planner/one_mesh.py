@@ -13,9 +13,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from alpa_lite.cluster.cluster import Cluster
 from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.core.program import Program
 from alpa_lite.core.spec import ShardingSpec
+from alpa_lite.costs.conventions import cost_model
 from alpa_lite.costs.conversion import Conversions
 from alpa_lite.costs.memory import Timeline
 from alpa_lite.costs.model import CostModel
@@ -77,16 +79,25 @@ class MeshTask:
     ignored_pin_ops: frozenset[str] = frozenset()
 
 
-def plan_on_mesh(task: MeshTask, costs: CostModel, mesh: DeviceMesh, *, cutoff: float = math.inf) -> MeshResult:
+def plan_on_mesh(task: MeshTask, cluster: Cluster, mesh: DeviceMesh, *, cutoff: float = math.inf) -> MeshResult:
     """Solve one mesh. Infeasible and unsolved are results, not errors; bad pins raise ``PinError``.
 
     Args:
         task: what is to be planned.
-        costs, mesh: prices and the mesh they are for.
+        cluster, mesh: the devices, and their logical grid.
         cutoff: the search of a large problem may end once it is known to cost more than this.
     """
     begin = time.perf_counter()
     task.pins.check(mesh)
+    options = task.options
+    costs = cost_model(
+        options.costs,
+        cluster,
+        mesh,
+        forbid=options.forbid,
+        replication_penalty=options.replication_penalty,
+        require_sharded_contractions=options.require_sharded_contractions,
+    )
     graph = build_graph(
         task.program,
         Conversions(mesh=mesh, costs=costs),

@@ -14,7 +14,6 @@ from alpa_lite.cluster.cluster import Cluster
 from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.core.program import Program, Value
 from alpa_lite.core.rule import FactorKind
-from alpa_lite.costs.conventions import cost_model
 from alpa_lite.costs.memory import timeline
 from alpa_lite.costs.profile import roles_of
 from alpa_lite.errors import AlpaLiteError, PinError, SolverError
@@ -68,17 +67,9 @@ def plan_step(
     for mesh in sorted(meshes, key=lambda mesh: sum(mesh.shape)):  # squarest first: mostly the best, so others end soon
         if progress is not None:
             progress(f"planning {len(program.ops)} ops on mesh {mesh}")
-        costs = cost_model(
-            options.costs,
-            cluster,
-            mesh,
-            forbid=options.forbid,
-            replication_penalty=options.replication_penalty,
-            require_sharded_contractions=options.require_sharded_contractions,
-        )
         try:
             cheapest = min((r.objective for r in results if r.realised is not None), default=math.inf)
-            result = plan_on_mesh(task, costs, mesh, cutoff=_MARGIN * cheapest)
+            result = plan_on_mesh(task, cluster, mesh, cutoff=_MARGIN * cheapest)
         except PinError as error:
             refused.append(error)
             tried[mesh] = MeshCandidate(mesh=mesh, status="ruled out", reason=str(error))

@@ -8,9 +8,12 @@ import math
 import numpy as np
 import pytest
 
-from alpa_lite.intraop.core import Core, finite
+from alpa_lite.intraop.core import Core, extract_core, finite
+from alpa_lite.intraop.graph import CostGraph
 from alpa_lite.intraop.messages import Messages
-from alpa_lite.intraop.tie import tie
+from alpa_lite.intraop.presolve import presolve
+from alpa_lite.intraop.tie import tie, tied_core
+from benchmarks.layered import layered
 
 
 def random_core(seed: int, *, tree: bool = False, copies: bool = False) -> Core:
@@ -132,3 +135,26 @@ def test_edge_rests_keep_the_sides_of_the_core() -> None:
                     for e, (a, b) in enumerate(zip(core.left, core.right, strict=True)):
                         total += float(messages.edge_rest(e)[picks[a], picks[b]])
                     assert total + core.constant == pytest.approx(cost), seed
+
+
+def test_shares_of_the_tied_core_are_a_valid_start():
+    problem = layered(4)
+    graph = CostGraph(problem, memory=False)
+    presolve(graph)
+    core = extract_core(graph)
+    unary, costs = finite(core)
+    tied = tie(core, problem.classes)
+    whole = tied_core(core, tied)
+    inner = Messages.zero(whole, *finite(whole), tie(whole, None))
+    for _ in range(30):
+        inner.forward()
+        inner.backward()
+    started, fresh = (Messages.zero(core, unary, costs, tied) for _ in range(2))
+    started.start_from(inner)
+    assert started.exact_bound() > fresh.exact_bound()  # before any sweep of its own
+    for messages in (started, fresh):
+        for _ in range(60):
+            messages.forward()
+            value = messages.backward()
+        assert messages.exact_bound() == pytest.approx(value, rel=1e-9)
+    assert started.exact_bound() == pytest.approx(fresh.exact_bound(), rel=2e-3)

@@ -97,6 +97,13 @@ class Messages:
             )
         return cls(tied, _stacked(tied, unary), edges)
 
+    def start_from(self, inner: Messages) -> None:
+        """Gives every copy its share of the messages of the tied core, one edge of which stands for one group here."""
+        for own, whole in zip(self._edges, inner._edges, strict=True):
+            count = len(own.to_left)
+            own.to_left = np.repeat(whole.to_left / count, count, axis=0)
+            own.to_right = np.repeat(whole.to_right / count, count, axis=0)
+
     def set_unary(self, unary: Sequence[Array]) -> None:
         """Replaces the costs of the core's nodes; the messages stay."""
         self.unary = _stacked(self.tied, unary)

@@ -22,6 +22,9 @@ from alpa_lite.intraop.problem import Array
 from alpa_lite.intraop.repair import improve
 
 _SWEEPS = 2  # per step
+_FIRST_SWEEPS = 60  # at prices that are nearly right: the messages have to learn them before the bound says anything
+_LOOK, _SLOW = 8, 0.1  # sweeps between looks at the bound; share of the gap that they should close
+_CAREFUL = 0.2  # first steps from such prices are this much shorter
 _PATIENCE = 4  # steps without a better bound until steps get shorter
 _SMALLEST_FACTOR = 0.05
 _NEW_TIMES = 3  # per step
@@ -118,17 +121,13 @@ def price_memory(
     upper = _fitting(fit, wish, wish, offer)
     first = core.cost(wish)
     best, chosen = -math.inf, dict(prices.value)
-    factor, stale = 1.0, 0
+    factor, stale = (_CAREFUL, 0) if start else (1.0, 0)
     for count in range(num_steps):
         if time.monotonic() > deadline or factor < _SMALLEST_FACTOR:
             break
         priced = prices.added(unary)
         messages.set_unary(priced)
-        value = -math.inf
-        for _ in range(_SWEEPS):
-            messages.forward()
-            value = messages.backward()
-        bound = value - prices.rent + core.constant
+        bound = _settle(messages, upper, prices, most=_FIRST_SWEEPS if start and not count else _SWEEPS)
         picks = improve(core, priced, costs, messages.pick())
         profile = core.memory.profile(np.asarray(picks))
         if bound > best:
@@ -146,7 +145,22 @@ def price_memory(
         prices.step(profile, factor * max(target - bound, 1e-6 * abs(target)))
     prices.value = dict.fromkeys(prices.value, 0.0) | chosen
     messages.set_unary(prices.added(unary))
+    if not start:  # what follows starts from these messages
+        _settle(messages, upper, prices, most=_FIRST_SWEEPS)
     return best, prices
+
+
+def _settle(messages: Messages, upper: float, prices: Prices, *, most: int) -> float:
+    """Sweeps until the bound hardly rises, seen every few sweeps; returns it."""
+    bound = before = -math.inf
+    for count in range(1, most + 1):
+        messages.forward()
+        bound = messages.backward() - prices.rent + prices.core.constant
+        if count % _LOOK == 0:
+            if bound - before < _SLOW * (upper - bound):
+                break
+            before = bound
+    return bound
 
 
 def _fitting(fit: Fit, picks: Sequence[int], wish: Sequence[int], offer: Callable[[list[int] | None], float]) -> float:

@@ -41,7 +41,7 @@ _TIED_FROM = 200  # core nodes from which on copies are treated alike
 _TIED_GAP = 5e-4  # for the tied problem, which only gives an incumbent
 _TIED_NODES = 50  # of its branch and bound
 _PRICE_STEPS = 60
-_UNTIED_PRICE_STEPS = 24  # after those on the tied problem
+_UNTIED_PRICE_STEPS = 10  # after those on the tied problem
 _RESET_SWEEPS = 20  # after memory prices, back to costs without them
 _PROOF_PAIRS = 100_000  # edge entries up to which a gap below _LARGE_GAP is worth a proof
 
@@ -61,6 +61,7 @@ class _Search:
     tied: bool = False
     rows: int = 0
     cutoff: float = math.inf
+    wish: list[int] | None = None  # a cheap choice that knows no limit
     prices: Prices | None = None
     rent: float = 0.0  # to be taken off the bound while the messages know the prices
 
@@ -227,9 +228,12 @@ def _search(search: _Search, problem: IntraOpProblem, seed: int, rel_gap: float)
     tied = tie(core, problem.classes if core.num_nodes > _TIED_FROM else None)
     messages = Messages.zero(core, search.unary, search.costs, tied)
     if not tied.is_trivial:
-        _start_tied(search, tied, seed)
+        inner = _start_tied(search, tied, seed)
+        if search.prices is not None:
+            messages.start_from(inner)
     small = core.num_pairs <= _MILP_PAIRS
-    _sweep(search, messages, rel_gap, small)
+    if search.prices is None:  # else the messages know the prices already
+        _sweep(search, messages, rel_gap, small)
     wanted = search.tolerance(rel_gap if small else _LARGE_GAP)
     if core.memory is not None and search.gap > wanted and not search.too_dear:
         _price_memory(search, messages, _PRICE_STEPS if tied.is_trivial else _UNTIED_PRICE_STEPS)
@@ -237,8 +241,8 @@ def _search(search: _Search, problem: IntraOpProblem, seed: int, rel_gap: float)
         _prove(search, messages, seed, rel_gap)
 
 
-def _start_tied(search: _Search, tied: Tie, seed: int) -> None:
-    """An incumbent from the tied problem, and memory prices to start from."""
+def _start_tied(search: _Search, tied: Tie, seed: int) -> Messages:
+    """An incumbent from the tied problem, memory prices to start from, and its messages."""
     inner = _Search.of(tied_core(search.core, tied), search.deadline, search.cutoff)
     messages = Messages.zero(inner.core, inner.unary, inner.costs, tie(inner.core, None))
     _sweep(inner, messages, _TIED_GAP, small=True)
@@ -252,10 +256,16 @@ def _start_tied(search: _Search, tied: Tie, seed: int) -> None:
     spread = [start[g] for g in tied.group]
     search.offer(spread, tied=True)
     search.try_from(spread, tied=True)  # which no longer knows the memory limit
+    if inner.wish is not None:
+        search.wish = improve(search.core, search.unary, search.costs, [inner.wish[g] for g in tied.group])
+    return messages
 
 
 def _price_memory(search: _Search, messages: Messages, num_steps: int) -> None:
     """Prices on the fullest times, a bound that holds within the limit, and choices that fit."""
+
+    if search.wish is None:
+        search.wish = improve(search.core, search.unary, search.costs, messages.pick())
 
     def offer(picks: list[int] | None) -> float:
         if picks is not None:
@@ -269,7 +279,7 @@ def _price_memory(search: _Search, messages: Messages, num_steps: int) -> None:
         messages,
         start={} if search.prices is None else search.prices.value,
         num_steps=num_steps,
-        wish=improve(search.core, search.unary, search.costs, messages.pick()),
+        wish=search.wish,
         offer=offer,
         deadline=search.deadline,
     )

@@ -39,6 +39,7 @@ _EXCLUDE_PAIRS = 4_000_000  # edge entries up to which exclusion may bring a cor
 _LARGE_GAP = 2e-3  # good enough where a proof is out of reach
 _TIED_FROM = 200  # core nodes from which on copies are treated alike
 _TIED_GAP = 5e-4  # for the tied problem, which only gives an incumbent
+_GUESSED_GAPS = (2e-3, 8e-3)  # tried in turn, see _guess
 _TIED_NODES = 50  # of its branch and bound
 _PRICE_STEPS = 60
 _UNTIED_PRICE_STEPS = 10  # after those on the tied problem
@@ -250,7 +251,7 @@ def _start_tied(search: _Search, tied: Tie, seed: int) -> Messages:
         # No proof here: with memory the copies of the best choice differ, and the untied steps that follow find it.
         _price_memory(inner, messages, _PRICE_STEPS)
         search.prices = inner.prices
-    elif inner.gap > _TIED_GAP and not inner.too_dear:
+    elif inner.gap > _TIED_GAP and not inner.too_dear and not _guess(inner, messages, seed):
         _prove(inner, messages, seed, _TIED_GAP, node_limit=_TIED_NODES)
     start = messages.pick() if inner.picks is None else inner.picks
     spread = [start[g] for g in tied.group]
@@ -357,6 +358,32 @@ def _reduced(search: _Search, messages: Messages) -> tuple[Core, Core, list[Arra
         whole, _ = restrict(whole, gone, pairs)
     most = _PROOF_PAIRS if search.gap <= _LARGE_GAP else _MILP_PAIRS
     return (core, whole, kept) if core.num_pairs <= most else None
+
+
+def _guess(search: _Search, messages: Messages, seed: int) -> bool:
+    """An incumbent from the few choices that would lie close above the bound; whether one was found.
+
+    Where the bound is better than the choices found so far, what the true gap excludes is too little for the MILP to be
+    quick. Guessing a smaller gap proves nothing, but nearly always leaves the best choice inside.
+    """
+    core = search.core
+    bound = messages.exact_bound() + core.constant
+    for share in _GUESSED_GAPS:
+        if search.gap <= share or search.out_of_time:
+            return False
+        gone, pairs = messages.excluded(core, share * abs(bound))
+        if any(mask.all() for mask in gone):
+            continue
+        reduced, kept = restrict(_shifted(core, messages), gone, pairs)
+        if reduced.num_pairs > _MILP_PAIRS:
+            return False
+        encoding = Encoding(reduced, upper=bound * (1 + share))
+        limit = max(search.deadline - time.monotonic(), 0.0)
+        result = encoding.solve(time_limit_s=limit, rel_gap=0.0, abs_gap=0.1 * share * abs(bound), seed=seed)
+        if result.picks is not None:
+            search.offer([int(k[p]) for k, p in zip(kept, result.picks, strict=True)])
+            return True
+    return False
 
 
 def _prove_narrow(search: _Search, core: Core, kept: list[Array]) -> bool:

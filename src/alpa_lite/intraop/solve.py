@@ -39,6 +39,7 @@ _EXCLUDE_PAIRS = 4_000_000  # edge entries up to which exclusion may bring a cor
 _LARGE_GAP = 2e-3  # good enough where a proof is out of reach
 _TIED_FROM = 200  # core nodes from which on copies are treated alike
 _TIED_GAP = 5e-4  # for the tied problem, which only gives an incumbent
+_CLOSE_GAP = 1e-2  # so close, a proof is tried only if it is quick
 _GUESSED_GAPS = (2e-3, 8e-3)  # tried in turn, see _guess
 _TIED_NODES = 50  # of its branch and bound
 _PRICE_STEPS = 60
@@ -356,7 +357,7 @@ def _reduced(search: _Search, messages: Messages) -> tuple[Core, Core, list[Arra
     if gone is not None:
         core, kept = restrict(core, gone, pairs)
         whole, _ = restrict(whole, gone, pairs)
-    most = _PROOF_PAIRS if search.gap <= _LARGE_GAP else _MILP_PAIRS
+    most = _PROOF_PAIRS if search.gap <= _CLOSE_GAP else _MILP_PAIRS
     return (core, whole, kept) if core.num_pairs <= most else None
 
 

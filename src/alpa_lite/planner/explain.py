@@ -36,7 +36,8 @@ class _Demand:
 def explain_infeasible(task: MeshTask, results: Sequence[MeshResult], cluster: Cluster) -> AlpaLiteError:
     """The error to raise when every mesh is infeasible; explains the first mesh."""
     mesh = results[0].mesh
-    quick = replace(task, options=replace(task.options, time_limit_s=min(task.options.time_limit_s, _TRY_S)))
+    # Not the user's own limit: what is said to be impossible must not come from a search that was cut short.
+    quick = replace(task, options=replace(task.options, time_limit_s=_TRY_S))
 
     def feasible(chosen: tuple[_Demand, ...]) -> bool:
         return plan_on_mesh(_restricted(quick, {d.id for d in chosen}), cluster, mesh).realised is not None

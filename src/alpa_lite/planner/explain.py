@@ -17,6 +17,7 @@ from alpa_lite.planner.one_mesh import MeshResult, MeshTask, plan_on_mesh
 from alpa_lite.units import format_bytes
 
 _PIN, _TIE, _PIN_OP, _BUDGET, _FORBID, _CONTRACTIONS = "pin", "pin_like", "al.pin", "budget", "forbid", "contractions"
+_CLOSE = 1.01
 _TRY_S = 5.0  # per attempt; an explanation is no reason to wait for long
 
 
@@ -117,7 +118,9 @@ def _over_budget(task: MeshTask, results: Sequence[MeshResult], cluster: Cluster
     floor, result = min(
         ((minimum_peak(r.problem), r) for r in results if r.problem is not None), key=lambda pair: pair[0]
     )
-    peak = _smallest_peak(task, result.mesh, cluster, floor)
+    low, high = _smallest_peak(task, result.mesh, cluster, floor)
+    # Where the search was cut short the truth lies between what is proven and what was found.
+    peak = format_bytes(high) if high <= _CLOSE * low else f"between {format_bytes(low)} and {format_bytes(high)},"
     program = task.program
     sized = sorted(
         ((program.values[v].size_bytes, path) for path, v in zip(program.input_paths, program.inputs, strict=True)),
@@ -125,7 +128,7 @@ def _over_budget(task: MeshTask, results: Sequence[MeshResult], cluster: Cluster
     )
     largest = ", ".join(f"{path} {format_bytes(size)}" for size, path in sized[:3])
     return MemoryBudgetError(
-        f"no plan fits: smallest possible peak {format_bytes(peak)} > budget {format_bytes(task.budget)} per device "
+        f"no plan fits: smallest possible peak {peak} > budget {format_bytes(task.budget)} per device "
         f"(mesh {result.mesh} of {cluster}).\n"
         f"  largest arguments, unsharded: {largest}\n"
         f"  where: {task.pins.source}\n"
@@ -134,19 +137,19 @@ def _over_budget(task: MeshTask, results: Sequence[MeshResult], cluster: Cluster
     )
 
 
-def _smallest_peak(task: MeshTask, mesh: DeviceMesh, cluster: Cluster, floor: int) -> float:
-    """The smallest budget for which there is a plan, by bisection to 1 %; ``floor`` and the task's budget are too small."""
+def _smallest_peak(task: MeshTask, mesh: DeviceMesh, cluster: Cluster, floor: int) -> tuple[float, float]:
+    """(too small, enough): the smallest budget with a plan lies between; found by bisection, within 1 % if time allows."""
     begin = time.perf_counter()
     unlimited = plan_on_mesh(replace(task, budget=math.inf), cluster, mesh)
     low = max(float(floor), task.budget)
     if unlimited.peak is None:
-        return low
+        return low, low
     high = float(unlimited.peak.profile.peak)
-    while high > 1.01 * low and time.perf_counter() - begin < task.options.time_limit_s:
+    while high > _CLOSE * low and time.perf_counter() - begin < task.options.time_limit_s:
         middle = (low + high) / 2
         result = plan_on_mesh(replace(task, budget=middle), cluster, mesh)
         if result.realised is not None and result.peak is not None:
             high = float(result.peak.profile.peak)
         else:
             low = middle
-    return high
+    return low, high

@@ -17,6 +17,7 @@ import alpa_lite.plan  # noqa: F401
 del globals()["plan"]
 
 if TYPE_CHECKING:
+    from alpa_lite import analysis as analysis
     from alpa_lite.api import Cluster as Cluster
     from alpa_lite.api import ParallelStep as ParallelStep
     from alpa_lite.api import PlanTarget as PlanTarget
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from alpa_lite.errors import AlpaLiteError as AlpaLiteError
     from alpa_lite.plan.plan import Plan as Plan
     from alpa_lite.planner.options import PlanOptions as PlanOptions
-    from alpa_lite.trace import coverage as coverage
+    from alpa_lite.trace import coverage as rules  # noqa: F401
     from alpa_lite.trace.pin_op import pin as pin
 
 __version__ = "0.1.0"
@@ -44,14 +45,15 @@ _PUBLIC = {
     "pin": "alpa_lite.trace.pin_op",
     "plan": "alpa_lite.api",
 }
+_MODULES = {"analysis": "alpa_lite.analysis", "rules": "alpa_lite.trace.coverage"}
 
 
 def __getattr__(name: str) -> Any:
     import importlib
     import sys
 
-    if name == "rules":
-        return importlib.import_module("alpa_lite.trace.coverage")
+    if name in _MODULES:
+        return importlib.import_module(_MODULES[name])
     if name in _PUBLIC:
         value = getattr(importlib.import_module(_PUBLIC[name]), name)
         setattr(sys.modules[__name__], name, value)
@@ -60,4 +62,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_PUBLIC, "rules"])
+    return sorted([*globals(), *_PUBLIC, *_MODULES])

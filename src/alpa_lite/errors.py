@@ -41,3 +41,19 @@ class SolverError(AlpaLiteError):
 
 class ArgumentsError(AlpaLiteError):
     """The arguments do not fit the planned function."""
+
+
+class UnsupportedPattern(AlpaLiteError):
+    """The sameness analysis met a pattern that it does not support; ``pattern`` is its name."""
+
+    def __init__(self, message: str, pattern: str = "") -> None:
+        super().__init__(message)
+        self.pattern = pattern
+
+
+class SpecError(AlpaLiteError):
+    """A sharding spec does not fit its tensor or its mesh, or cannot be reached from another."""
+
+
+class RuleError(AlpaLiteError):
+    """A sharding rule is malformed, does not fit the op, or gives other values than the op."""

@@ -94,9 +94,9 @@ def _live(program: Program, prefix: str, lo: int, hi: int, out: Timeline) -> Non
         op = program.ops[index]
         path = f"{prefix}{index}"
         reader_end = out.start[path] if reuses_operand(op, program, fused) else out.end[path]
-        # A fused result is computed where it is read, so its operands must last until then.
+        # A fused result is computed where it is read, and a view is its operand's buffer: operands must last until then.
         for o in op.outputs:
-            if o >= 0 and fused[o]:
+            if o >= 0 and (fused[o] or _is_view(op)):
                 reader_end = max(reader_end, last.get(o, 0))
         out.read_end[path] = reader_end
         for i in op.inputs:

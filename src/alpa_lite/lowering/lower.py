@@ -96,6 +96,20 @@ class _Region:
     def __init__(self, lowering: Lowering, flat: FlatJaxpr, prefix: str) -> None:
         self.lowering, self.flat, self.prefix = lowering, flat, prefix
         self.tiles: dict[int, dict[ShardingSpec, Any]] = {}
+        self.pending: list[int] = []  # gradients made since the last barrier
+        self.last_reads = self.read_positions()
+
+    def read_positions(self) -> dict[tuple[int, ShardingSpec], int]:
+        """Position of the last op that reads a value in a layout, or converts it from that layout."""
+        last: dict[tuple[int, ShardingSpec], int] = {}
+        for index, op in enumerate(self.flat.ops):
+            path = f"{self.prefix}{index}"
+            for conversion in self.lowering.conversions.get(path, ()):
+                last[(conversion.value, conversion.source)] = index
+            for value, spec in zip(op.inputs, self.lowering.decisions[path].operands, strict=True):
+                if not isinstance(value, Literal):
+                    last[(value, spec)] = index
+        return last
 
     def run(
         self, inputs: Sequence[Any], in_specs: Sequence[ShardingSpec], out_specs: Sequence[ShardingSpec]
@@ -129,7 +143,12 @@ class _Region:
         return index + 1
 
     def barrier(self, index: int) -> int:
-        """All tensors of one remat barrier pass it together, as in JAX's own lowering."""
+        """All tensors of one remat barrier pass it together, as in JAX's own lowering.
+
+        The gradients that were made since the last barrier and are read later pass it too. Without that nothing hinders XLA's
+        scheduler from leaving every weight gradient for the end of the step, with all that they are made from in memory
+        (XLA:GPU's latency hiding scheduler does, while it stays below the device's memory).
+        """
         group = self.flat.ops[index].params["group"]
         members = []
         while index < len(self.flat.ops):
@@ -141,8 +160,21 @@ class _Region:
             members.append((op, self.lowering.decisions[path]))
             index += 1
         inputs = [self.read(op, decision)[0] for op, decision in members]
-        for (op, decision), result in zip(members, lax.optimization_barrier(inputs), strict=True):
-            self.write(op, decision, [result])
+        passing = {op.inputs[0] for op, _ in members}
+        results = {out for out in self.flat.outputs if not isinstance(out, Literal)}
+        kept = [
+            (value, spec)
+            for value in self.pending
+            if value not in passing
+            for spec in self.tiles[value]
+            if value in results or self.last_reads.get((value, spec), -1) >= index
+        ]
+        passed, held = lax.optimization_barrier([inputs, [self.tiles[value][spec] for value, spec in kept]])
+        for (op, decision), tile in zip(members, passed, strict=True):
+            self.write(op, decision, [tile])
+        for (value, spec), tile in zip(kept, held, strict=True):
+            self.tiles[value][spec] = tile
+        self.pending = []
         return index
 
     def read(self, op: FlatOp, decision: OpDecision) -> list[Any]:
@@ -155,6 +187,8 @@ class _Region:
         for value, spec, result in zip(op.outputs, decision.results, results, strict=True):
             if value >= 0:
                 self.tiles[value] = {spec: result}
+                if "transpose(" in op.scope or not spec.dims:
+                    self.pending.append(value)
 
     def convert(self, path: str) -> None:
         """Run the conversions that the plan places before ``path``."""

@@ -13,6 +13,7 @@ import numpy as np
 from alpa_lite.core.collective import CollectiveKind
 from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.costs.conversion import Conversions
+from alpa_lite.costs.model import PricedInBytes
 from alpa_lite.intraop.decisions import DecisionGraph, End, Link, build_graph
 from alpa_lite.lowering.lower import Lowering, named_shardings
 from alpa_lite.planner.realise import Realised, realise
@@ -22,7 +23,7 @@ MESHES = ((8,), (2, 4), (2, 2, 2))
 
 
 @dataclass(frozen=True)
-class RandomCosts:
+class RandomCosts(PricedInBytes):
     """Random prices per kind and axes, so that conversions take all kinds of routes."""
 
     seed: int = 0

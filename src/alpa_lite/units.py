@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 TIME_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
 
@@ -30,7 +32,10 @@ def format_time(time_s: float) -> str:
 
 def format_cost(cost: float, unit: str) -> str:
     """A cost in the plan's unit: seconds get a prefix, a convention's own unit is written as it is."""
-    return format_time(cost) if unit == "s" else f"{cost:.6g} {unit}".rstrip()
+    if unit == "s":
+        return format_time(cost)
+    whole = math.isfinite(cost) and abs(cost) < 2**53 and float(cost).is_integer()
+    return (f"{cost:.0f} {unit}" if whole else f"{cost:.6g} {unit}").rstrip()
 
 
 def _three_digits(number: float) -> str:

@@ -11,12 +11,13 @@ from alpa_lite.cluster import Cluster
 from alpa_lite.core.collective import CollectiveKind
 from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.costs.compute import op_time_s
-from alpa_lite.costs.conventions import CONVENTIONS, AlpaCosts, cost_model
+from alpa_lite.costs.conventions import AlpaCosts, cost_model
 from alpa_lite.errors import AlpaLiteError
 
 K = CollectiveKind
 MIB = 2**20
 CLUSTER = Cluster.parse("1x8:cpu")
+ANY_MESH = ("roofline", "alpa", "ring")  # the conventions that know several mesh axes and all kinds of collectives
 
 
 def line(n: int) -> DeviceMesh:
@@ -103,7 +104,7 @@ def test_roofline_prices_ops_by_the_device():
     assert costs.unit == "s"
 
 
-@pytest.mark.parametrize("name", CONVENTIONS)
+@pytest.mark.parametrize("name", ANY_MESH)
 def test_the_interface_is_one(name):
     costs = cost_model(name, CLUSTER, grid(2, 4))
     assert costs.name == name
@@ -114,7 +115,7 @@ def test_the_interface_is_one(name):
     assert costs.heavy_replication(("x",), many).shape == many.shape
 
 
-@pytest.mark.parametrize("name", CONVENTIONS)
+@pytest.mark.parametrize("name", ANY_MESH)
 def test_forbidden_kinds_cost_infinity_and_others_do_not(name):
     costs = cost_model(name, CLUSTER, line(8), forbid=("all-gather", "all-to-all"))
     for kind in (K.ALL_GATHER, K.ALL_TO_ALL):
@@ -126,7 +127,7 @@ def test_forbidden_kinds_cost_infinity_and_others_do_not(name):
     assert alone.collective(K.ALL_GATHER, ("x",), 1e6) == 0
 
 
-@pytest.mark.parametrize("name", CONVENTIONS)
+@pytest.mark.parametrize("name", ANY_MESH)
 def test_required_sharding_of_contractions(name):
     strict = cost_model(name, CLUSTER, grid(1, 8), require_sharded_contractions=True)
     assert math.isinf(strict.heavy_replication(("y",), 1024.0))
@@ -135,7 +136,7 @@ def test_required_sharding_of_contractions(name):
 
 
 def test_unknown_convention_and_unknown_kind():
-    with pytest.raises(AlpaLiteError, match=r"costs='magic' is not a cost convention.*'roofline', 'alpa'.*PlanOptions"):
+    with pytest.raises(AlpaLiteError, match=r"costs='magic' is not a cost convention.*'roofline', .*'alpa'.*PlanOptions"):
         cost_model("magic", CLUSTER, line(8))
     with pytest.raises(AlpaLiteError, match=r"forbid contains 'allgather'.*all-gather.*PlanOptions.forbid"):
         cost_model("roofline", CLUSTER, line(8), forbid=("allgather",))

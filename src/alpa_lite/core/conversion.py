@@ -36,12 +36,18 @@ class Conversion:
         value: id of the tensor in the program that holds the op.
         steps: at least one; the first ``before`` is a layout that the tensor already has.
         collectives: per step the index in ``StagePlan.collectives``, -1 for a slice.
+        made_by: path of the op that makes the tensor; "in" for an argument, a constant or an input of a body.
+        cost: what it adds to the plan's objective, over all executions and readers.
+        readers: how many readers pay for it; 1 unless the cost convention charges each reader.
     """
 
     op: str
     value: int
     steps: tuple[Step, ...]
     collectives: tuple[int, ...]
+    made_by: str = ""
+    cost: float = 0.0
+    readers: int = 1
 
     @property
     def source(self) -> ShardingSpec:

@@ -1,7 +1,8 @@
-"""The named cost conventions behind ``PlanOptions.costs``: "roofline" (seconds) and "alpa" (Alpa's own unit).
+"""The named cost conventions behind ``PlanOptions.costs``: seconds ("roofline", "measured") or a convention's own unit.
 
-Both take the same three restrictions: kinds of collectives that are forbidden, a price on replication, and whether a
-contraction may be repeated in full. The solver sees only the ``CostModel`` interface.
+"measured" is the roofline on a calibrated cluster, and refuses any other; "alpa" is below, the rest in ``counted.py``. All
+take the same restrictions: kinds of collectives that are forbidden, a price on replication, and whether a contraction may
+be repeated in full. Compute can be left out where it is priced. The solver sees only the ``CostModel`` interface.
 
 **alpa** follows ``alpa/shard_parallel/auto_sharding.py`` and the pass it calls (OSDI'22, section 4). For a full tensor
 of B bytes and a mesh axis of n devices, with alpha and beta per axis:
@@ -29,14 +30,15 @@ from alpa_lite.core.collective import CollectiveKind
 from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.costs.collectives import MeshCosts
 from alpa_lite.costs.compute import op_time_s
-from alpa_lite.costs.model import CostModel, Size, linear_price
+from alpa_lite.costs.counted import COUNTED, CountedCosts
+from alpa_lite.costs.model import CostModel, PricedInBytes, Size, linear_price
 from alpa_lite.errors import AlpaLiteError
 
-CONVENTIONS = ("roofline", "alpa")
+CONVENTIONS = ("roofline", "measured", "alpa", *COUNTED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RooflineCosts:
+class RooflineCosts(PricedInBytes):
     """Seconds: alpha-beta collectives on the cluster's links, and a roofline for ops.
 
     Attributes:
@@ -44,12 +46,14 @@ class RooflineCosts:
         forbid: kinds that cost inf.
         replication_penalty: see ``CostModel``; seconds.
         require_sharded_contractions: a contraction that is repeated in full costs inf.
+        computes: whether ops have a price of their own.
     """
 
     meshes: MeshCosts
     forbid: tuple[CollectiveKind, ...] = ()
     replication_penalty: float = 0.0
     require_sharded_contractions: bool = False
+    computes: bool = True
 
     @property
     def name(self) -> str:
@@ -67,6 +71,8 @@ class RooflineCosts:
         return linear_price(self.linear(kind, axes), size_bytes)
 
     def compute(self, flops: Size, size_bytes: Size, dtype: str, heavy: bool) -> Size:
+        if not self.computes:
+            return linear_price((0.0, 0.0), flops)
         return op_time_s(self.meshes.cluster.device, flops, size_bytes, dtype, "matmul" if heavy else "other")
 
     def heavy_replication(self, axes: tuple[str, ...], size_bytes: Size) -> Size:
@@ -76,7 +82,7 @@ class RooflineCosts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AlpaCosts:
+class AlpaCosts(PricedInBytes):
     """Alpa's closed forms; see the module's table.
 
     Attributes:
@@ -179,7 +185,8 @@ def cost_model(
     *,
     forbid: tuple[str, ...] = (),
     replication_penalty: float | None = None,
-    require_sharded_contractions: bool = False,
+    require_sharded_contractions: bool | None = None,
+    compute: bool | None = None,
 ) -> CostModel:
     """The cost model that ``PlanOptions`` asks for.
 
@@ -188,32 +195,67 @@ def cost_model(
         cluster, mesh: what is priced.
         forbid: names of collective kinds, e.g. "all-gather".
         replication_penalty: None takes the convention's own.
-        require_sharded_contractions: refuse contractions that are repeated in full.
+        require_sharded_contractions: refuse contractions that are repeated in full; None takes the convention's own.
+        compute: whether ops are priced beside what is moved; None takes the convention's own.
 
     Raises:
-        AlpaLiteError: unknown convention or kind.
+        AlpaLiteError: unknown convention or kind, a mesh or a switch that the convention does not have.
     """
     kinds = tuple(_kind(text) for text in forbid)
-    if name == "roofline":
+    strict = require_sharded_contractions
+    if name not in CONVENTIONS:
+        raise AlpaLiteError(
+            f"costs={name!r} is not a cost convention. Known are {', '.join(map(repr, CONVENTIONS))}. It stands in "
+            f"PlanOptions.costs; leave it out for 'roofline', which predicts seconds."
+        )
+    if name in ("roofline", "measured"):
+        _check_measured(name, cluster)
         return RooflineCosts(
             meshes=MeshCosts(cluster=cluster, mesh=mesh),
             forbid=kinds,
             replication_penalty=replication_penalty or 0.0,
-            require_sharded_contractions=require_sharded_contractions,
+            require_sharded_contractions=bool(strict),
+            computes=compute is not False,
+        )
+    cluster.check_mesh(mesh)
+    if compute:
+        raise AlpaLiteError(
+            f"compute=True was given with costs={name!r}, which counts only what is moved. Compute has a price under "
+            "'roofline' and 'measured'. It stands in PlanOptions.compute; leave it out, or take one of those."
         )
     if name == "alpa":
-        cluster.check_mesh(mesh)
         own = AlpaCosts(mesh=mesh).penalty
+        penalty = own if replication_penalty is None else replication_penalty
         return AlpaCosts(
-            mesh=mesh,
-            forbid=kinds,
-            replication_penalty=own if replication_penalty is None else replication_penalty,
-            require_sharded_contractions=require_sharded_contractions,
+            mesh=mesh, forbid=kinds, replication_penalty=penalty, require_sharded_contractions=bool(strict)
         )
-    raise AlpaLiteError(
-        f"costs={name!r} is not a cost convention. Known are {', '.join(map(repr, CONVENTIONS))}. It stands in "
-        f"PlanOptions.costs; leave it out for 'roofline', which predicts seconds."
+    costs = CountedCosts(
+        name=name,
+        mesh=mesh,
+        forbid=kinds,
+        replication_penalty=replication_penalty or 0.0,
+        require_sharded_contractions=strict,
     )
+    _check_axes(costs)
+    return costs
+
+
+def _check_measured(name: str, cluster: Cluster) -> None:
+    if name == "measured" and cluster.calibration is None:
+        raise AlpaLiteError(
+            f"costs='measured' was given with the cluster {cluster}, which has no measurements. Allowed are calibrated "
+            "clusters. It stands in PlanOptions.costs; take al.Cluster.local(calibrate=True), or costs='roofline' for the "
+            "hardware table's figures."
+        )
+
+
+def _check_axes(costs: CountedCosts) -> None:
+    used = [n for n in costs.mesh.shape if n > 1]
+    if costs.rules.single_axis and len(used) > 1:
+        raise AlpaLiteError(
+            f"costs={costs.name!r} was given for the mesh {costs.mesh}. It prices meshes with one axis of more than one "
+            f"device. It stands in PlanOptions.costs; take mesh_shape=({costs.mesh.num_devices},), or another convention."
+        )
 
 
 def _kind(text: str) -> CollectiveKind:

@@ -10,11 +10,15 @@ all-gather          drop the last axes of a dim                 all-gather over 
 all-to-all          move the last axes of a dim behind another  all-to-all over them
 all-reduce          drop unreduced axes                         all-reduce over them
 reduce-scatter      move unreduced axes behind a dim            reduce-scatter over them
-collective-permute  same tile grid, other devices               collective-permute over the axes that changed
+collective-permute  other tiles, whole or cut from the old ones collective-permute over the axes that changed
 =================== =========================================== =============================================
 
-Prices come from the cost model's ``linear(kind, axes)``; the cheapest sequence is a shortest path (Floyd-Warshall for all
-pairs, walked back for the steps). One engine serves the ILP and lowering, so what is priced is what runs.
+A collective-permute moves tiles of the new spec: where the old tiles are larger, each of the devices that hold the same
+one cuts out another part of it, so that together they send every part once.
+
+Prices come from the cost model's ``linear(kind, axes)``; the cheapest sequence is a shortest path (Floyd-Warshall for the
+prices of all pairs, Bellman-Ford from one source for the steps). One engine serves the ILP and lowering, so what is priced
+is what runs.
 """
 
 from __future__ import annotations
@@ -36,6 +40,10 @@ if TYPE_CHECKING:
     from alpa_lite.costs.model import CostModel
 
 _SLICE_S = 1e-12  # a slice moves nothing between devices; the epsilon prefers fewer steps among equal prices
+# Among equal prices, the larger tensor moves along its first dim: along any other one its result has to be copied together.
+_INNER_DIM = 1 + 1e-8
+TIE = 2.0**-16  # the same where prices are whole numbers: sums stay exact, and thousands of slices stay below one unit
+_SIZED_BY_RESULT = (CollectiveKind.ALL_GATHER, CollectiveKind.COLLECTIVE_PERMUTE)
 
 
 @dataclass(eq=False, slots=True)
@@ -71,16 +79,16 @@ class SpecSpace:
         return ((sizes % self.parts == 0) & ((sizes > 0) | (self.parts == 1))).all(axis=1)
 
     def _permutes(self) -> Iterator[Step]:
-        groups: dict[tuple[object, ...], list[int]] = {}
-        for i, spec in enumerate(self.specs):
-            groups.setdefault((tuple(self.parts[i]), spec.unreduced), []).append(i)
-        for members in groups.values():
-            for a, b in itertools.permutations(members, 2):
-                before, after = self.specs[a], self.specs[b]
-                axes = self.mesh.sort_axes(
-                    {x for p, q in zip(before.dims, after.dims, strict=True) if p != q for x in p + q}
-                )
-                yield Step(kind=CollectiveKind.COLLECTIVE_PERMUTE, axes=axes, before=before, after=after)
+        kinds = {spec.unreduced: i for i, spec in enumerate(self.specs)}
+        unreduced = np.array([kinds[spec.unreduced] for spec in self.specs])
+        finer = (self.parts[None] % self.parts[:, None] == 0).all(axis=2) & (unreduced[:, None] == unreduced[None])
+        for a, b in np.argwhere(finer):
+            before, after = self.specs[a], self.specs[b]
+            changed = [pair for pair in zip(before.dims, after.dims, strict=True) if pair[0] != pair[1]]
+            if all(new[: len(old)] == old for old, new in changed):
+                continue  # slices do it
+            axes = self.mesh.sort_axes({x for old, new in changed for x in old + new})
+            yield Step(kind=CollectiveKind.COLLECTIVE_PERMUTE, axes=axes, before=before, after=after)
 
 
 def _all_specs(axes: tuple[str, ...], rank: int) -> Iterator[ShardingSpec]:
@@ -138,6 +146,7 @@ class Conversions:
     _tables: dict[tuple[object, ...], np.ndarray] = field(default_factory=dict)
     _by_type: dict[tuple[tuple[int, ...], int], np.ndarray] = field(default_factory=dict)
     _paths: dict[tuple[object, ...], tuple[Step, ...]] = field(default_factory=dict)
+    _trees: dict[tuple[object, ...], np.ndarray] = field(default_factory=dict)
 
     def space(self, rank: int) -> SpecSpace:
         if rank not in self._spaces:
@@ -150,9 +159,10 @@ class Conversions:
         if found is None:
             space = self.space(len(shape))
             valid = space.valid(shape)
-            key = (len(shape), math.prod(shape) * itemsize, valid.tobytes())
+            volume = self.costs.volume(shape, itemsize)
+            key = (len(shape), volume, valid.tobytes())
             if key not in self._tables:
-                self._tables[key] = self._all_pairs(space, valid, math.prod(shape) * itemsize)
+                self._tables[key] = self._all_pairs(space, valid, volume)
             found = self._by_type[(shape, itemsize)] = self._tables[key]
         return found
 
@@ -162,28 +172,34 @@ class Conversions:
             space = self.space(rank)
             source = np.array([space.index[s.before] for s in space.steps], dtype=np.int64)
             target = np.array([space.index[s.after] for s in space.steps], dtype=np.int64)
+            slicing = self.costs.slice_price or (TIE if self.costs.rules.whole else _SLICE_S)
             linear = [
-                (_SLICE_S, 0.0) if s.kind is None else self.costs.linear(s.kind, self.mesh.sort_axes(set(s.axes)))
+                (slicing, 0.0) if s.kind is None else self.costs.linear(s.kind, self.mesh.sort_axes(set(s.axes)))
                 for s in space.steps
             ]
-            gather = np.array([s.kind is CollectiveKind.ALL_GATHER for s in space.steps], dtype=bool)
-            tiles = np.where(gather, space.shards[target], space.shards[source]) if len(source) else source
+            by_after = np.array([s.kind in _SIZED_BY_RESULT for s in space.steps], dtype=bool)
+            tiles = np.where(by_after, space.shards[target], space.shards[source]) if len(source) else source
             alpha, beta = (np.array([x[i] for x in linear], dtype=np.float64) for i in (0, 1))
+            inner = [
+                (s.source_dim if s.kind is CollectiveKind.ALL_GATHER else s.target_dim) > 0 for s in space.steps
+            ]
+            beta *= np.where(inner, _INNER_DIM, 1.0)
             self._arcs[rank] = (source, target, alpha, beta, tiles)
         return self._arcs[rank]
 
-    def _step_times(self, rank: int, size_bytes: int) -> np.ndarray:
+    def _step_times(self, rank: int, volume: float) -> np.ndarray:
         _, _, alpha, beta, tiles = self._arc_arrays(rank)
         with np.errstate(invalid="ignore"):  # inf * 0 for a forbidden collective of an empty tensor
-            return alpha + beta * (size_bytes / np.maximum(tiles, 1))
+            moved = beta * (volume / np.maximum(tiles, 1))
+            return alpha + (np.floor(moved) if self.costs.rules.whole else moved)
 
-    def _all_pairs(self, space: SpecSpace, valid: np.ndarray, size_bytes: int) -> np.ndarray:
+    def _all_pairs(self, space: SpecSpace, valid: np.ndarray, volume: float) -> np.ndarray:
         n = len(space.specs)
         dist = np.full((n, n), np.inf)
         source, target, *_ = self._arc_arrays(space.rank)
         if len(source):
             ok = valid[source] & valid[target]
-            np.minimum.at(dist, (source[ok], target[ok]), self._step_times(space.rank, size_bytes)[ok])
+            np.minimum.at(dist, (source[ok], target[ok]), self._step_times(space.rank, volume)[ok])
         np.fill_diagonal(dist, np.where(valid, 0.0, np.inf))
         for k in np.flatnonzero(valid):
             np.minimum(dist, dist[:, k, None] + dist[None, k, :], out=dist)
@@ -201,42 +217,59 @@ class Conversions:
         if before == after:
             return ()
         key = (before, after, shape, itemsize)
-        if key not in self._paths:
-            size_bytes = math.prod(shape) * itemsize
-            space = self.space(len(shape))
-            valid = space.valid(shape)
-            self._paths[key] = self._shortest(space, valid, size_bytes, space.index[before], space.index[after])
-        return self._paths[key]
+        found = self._paths.get(key)
+        if found is None:
+            found = self._paths[key] = self._walk_back(self.space(len(shape)), shape, itemsize, before, after)
+        return found
 
-    def _shortest(
-        self, space: SpecSpace, valid: np.ndarray, size_bytes: int, start: int, goal: int
+    def _walk_back(
+        self, space: SpecSpace, shape: tuple[int, ...], itemsize: int, before: ShardingSpec, after: ShardingSpec
     ) -> tuple[Step, ...]:
-        """Bellman-Ford over the few hundred steps; deterministic."""
-        source, target, *_ = self._arc_arrays(space.rank)
-        ok = np.flatnonzero(valid[source] & valid[target])
-        times = self._step_times(space.rank, size_bytes)
-        best = np.full(len(space.specs), np.inf)
-        best[start] = 0.0
-        via = np.full(len(space.specs), -1, dtype=np.int64)
-        for _ in range(len(space.specs)):
-            offer = best[source[ok]] + times[ok]
-            changed = False
-            for arc in ok[offer < best[target[ok]] - 1e-18]:
-                new = best[source[arc]] + times[arc]
-                if new < best[target[arc]] - 1e-18:
-                    best[target[arc]], via[target[arc]], changed = new, arc, True
-            if not changed:
-                break
-        if not np.isfinite(best[goal]):
-            raise ValueError(f"no conversion from {space.specs[start]} to {space.specs[goal]}")
+        start, goal = space.index[before], space.index[after]
+        valid, volume = space.valid(shape), self.costs.volume(shape, itemsize)
+        key = (space.rank, volume, valid.tobytes(), start)
+        if key not in self._trees:
+            self._trees[key] = self._shortest(space, valid, volume, start)
+        via = self._trees[key]
+        source = self._arc_arrays(space.rank)[0]
         steps: list[Step] = []
         while goal != start:
+            if via[goal] < 0:
+                raise ValueError(f"no conversion from {before} to {after}")
             steps.append(space.steps[via[goal]])
             goal = int(source[via[goal]])
         return tuple(steps[::-1])
 
+    def _shortest(self, space: SpecSpace, valid: np.ndarray, volume: float, start: int) -> np.ndarray:
+        """Bellman-Ford from ``start``: per spec the step that reaches it cheapest, -1 for none. Deterministic."""
+        source, target, *_ = self._arc_arrays(space.rank)
+        via = np.full(len(space.specs), -1, dtype=np.int64)
+        arcs = np.flatnonzero(valid[source] & valid[target])
+        times = self._step_times(space.rank, volume)[arcs]
+        best = np.full(len(space.specs), np.inf)
+        best[start] = 0.0
+        while True:
+            offers = best[source[arcs]] + times
+            round_best = np.full(len(space.specs), np.inf)
+            np.minimum.at(round_best, target[arcs], offers)
+            better = round_best < best - 1e-18
+            if not better.any():
+                return via
+            winners = np.flatnonzero(better[target[arcs]] & (offers == round_best[target[arcs]]))[::-1]
+            via[target[arcs][winners]] = arcs[winners]  # of several equal ones the first is written last
+            best = np.where(better, round_best, best)
+
 
 def step_size_bytes(step: Step, shape: tuple[int, ...], itemsize: int, mesh: DeviceMesh) -> int:
     """Bytes of a step's collective by the convention of ``core/collective.py``."""
-    spec = step.after if step.kind is CollectiveKind.ALL_GATHER else step.before
+    spec = step.after if step.kind in _SIZED_BY_RESULT else step.before
     return spec.local_size_bytes(shape, itemsize, mesh)
+
+
+def step_price(step: Step, shape: tuple[int, ...], itemsize: int, mesh: DeviceMesh, costs: CostModel) -> float:
+    """Price of one execution of a step, in the cost model's unit."""
+    if step.kind is None:
+        return costs.slice_price
+    spec = step.after if step.kind in _SIZED_BY_RESULT else step.before
+    volume = costs.volume(shape, itemsize) / spec.num_shards(mesh)
+    return float(costs.collective(step.kind, mesh.sort_axes(step.axes), volume))

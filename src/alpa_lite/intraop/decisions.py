@@ -6,7 +6,8 @@ Decisions (nodes):
 - *port*: the spec of an argument, a result, or an input or result of a loop or branch body;
 - *copy*: for a value with several consumers, the spec in which it is handed to all of them. The conversion to it is paid
   once; a consumer that wants another spec pays from there. For arguments, which stay in memory as they are, the choice is
-  the pair (spec as passed, spec handed on), so that the bytes of the second layout can be counted.
+  the pair (spec as passed, spec handed on), so that the bytes of the second layout can be counted. Where a convention has
+  partial sums reduced at once, copies exist for that alone: the pair (spec as made, spec after the reduction).
 
 A value links its producer to its consumers; the price of a disagreement is the cheapest conversion. Inside loops
 everything counts times the trip count.
@@ -39,7 +40,7 @@ class Node:
         weight: executions per step.
         op, program, strategies: of an op node (``program``: the region that holds it).
         specs: of a port or copy: the spec number per choice, at rank ``rank`` (of a copy: the spec handed on).
-        pairs: of the copy of an argument: (spec as passed, spec handed on) numbers per choice.
+        pairs: of the copy of an argument or a partial sum: (spec as made, spec handed on) numbers per choice.
         shape: of a port or copy: global shape of its tensor.
     """
 
@@ -110,14 +111,16 @@ def build_graph(
     *,
     input_ties: Sequence[tuple[int, int]] = (),
     sharded_contractions: bool = False,
+    per_reader: bool = False,
 ) -> DecisionGraph:
     """Build the graph, before pins and prices.
 
     Args:
         input_ties: (argument position, earlier argument position) pairs that share one decision (``pin_like``).
         sharded_contractions: matmuls and convolutions must use every mesh axis.
+        per_reader: every consumer pays its own conversion, and partial sums are reduced once before they are read.
     """
-    builder = _Builder(conversions, sharded_contractions)
+    builder = _Builder(conversions, sharded_contractions, per_reader)
     builder.outer(program, input_ties)
     return builder.graph
 
@@ -125,10 +128,11 @@ def build_graph(
 class _Builder:
     """Makes nodes; equal strategy sets, port domains and copy domains are made once."""
 
-    def __init__(self, conversions: Conversions, sharded_contractions: bool) -> None:
+    def __init__(self, conversions: Conversions, sharded_contractions: bool, per_reader: bool) -> None:
         self.graph = DecisionGraph(conversions=conversions)
         self.conversions = conversions
         self.sharded_contractions = sharded_contractions
+        self.per_reader = per_reader
         self.strategy_sets: dict[tuple[object, ...], StrategySet] = {}
         self.by_rule: dict[tuple[object, ...], StrategySet] = {}
         self.port_specs: dict[tuple[object, ...], np.ndarray] = {}
@@ -355,7 +359,10 @@ class _Region:
     def close(self) -> None:
         """Add copy nodes where several consumers may share a conversion; hand the links to the graph."""
         for link in self.links.values():
-            if len({c.node for c in link.consumers}) > 1:
+            if self.b.per_reader:
+                if link.consumers and self.unreduced[link.value]:
+                    self.reduce_once(link)
+            elif len({c.node for c in link.consumers}) > 1:
                 name, rank = f"{self.prefix}%{link.value}", len(link.shape)
                 if link.made_at == "in" and not self.prefix:
                     pairs = self.argument_pairs(link)
@@ -376,6 +383,25 @@ class _Region:
             made = {int(s) for s in np.unique(link.producer.specs)}
             cache[key] = np.array(sorted(made | set(self.wanted(link))), dtype=np.int64)
         return cache[key]
+
+    def reduce_once(self, link: Link) -> None:
+        """A copy node that reduces partial sums, for all consumers together."""
+        key = ("reduced", link.producer.key, link.shape)
+        cache, rank = self.b.copy_domains, len(link.shape)
+        if key not in cache:
+            space = self.b.conversions.space(rank)
+            valid = space.valid(link.shape)
+            rows = []
+            for made in map(int, np.unique(link.producer.specs)):
+                before = space.specs[made]
+                after = [i for i, s in enumerate(space.specs) if valid[i] and _reduces_to(before, s)]
+                rows += [(made, i) for i in after] if before.unreduced else [(made, made)]
+            pairs = np.array(rows, dtype=np.int64).reshape(-1, 2)
+            cache[key], cache[(*key, "after")] = pairs, pairs[:, 1].copy()
+        pairs, name = cache[key], f"{self.prefix}%{link.value}"
+        node = Node("copy", name, len(pairs), self.weight, rank=rank, pairs=pairs, shape=link.shape)
+        node.specs = cache[(*key, "after")]
+        link.copy = self.b.add(node)
 
     def wanted(self, link: Link) -> list[int]:
         """Specs that at least two consumers can read."""
@@ -405,6 +431,13 @@ class _Region:
 def _can_be_unreduced(op: Op, inputs: tuple[bool, ...]) -> bool:
     reduces = op.rule.reduce_op == "add" and any(op.rule.factors[i].size > 1 for i in op.rule.reduction_factors)
     return reduces or any(all(inputs[i] for i in group) for group in op.rule.linear)
+
+
+def _reduces_to(made: ShardingSpec, spec: ShardingSpec) -> bool:
+    """Whether reducing alone leads from ``made`` to ``spec``: no axis is left partial, none that split a dim is moved."""
+    added = [s[len(m) :] for m, s in zip(made.dims, spec.dims, strict=True) if s[: len(m)] == m]
+    scattered = {axis for dim in added for axis in dim}
+    return len(added) == made.rank and not spec.unreduced and scattered <= set(made.unreduced)
 
 
 def _gathered(made: ShardingSpec, kept: ShardingSpec) -> bool:

@@ -26,12 +26,18 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, slots=True)
 class Pricer:
-    """Prices one graph under one cost model; caches by content."""
+    """Prices one graph under one cost model; caches by content.
+
+    Attributes:
+        state_inputs: ports of state, which some conventions charge for being whole everywhere.
+        placed: values of the outer program that may not be converted (weights, under some conventions).
+    """
 
     program: Program
     graph: DecisionGraph
     costs: CostModel
     state_inputs: frozenset[int] = frozenset()
+    placed: frozenset[int] = frozenset()
     _node_cache: dict[tuple[object, ...], np.ndarray] = field(default_factory=dict)
     _edge_cache: dict[tuple[object, ...], np.ndarray] = field(default_factory=dict)
     _fused: dict[int, tuple[bool, ...]] = field(default_factory=dict)
@@ -140,7 +146,9 @@ class Pricer:
             cost += self._repeated(op, program, node)
         for i, axes in enumerate(strategies.reduce_axes):
             if axes:
-                size = float(self.local_bytes(program, op.outputs[0], strategies.results[0])[i])
+                v = program.values[op.outputs[0]]
+                space = self.graph.conversions.space(len(v.shape))
+                size = self.costs.volume(v.shape, v.itemsize) / float(space.shards[strategies.results[0][i]])
                 ordered = self.graph.conversions.mesh.sort_axes(axes)
                 cost[i] += self.costs.collective(CollectiveKind.ALL_REDUCE, ordered, size)
         return cost
@@ -207,9 +215,14 @@ class Pricer:
         if node == producer.node:
             return
         unique = {e.key: e for e in ends}
-        key = (link.shape, link.itemsize, link.weight, producer.key, *unique)
+        placed = not link.region and link.value in self.placed
+        key = (placed, link.shape, link.itemsize, link.weight, producer.key, *unique)
         if key not in self._edge_cache:
-            self._edge_cache[key] = self.matrix(link, producer, list(unique.values())) * link.weight
+            if placed:
+                same = [producer.specs[:, None] == end.specs[None, :] for end in unique.values()]
+                self._edge_cache[key] = np.where(np.all(same, axis=0), 0.0, np.inf)
+            else:
+                self._edge_cache[key] = self.matrix(link, producer, list(unique.values())) * link.weight
         out.append(Edge(u=producer.node, v=node, costs=self._edge_cache[key]))
 
     def matrix(self, link: Link, producer: End, ends: list[End]) -> np.ndarray:
@@ -260,8 +273,18 @@ class Pricer:
                 hi = lo + 1
             out.append(self.usage(end.node, lo, hi, link.shape, link.itemsize, end.specs))
         for link in self.graph.links:
-            if link.copy >= 0 and self.graph.nodes[link.copy].pairs is not None:
+            if link.copy >= 0 and self.graph.nodes[link.copy].specs is None:
                 out.append(self.argument_copy_usage(link, timeline))
+        return out
+
+    def weight_usages(self, positions: frozenset[int]) -> list[Usage]:
+        """Bytes of the arguments at these positions, at one time; a port that several share counts once."""
+        ports = {self.graph.inputs[i]: self.program.inputs[i] for i in sorted(positions)}
+        out = []
+        for port, value in ports.items():
+            node = self.graph.nodes[port]
+            assert node.specs is not None
+            out.append(self.usage(port, 0, 1, node.shape, self.program.values[value].itemsize, node.specs))
         return out
 
     def argument_copy_usage(self, link: Link, timeline: Timeline) -> Usage:

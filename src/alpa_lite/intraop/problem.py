@@ -12,7 +12,7 @@ Everything a solver claims is scored again by ``evaluate`` on this record.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -89,6 +89,21 @@ class IntraOpProblem:
         return self.names[node] if self.names else f"node {node}"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Improvement:
+    """One entry of a search trace: a choice better than all before it, or a better bound.
+
+    Attributes:
+        objective: of the best choice so far; ``inf`` if there is none.
+        lower_bound: proven by then; ``-inf`` if nothing is.
+        found_by: "greedy", "search" or "proof".
+    """
+
+    objective: float
+    lower_bound: float
+    found_by: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Solution:
     """An answer and what is known about it.
@@ -107,6 +122,8 @@ class Solution:
         message: for "infeasible" and "no-solution": why.
         conflict: for "infeasible": names of the nodes involved, as far as known.
         core_size: (nodes, edges) that were left after presolve.
+        trace: choices of strictly falling objective, then what the search ended with; no times, so that it is the same
+            for every run that a limit did not cut short.
     """
 
     choice: Array
@@ -123,6 +140,7 @@ class Solution:
     message: str = ""
     conflict: tuple[str, ...] = field(default=())
     core_size: tuple[int, int] = (0, 0)
+    trace: tuple[Improvement, ...] = ()
 
 
 class Score(NamedTuple):
@@ -165,6 +183,40 @@ def evaluate(problem: IntraOpProblem, choice: Array) -> Score:
     parts += [edge.costs[picks[edge.u], picks[edge.v]] for edge in problem.edges]
     peak, time = _peak(usage_profile(problem, picks))
     return Score(_exact_sum(parts), peak, time)
+
+
+def scaled(problem: IntraOpProblem, factor: float) -> IntraOpProblem:
+    """The same problem with all costs times ``factor``; arrays that were shared stay shared."""
+    if factor == 1.0:
+        return problem
+    made: dict[int, Array] = {}
+
+    def times(costs: Array) -> Array:
+        if id(costs) not in made:
+            made[id(costs)] = as_float(costs) * factor
+        return made[id(costs)]
+
+    return replace(
+        problem,
+        node_costs=tuple(map(times, problem.node_costs)),
+        edges=tuple(replace(e, costs=times(e.costs)) for e in problem.edges),
+    )
+
+
+def greedy_choice(problem: IntraOpProblem) -> Array:
+    """Every node in turn takes what is cheapest given the nodes before it: what planning op by op would give."""
+    before: list[list[tuple[int, Array]]] = [[] for _ in problem.node_costs]
+    for edge in problem.edges:
+        costs = as_float(edge.costs)
+        low, high, matrix = (edge.u, edge.v, costs) if edge.u < edge.v else (edge.v, edge.u, costs.T)
+        before[high].append((low, matrix))
+    picks = np.zeros(problem.num_nodes, dtype=np.int64)
+    for node, costs in enumerate(problem.node_costs):
+        total = as_float(costs)
+        for other, matrix in before[node]:
+            total = total + matrix[picks[other]]
+        picks[node] = int(np.argmin(total))
+    return picks
 
 
 def usage_profile(problem: IntraOpProblem, picks: list[int]) -> Array:

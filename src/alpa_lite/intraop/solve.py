@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -29,7 +29,15 @@ from alpa_lite.intraop.milp import Encoding
 from alpa_lite.intraop.narrow import solve_narrow
 from alpa_lite.intraop.presolve import presolve
 from alpa_lite.intraop.prices import Prices, price_memory
-from alpa_lite.intraop.problem import Array, IntraOpProblem, Solution, as_float, evaluate
+from alpa_lite.intraop.problem import (
+    Array,
+    Improvement,
+    IntraOpProblem,
+    Solution,
+    as_float,
+    evaluate,
+    greedy_choice,
+)
 from alpa_lite.intraop.repair import improve
 from alpa_lite.intraop.tie import Tie, tie, tied_core
 
@@ -45,6 +53,7 @@ _TIED_NODES = 50  # of its branch and bound
 _PRICE_STEPS = 60
 _UNTIED_PRICE_STEPS = 10  # after those on the tied problem
 _RESET_SWEEPS = 20  # after memory prices, back to costs without them
+_GREEDY_NODES = 20_000  # up to which the trace starts with the greedy choice
 _PROOF_PAIRS = 100_000  # edge entries up to which a gap below _LARGE_GAP is worth a proof
 
 
@@ -66,6 +75,7 @@ class _Search:
     wish: list[int] | None = None  # a cheap choice that knows no limit
     prices: Prices | None = None
     rent: float = 0.0  # to be taken off the bound while the messages know the prices
+    found: list[Improvement] = field(default_factory=list)
 
     @classmethod
     def of(cls, core: Core, deadline: float, cutoff: float) -> _Search:
@@ -94,6 +104,7 @@ class _Search:
         cost = self.core.cost(picks)
         if cost < self.upper and self.core.fits(picks):
             self.picks, self.upper, self.tied = list(picks), cost, tied
+            self.found.append(Improvement(objective=cost, lower_bound=self.bound, found_by="search"))
 
     def try_from(self, start: list[int], *, tied: bool = False) -> None:
         self.offer(improve(self.core, self.unary, self.costs, start), tied=tied)
@@ -189,7 +200,25 @@ def _answer(
         rows_used=search.rows,
         tied=search.tied and choice is not None and best is scored[0][1],
         core_size=(search.core.num_nodes, len(search.core.costs)),
+        trace=_trace(problem, search.found, score.objective, bound, optimal),
     )
+
+
+def _trace(
+    problem: IntraOpProblem, found: list[Improvement], objective: float, bound: float, optimal: bool
+) -> tuple[Improvement, ...]:
+    """The greedy choice, what the search found on its way, and how it ended."""
+    steps: list[Improvement] = []
+    if problem.num_nodes <= _GREEDY_NODES:
+        score = evaluate(problem, greedy_choice(problem))
+        if _fits(problem, score.peak_bytes):
+            steps.append(Improvement(objective=score.objective, lower_bound=-math.inf, found_by="greedy"))
+    for step in found:
+        if math.isfinite(step.objective) and (not steps or step.objective < steps[-1].objective):
+            steps.append(replace(step, lower_bound=min(step.lower_bound, step.objective)))
+    end = objective + 1e-9 * abs(objective)  # the core's own sum may differ in the last digits
+    steps = [s for s in steps if end < s.objective < math.inf]
+    return (*steps, Improvement(objective=objective, lower_bound=bound, found_by="proof" if optimal else "search"))
 
 
 def _limit_used(search: _Search, optimal: bool) -> str:

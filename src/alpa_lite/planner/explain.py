@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from alpa_lite.cluster.cluster import Cluster
 from alpa_lite.core.mesh import DeviceMesh
+from alpa_lite.costs.counted import ALWAYS_SHARDED
 from alpa_lite.errors import AlpaLiteError, MemoryBudgetError, PinClashError
 from alpa_lite.intraop.clash import minimal_clash
 from alpa_lite.intraop.solve import minimum_peak
@@ -77,6 +78,9 @@ def _demands(task: MeshTask) -> tuple[_Demand, ...]:
         demands.append(_Demand(kind=_FORBID, text=f"PlanOptions.forbid={options.forbid}"))
     if options.require_sharded_contractions:
         demands.append(_Demand(kind=_CONTRACTIONS, text="PlanOptions.require_sharded_contractions=True"))
+    elif options.require_sharded_contractions is None and options.costs in ALWAYS_SHARDED:
+        text = f"PlanOptions.costs={options.costs!r}, which splits every contraction"
+        demands.append(_Demand(kind=_CONTRACTIONS, text=text))
     if math.isfinite(task.budget):
         text = f"the memory budget of {format_bytes(task.budget)} per device"
         demands.append(_Demand(kind=_BUDGET, text=text))
@@ -101,7 +105,7 @@ def _restricted(task: MeshTask, chosen: set[tuple[str, int | str]]) -> MeshTask:
     options = replace(
         task.options,
         forbid=task.options.forbid if (_FORBID, "") in chosen else (),
-        require_sharded_contractions=task.options.require_sharded_contractions and (_CONTRACTIONS, "") in chosen,
+        require_sharded_contractions=task.options.require_sharded_contractions if (_CONTRACTIONS, "") in chosen else False,
     )
     pin_ops = [path for path, _, op in task.program.walk() if op.primitive == "pin"]
     return replace(
@@ -122,14 +126,15 @@ def _over_budget(task: MeshTask, results: Sequence[MeshResult], cluster: Cluster
     # Where the search was cut short the truth lies between what is proven and what was found.
     peak = format_bytes(high) if high <= _CLOSE * low else f"between {format_bytes(low)} and {format_bytes(high)},"
     program = task.program
+    word = "weights per device" if result.budgeted == "weights" else "peak"
     sized = sorted(
         ((program.values[v].size_bytes, path) for path, v in zip(program.input_paths, program.inputs, strict=True)),
         reverse=True,
     )
     largest = ", ".join(f"{path} {format_bytes(size)}" for size, path in sized[:3])
     return MemoryBudgetError(
-        f"no plan fits: smallest possible peak {peak} > budget {format_bytes(task.budget)} per device "
-        f"(mesh {result.mesh} of {cluster}).\n"
+        f"no plan fits: smallest possible {word} {peak} > budget {format_bytes(task.budget)} per device, "
+        f"{format_bytes(low - task.budget)} too much (mesh {result.mesh} of {cluster}).\n"
         f"  largest arguments, unsharded: {largest}\n"
         f"  where: {task.pins.source}\n"
         "  next: donate the state (donate_argnums), wrap layers in jax.checkpoint, use a smaller batch or more devices, "
@@ -144,12 +149,12 @@ def _smallest_peak(task: MeshTask, mesh: DeviceMesh, cluster: Cluster, floor: in
     low = max(float(floor), task.budget)
     if unlimited.peak is None:
         return low, low
-    high = float(unlimited.peak.profile.peak)
+    high = float(unlimited.used_bytes)
     while high > _CLOSE * low and time.perf_counter() - begin < task.options.time_limit_s:
         middle = (low + high) / 2
         result = plan_on_mesh(replace(task, budget=middle), cluster, mesh)
         if result.realised is not None and result.peak is not None:
-            high = float(result.peak.profile.peak)
+            high = float(result.used_bytes)
         else:
             low = middle
     return low, high

@@ -18,14 +18,15 @@ from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.core.program import Program
 from alpa_lite.core.spec import ShardingSpec
 from alpa_lite.costs.conventions import cost_model
-from alpa_lite.costs.conversion import Conversions
+from alpa_lite.costs.conversion import TIE, Conversions
 from alpa_lite.costs.memory import Timeline
 from alpa_lite.costs.model import CostModel
 from alpa_lite.costs.profile import PeakReport, memory_profile
 from alpa_lite.intraop.decisions import DecisionGraph, build_graph
 from alpa_lite.intraop.pricing import Pricer
-from alpa_lite.intraop.problem import IntraOpProblem, Solution
+from alpa_lite.intraop.problem import IntraOpProblem, Solution, scaled
 from alpa_lite.intraop.repeats import node_classes
+from alpa_lite.intraop.restrict import restricted, weight_positions
 from alpa_lite.intraop.solve import solve
 from alpa_lite.plan.pins import PinnedDims, ResolvedPins, parse_dims
 from alpa_lite.plan.records import LeafRole
@@ -45,9 +46,12 @@ class MeshResult:
         realised, peak: the plan and its memory; None without a plan.
         objective, lower_bound: in the cost model's unit.
         compute: total compute price; ``op_times`` per op path.
+        penalty: total price on replicated state.
         solution: of the ILP.
         problem: the ILP that was solved last.
         seconds: building, solving, writing out.
+        unit: of all prices.
+        budgeted: what the budget limits, see ``SearchRules``; ``used_bytes`` is how much of it the plan takes.
     """
 
     mesh: DeviceMesh
@@ -57,10 +61,14 @@ class MeshResult:
     realised: Realised | None = None
     peak: PeakReport | None = None
     compute: float = 0.0
+    penalty: float = 0.0
     op_times: tuple[tuple[str, float], ...] = ()
     solution: Solution | None = None
     problem: IntraOpProblem | None = None
     seconds: float = 0.0
+    unit: str = "s"
+    budgeted: str = "peak"
+    used_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,30 +105,89 @@ def plan_on_mesh(task: MeshTask, cluster: Cluster, mesh: DeviceMesh, *, cutoff: 
         forbid=options.forbid,
         replication_penalty=options.replication_penalty,
         require_sharded_contractions=options.require_sharded_contractions,
+        compute=options.compute,
     )
+    rules = costs.rules
+    program = restricted(task.program, rules)
     graph = build_graph(
-        task.program,
+        program,
         Conversions(mesh=mesh, costs=costs),
         input_ties=[(max(a, b), min(a, b)) for a, b in task.pins.ties],
-        sharded_contractions=task.options.require_sharded_contractions,
+        sharded_contractions=rules.sharded_contractions,
+        per_reader=rules.per_reader,
     )
-    pricer = Pricer(program=task.program, graph=graph, costs=costs, state_inputs=_state_ports(task, graph))
-    allowed = allowed_choices(task.program, graph, task.pins, task.ignored_pin_ops)
+    weights = weight_positions(program, task.roles)
+    placed = frozenset(program.inputs[i] for i in weights) if rules.placed_weights else frozenset()
+    pricer = Pricer(
+        program=program, graph=graph, costs=costs, state_inputs=_state_ports(task, graph), placed=placed
+    )
+    allowed = allowed_choices(program, graph, task.pins, task.ignored_pin_ops)
+    if rules.replicated_ends:
+        _replicate_ends(task, graph, weights, allowed)
     limit = None if math.isinf(task.budget) else int(task.budget)
     best: MeshResult | None = None
     for _ in range(_MEMORY_ROUNDS):
-        problem = pricer.problem(allowed=allowed, timeline=task.line if limit is not None else None, usage_limit=limit)
+        line = task.line if limit is not None and rules.budget == "peak" else None
+        problem = pricer.problem(allowed=allowed, timeline=line, usage_limit=limit)
+        if rules.budget == "weights":
+            problem = replace(problem, usages=tuple(pricer.weight_usages(weights)), num_times=1)
         problem = replace(problem, classes=node_classes(problem))
-        solution = solve(problem, time_limit_s=task.options.time_limit_s, seed=task.options.seed, cutoff=cutoff)
+        solution = solve_in_units(problem, costs, task.options, cutoff)
         result = _write_out(task, costs, graph, problem, solution, begin)
-        if result.peak is None or limit is None or result.peak.profile.peak <= task.budget:
+        if result.peak is None or limit is None or result.used_bytes <= task.budget:
             return result
         best = result
-        limit -= max(1, math.ceil(result.peak.profile.peak - task.budget))
+        limit -= max(1, math.ceil(result.used_bytes - task.budget))
         if limit <= 0:
             break
     assert best is not None
-    return MeshResult(mesh=mesh, status="over budget", problem=best.problem, peak=best.peak, seconds=best.seconds)
+    return replace(best, status="over budget", realised=None, objective=math.inf, lower_bound=-math.inf)
+
+
+def solve_in_units(problem: IntraOpProblem, costs: CostModel, options: PlanOptions, cutoff: float) -> Solution:
+    """Solve; where slices are free and prices whole, of equally dear choices the one with the fewest slices.
+
+    Each slice then has the price ``TIE``. All prices are brought to whole numbers, which the solver proves to the unit, and
+    the answer is brought back to the convention's unit.
+    """
+    scale = 1.0 / TIE if costs.rules.whole and not costs.slice_price else 1.0
+    solution = solve(
+        scaled(problem, scale), time_limit_s=options.time_limit_s, seed=options.seed, cutoff=cutoff * scale
+    )
+    if scale == 1.0:
+        return solution
+
+    def own(value: float) -> float:
+        return float(math.floor(value * TIE)) if math.isfinite(value) else value
+
+    # True prices are whole. As long as all slices together stay below one unit, rounding down loses nothing.
+    slices = math.fsum(_largest_fraction(edge.costs) for edge in problem.edges)
+    bound = own(solution.lower_bound - (0.0 if slices < 1 else slices * scale))
+    trace = tuple(replace(s, objective=own(s.objective), lower_bound=own(s.lower_bound)) for s in solution.trace)
+    return replace(solution, objective=own(solution.objective), lower_bound=bound, trace=trace)
+
+
+def _largest_fraction(costs: np.ndarray) -> float:
+    finite = costs[np.isfinite(costs)]
+    return float((finite - np.floor(finite)).max(initial=0.0))
+
+
+def _replicate_ends(
+    task: MeshTask, graph: DecisionGraph, weights: frozenset[int], allowed: dict[int, np.ndarray]
+) -> None:
+    """Arguments that are no weights, and results, lie whole on every device unless a pin says otherwise."""
+    aliased = {o for _, o in task.program.aliases}
+    ends = [(n, pin) for i, (n, pin) in enumerate(zip(graph.inputs, task.pins.inputs, strict=True)) if i not in weights]
+    ends += [
+        (n, pin) for o, (n, pin) in enumerate(zip(graph.outputs, task.pins.outputs, strict=True)) if o not in aliased
+    ]
+    for port, pin in ends:
+        if pin.is_free:
+            node = graph.nodes[port]
+            assert node.specs is not None
+            specs = graph.conversions.space(node.rank).specs
+            whole = np.array([specs[i].is_replicated for i in node.specs])
+            allowed[port] = allowed[port] & whole if port in allowed else whole
 
 
 def _state_ports(task: MeshTask, graph: DecisionGraph) -> frozenset[int]:
@@ -176,6 +243,7 @@ def _write_out(
             solution=solution,
             problem=problem,
             seconds=time.perf_counter() - begin,
+            budgeted=costs.rules.budget,
         )
     written = realise(task.program, graph, solution.choice, costs)
     peak = memory_profile(
@@ -190,12 +258,10 @@ def _write_out(
     )
     node_prices = _node_prices(graph, problem, solution.choice)
     compute = math.fsum(node_prices.values())
+    ends = sorted({*graph.inputs, *graph.outputs})
+    penalty = math.fsum(float(problem.node_costs[n][solution.choice[n]]) for n in ends)
     # All-reduces inside ops are part of the ops' own prices.
-    moved = math.fsum(c.time_s * c.count for c in written.collectives[: written.num_converting])
-    penalty = math.fsum(
-        float(problem.node_costs[n][solution.choice[n]]) for n in sorted({*graph.inputs, *graph.outputs})
-    )
-    objective = compute + moved + penalty
+    objective = math.fsum([*node_prices.values(), *(c.cost for c in written.conversions), penalty])
     return MeshResult(
         mesh=mesh,
         status=solution.status,
@@ -204,10 +270,14 @@ def _write_out(
         realised=written,
         peak=peak,
         compute=compute,
+        penalty=penalty,
         op_times=tuple(node_prices.items()),
         solution=solution,
         problem=problem,
         seconds=time.perf_counter() - begin,
+        unit=costs.unit,
+        budgeted=costs.rules.budget,
+        used_bytes=solution.peak_bytes if costs.rules.budget == "weights" else peak.profile.peak,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Literal
 
+from alpa_lite.core.rule_text import NamedRule
 from alpa_lite.errors import AlpaLiteError
 from alpa_lite.plan.plan import OptionValue
 
@@ -21,12 +22,16 @@ class PlanOptions:
         axis_names: names of the mesh axes; None takes those that pins use, else ("x", "y", "z").
         max_axes: number of axes up to which meshes are tried when ``mesh_shape`` is None.
         memory_budget_bytes: hard limit on the predicted peak per device; None = 0.9 of the device's memory, ``inf`` = none.
-        costs: cost convention, "roofline" (seconds) or "alpa".
-        require_sharded_contractions: matmuls and convolutions may not be repeated along any mesh axis.
+        costs: cost convention: "roofline" (seconds), "measured" (the same on a calibrated cluster), "alpa", "slapo-2023-05",
+            "slapo-head", "hidet" or "ring".
+        compute: whether ops are priced beside what is moved; None = the convention's own (only seconds know compute).
+        require_sharded_contractions: matmuls and convolutions may not be repeated along any mesh axis; None = the
+            convention's own (yes for slapo, no for all others).
         forbid: kinds of collectives that may not be used, e.g. ("all-gather",).
         replication_penalty: price of every state leaf that all devices hold whole; None = the convention's own.
         annotations: "report" lists sharding annotations found in the arguments; "pin" makes them pins.
         num_stages, num_microbatches, schedule, remat: for pipelines; one stage and one microbatch until they exist.
+        rules: sharding rules for primitives by name, each an ``al.register_rule("primitive", "rule")``; they replace others.
         time_limit_s: of the solver, per mesh.
         seed: of the solver.
     """
@@ -36,7 +41,8 @@ class PlanOptions:
     max_axes: int = 2
     memory_budget_bytes: float | None = None
     costs: str = "roofline"
-    require_sharded_contractions: bool = False
+    compute: bool | None = None
+    require_sharded_contractions: bool | None = None
     forbid: tuple[str, ...] = ()
     replication_penalty: float | None = None
     annotations: Literal["report", "pin"] = "report"
@@ -44,6 +50,7 @@ class PlanOptions:
     num_microbatches: int = 1
     schedule: str = "1f1b"
     remat: str = "auto"
+    rules: tuple[NamedRule, ...] = ()
     time_limit_s: float = 60.0
     seed: int = 0
 
@@ -53,6 +60,7 @@ class PlanOptions:
         if self.axis_names is not None:
             object.__setattr__(self, "axis_names", tuple(self.axis_names))
         object.__setattr__(self, "forbid", tuple(self.forbid))
+        object.__setattr__(self, "rules", tuple(self.rules))
         for fault in self._faults():
             raise AlpaLiteError(f"PlanOptions: {fault}")
 
@@ -81,6 +89,11 @@ class PlanOptions:
             )
         if self.annotations not in ("report", "pin"):
             faults.append(f"annotations={self.annotations!r} was given; allowed are 'report' and 'pin'.")
+        if wrong := [rule for rule in self.rules if not isinstance(rule, NamedRule)]:
+            faults.append(
+                f"rules has {wrong[0]!r}; allowed are rules by primitive name, al.register_rule('my_primitive', '... i -> ... i'). "
+                "A rule for a function is not an option: call what al.register_rule(fn, rule) returns."
+            )
         if self.time_limit_s <= 0:
             faults.append(f"time_limit_s={self.time_limit_s} was given; it must be positive (seconds per mesh).")
         if self.memory_budget_bytes is not None and self.memory_budget_bytes <= 0:
@@ -91,4 +104,7 @@ class PlanOptions:
         """The options that differ from their defaults, by name, for the plan."""
         default = {f.name: f.default for f in fields(self)}
         values = ((f.name, getattr(self, f.name)) for f in fields(self))
-        return tuple((name, value) for name, value in values if value != default[name])
+        changed = {name: value for name, value in values if value != default[name]}
+        if self.rules:
+            changed["rules"] = tuple(rule.to_text() for rule in self.rules)
+        return tuple(changed.items())

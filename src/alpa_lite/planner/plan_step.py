@@ -14,6 +14,7 @@ from alpa_lite.cluster.cluster import Cluster
 from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.core.program import Program, Value
 from alpa_lite.core.rule import FactorKind
+from alpa_lite.costs.counted import SINGLE_AXIS
 from alpa_lite.costs.memory import timeline
 from alpa_lite.costs.profile import roles_of
 from alpa_lite.errors import AlpaLiteError, PinError, SolverError
@@ -91,7 +92,9 @@ def mesh_candidates(cluster: Cluster, pins: ResolvedPins, options: PlanOptions) 
     """The meshes to try: the one asked for, or every factorisation of the cluster.
 
     With pins the axes are exactly those that the pins use (size 1 allowed); else up to ``max_axes`` axes of size > 1.
+    A convention for one axis gets only meshes in which at most one is larger than 1.
     """
+    single = options.costs in SINGLE_AXIS
     names = options.axis_names or pins.axis_names
     if options.mesh_shape is not None:
         count = len(options.mesh_shape)
@@ -101,10 +104,12 @@ def mesh_candidates(cluster: Cluster, pins: ResolvedPins, options: PlanOptions) 
         yield mesh
     elif names:
         for shape in cluster.mesh_candidates(len(names), min_axis_size=1):
+            if single and sum(n > 1 for n in shape) > 1:
+                continue
             yield DeviceMesh(shape=shape, axis_names=tuple(names))
     else:
         yield DeviceMesh(shape=(cluster.num_devices,), axis_names=DEFAULT_AXIS_NAMES[:1])
-        for count in range(2, options.max_axes + 1):
+        for count in range(2, 1 if single else options.max_axes + 1):
             for shape in cluster.mesh_candidates(count, min_axis_size=2, up_to_symmetry=True):
                 yield DeviceMesh(shape=shape, axis_names=DEFAULT_AXIS_NAMES[:count])
 
@@ -181,7 +186,7 @@ def _plan(
         objective=best.objective,
         lower_bound=best.lower_bound,
         status=best.status,
-        unit="s" if task.options.costs == "roofline" else task.options.costs,
+        unit=best.unit,
         costs=task.options.costs,
         mesh_table=candidates,
         inputs=inputs,

@@ -6,6 +6,7 @@ right after the value is made), and serves every later consumer.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ from alpa_lite.core.collective import Collective, CollectiveKind
 from alpa_lite.core.conversion import Conversion, Step
 from alpa_lite.core.program import Op, Program
 from alpa_lite.core.spec import ShardingSpec
-from alpa_lite.costs.conversion import step_size_bytes
+from alpa_lite.costs.conversion import step_price, step_size_bytes
 from alpa_lite.intraop.decisions import DecisionGraph, Link
 from alpa_lite.plan.records import OpDecision
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 class Realised:
     """A choice written out; times in the cost model's unit for one step.
 
-    The first ``num_converting`` collectives belong to conversions, the rest (max, min) stand inside ops.
+    Collectives of conversions come first, those inside ops (max, min) last.
     """
 
     in_specs: tuple[ShardingSpec, ...]
@@ -35,7 +36,6 @@ class Realised:
     decisions: tuple[OpDecision, ...]
     conversions: tuple[Conversion, ...]
     collectives: tuple[Collective, ...]
-    num_converting: int
 
 
 def realise(program: Program, graph: DecisionGraph, choice: np.ndarray, costs: CostModel) -> Realised:
@@ -51,7 +51,6 @@ def realise(program: Program, graph: DecisionGraph, choice: np.ndarray, costs: C
         decisions=tuple(decisions),
         conversions=conversions,
         collectives=collectives,
-        num_converting=len(collectives) - len(writer.inside),
     )
 
 
@@ -60,7 +59,7 @@ class _Writer:
         self.graph, self.choice, self.costs = graph, choice, costs
         self.conversions = graph.conversions
         self.mesh = graph.conversions.mesh
-        self.raw: list[tuple[str, Link, tuple[Step, ...]]] = []
+        self.raw: list[tuple[str, Link, tuple[Step, ...], int]] = []
         self.inside: list[tuple[str, Collective]] = []
         self.specs_of: dict[tuple[int, int], tuple[tuple[ShardingSpec, ...], ...]] = {}
 
@@ -93,6 +92,7 @@ class _Writer:
         value = program.values[op.outputs[0]]
         size = result.local_size_bytes(value.shape, value.itemsize, self.mesh)
         axes = self.mesh.sort_axes(axes)
+        volume = self.costs.volume(value.shape, value.itemsize) / result.num_shards(self.mesh)
         self.inside.append(
             (
                 path,
@@ -101,7 +101,7 @@ class _Writer:
                     axes=axes,
                     size_bytes=size,
                     count=round(self.graph.nodes[self.graph.op_nodes[path]].weight) or 1,
-                    time_s=float(self.costs.collective(CollectiveKind.ALL_REDUCE, axes, size)),
+                    time_s=float(self.costs.collective(CollectiveKind.ALL_REDUCE, axes, volume)),
                     op=path,
                     source=op.source,
                     tensor=f"%{op.outputs[0]}",
@@ -136,14 +136,21 @@ class _Writer:
                 self.record(link, made, kept, self.first_path(link, made))
                 have.append(kept)
         done = set(have)
+        readers = self.readers(link)
         for consumer in link.consumers:
             want = int(consumer.specs[self.choice[consumer.node]])
             if want not in done:
                 source = min(have, key=lambda s: (table[s, want], s != made))
                 place = link if not self.spec(rank, source).unreduced else None
                 path = consumer.path if place else self.first_path(link, source)
-                self.record(link, source, want, path)
+                self.record(link, source, want, path, readers[want])
                 done.add(want)
+
+    def readers(self, link: Link) -> Counter[int]:
+        """Per spec, how many consumers pay for being given it: each op that reads it, or just the first."""
+        wants = {(c.node, int(c.specs[self.choice[c.node]])) for c in link.consumers if c.node != link.producer.node}
+        counted = Counter(want for _, want in wants)
+        return counted if self.costs.rules.per_reader else Counter(counted.keys())
 
     def handed_on(self, link: Link) -> int:
         """Number of the spec that the copy node hands to the consumers."""
@@ -163,10 +170,10 @@ class _Writer:
             return link.consumers[0].path
         return next_path(link.made_at, link.region) or link.consumers[0].path
 
-    def record(self, link: Link, source: int, target: int, path: str) -> None:
+    def record(self, link: Link, source: int, target: int, path: str, readers: int = 1) -> None:
         rank = len(link.shape)
         steps = self.conversions.steps(self.spec(rank, source), self.spec(rank, target), link.shape, link.itemsize)
-        self.raw.append((path, link, steps))
+        self.raw.append((path, link, steps, readers))
 
     def finish(self, program: Program) -> tuple[tuple[Collective, ...], tuple[Conversion, ...]]:
         """Number the collectives in program order."""
@@ -175,7 +182,7 @@ class _Writer:
         self.raw.sort(key=lambda item: order[_existing(item[0], order)])
         collectives: list[Collective] = []
         conversions = []
-        for path, link, steps in self.raw:
+        for path, link, steps, readers in self.raw:
             path = _existing(path, order)
             numbers = []
             for step in steps:
@@ -184,7 +191,18 @@ class _Writer:
                     continue
                 numbers.append(len(collectives))
                 collectives.append(self.collective(step, link, path, program, owners))
-            conversions.append(Conversion(op=path, value=link.value, steps=steps, collectives=tuple(numbers)))
+            prices = [step_price(step, link.shape, link.itemsize, self.mesh, self.costs) for step in steps]
+            conversions.append(
+                Conversion(
+                    op=path,
+                    value=link.value,
+                    steps=steps,
+                    collectives=tuple(numbers),
+                    made_by=link.made_at,
+                    cost=sum(prices) * max(1, round(link.weight)) * readers,
+                    readers=readers,
+                )
+            )
         collectives += [c for _, c in self.inside]
         return tuple(collectives), tuple(conversions)
 
@@ -205,7 +223,7 @@ class _Writer:
             axes=axes,
             size_bytes=size,
             count=max(1, round(link.weight)),
-            time_s=float(self.costs.collective(step.kind, axes, size)),
+            time_s=step_price(step, link.shape, link.itemsize, self.mesh, self.costs),
             op=path,
             source=source,
             tensor=tensor,

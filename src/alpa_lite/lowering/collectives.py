@@ -5,16 +5,27 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from alpa_lite.core.collective import CollectiveKind
 from alpa_lite.core.conversion import Step
 from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.core.spec import ShardingSpec
+
+
+def run_steps(x: jax.Array, steps: Sequence[Step], numbers: Sequence[int], mesh: DeviceMesh) -> jax.Array:
+    """All steps of a conversion on the local tile ``x``; ``numbers`` as ``Conversion.collectives``, for the audit."""
+    for step, number in zip(steps, numbers, strict=True):
+        with jax.named_scope(f"al_c{number}") if number >= 0 else nullcontext():
+            x = run_step(x, step, mesh)
+    return x
 
 
 def run_step(x: jax.Array, step: Step, mesh: DeviceMesh) -> jax.Array:
@@ -36,7 +47,7 @@ def run_step(x: jax.Array, step: Step, mesh: DeviceMesh) -> jax.Array:
         case CollectiveKind.REDUCE_SCATTER:
             return lax.psum_scatter(x, step.axes, scatter_dimension=step.target_dim, tiled=True)
         case CollectiveKind.COLLECTIVE_PERMUTE:
-            return lax.ppermute(x, step.axes, permutation(step.before, step.after, step.axes, mesh))
+            return _permute(x, step, mesh)
     raise AssertionError(f"unknown step {step}")
 
 
@@ -48,20 +59,38 @@ def tile_index(axes: tuple[str, ...], mesh: DeviceMesh) -> jax.Array | int:
     return index
 
 
+def _permute(x: jax.Array, step: Step, mesh: DeviceMesh) -> jax.Array:
+    """Each device cuts out the part of its tile that another one wants, then the parts change places."""
+    pairs, parts = permutation(step.before, step.after, step.axes, mesh)
+    cuts = np.array(
+        [mesh.axes_size(a) // mesh.axes_size(b) for a, b in zip(step.after.dims, step.before.dims, strict=True)]
+    )
+    if (cuts > 1).any():
+        sizes = [size // cut for size, cut in zip(x.shape, cuts.tolist(), strict=True)]
+        starts = jnp.asarray(np.array(parts) * sizes, dtype=jnp.int32)[tile_index(step.axes, mesh)]
+        x = lax.dynamic_slice(x, [starts[d] for d in range(x.ndim)], sizes)
+    return lax.ppermute(x, step.axes, pairs)
+
+
 def permutation(
     before: ShardingSpec, after: ShardingSpec, axes: tuple[str, ...], mesh: DeviceMesh
-) -> list[tuple[int, int]]:
-    """(source, target) pairs, numbered along ``axes``, that turn tiles of ``before`` into tiles of ``after``.
+) -> tuple[list[tuple[int, int]], list[tuple[int, ...]]]:
+    """How tiles of ``before`` become tiles of ``after``, each of which lies inside one of ``before``.
 
-    Devices keep their tile where they can; the rest are paired in order, so the map is a bijection.
+    Returns:
+        (source, target) pairs of devices, numbered along ``axes``: a bijection, in which devices keep their tile where
+        they can and the rest are paired in order. And per source, which part of its tile it sends, counted per dim.
     """
     sizes = [mesh.axis_size(a) for a in axes]
+    cuts = [mesh.axes_size(a) // mesh.axes_size(b) for a, b in zip(after.dims, before.dims, strict=True)]
     holders: dict[Any, list[int]] = defaultdict(list)
     wanting: dict[Any, list[int]] = defaultdict(list)
+    wanted = []
     for number, coords in enumerate(itertools.product(*map(range, sizes))):
         at = dict(zip(axes, coords, strict=True))
         holders[_tile(before, at, mesh)].append(number)
-        wanting[_tile(after, at, mesh)].append(number)
+        wanted.append(_tile(after, at, mesh))
+        wanting[tuple(i // cut for i, cut in zip(wanted[-1], cuts, strict=True))].append(number)
     pairs = []
     for tile, targets in wanting.items():
         sources = holders[tile]
@@ -69,7 +98,9 @@ def permutation(
         pairs += [(d, d) for d in stay]
         moved = zip([s for s in sources if s not in stay], [t for t in targets if t not in stay], strict=True)
         pairs += list(moved)
-    return sorted(pairs)
+    pairs.sort()
+    parts = [tuple(i % cut for i, cut in zip(wanted[target], cuts, strict=True)) for _, target in pairs]
+    return pairs, parts
 
 
 def _tile(spec: ShardingSpec, at: dict[str, int], mesh: DeviceMesh) -> tuple[int, ...]:

@@ -18,7 +18,8 @@ Groups = tuple[tuple[int, ...], ...]
 
 _LISTS = re.compile(r"^\{((?:\{[\d,\s]*\},?\s*)*)\}")
 _IOTA = re.compile(r"^\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
-_MESH = re.compile(r"^@?mesh\[([^\]]*)\](?:,\s*device_ids=\(([^)]*)\))?\s*\{([^}]*)\}")
+_MESH = re.compile(r"^@?mesh\[([^\]]*)\](?:,\s*device_ids=\((.*?)\))?\s*\{([^}]*)\}")
+_IDS = re.compile(r"^\[([\d,]+)\](?:T\(([\d,]+)\))?$")
 _AXIS = re.compile(r"^'?([^'=:]+)'?(?:=(\d+))?(?::\((\d+)\)(\d+))?$")
 
 
@@ -26,7 +27,8 @@ def parse_groups(text: str) -> Groups:
     """Device groups from the text after ``replica_groups=`` (or ``source_target_pairs=``).
 
     Three notations: ``{{0,1},{2,3}}``; iota ``[2,4]<=[8]`` and ``[2,4]<=[4,2]T(1,0)``; mesh
-    ``mesh['a'=2,'b'=4] {'b'}``, where an axis may be split: ``'b':(1)2``. ``{}`` gives no groups (= all devices).
+    ``mesh['a'=2,'b'=4] {'b'}``, where an axis may be split: ``'b':(1)2``, and ``device_ids=`` may follow the mesh, as a
+    list or as iota without its reshape, ``([2,4]T(1,0))``. ``{}`` gives no groups (= all devices).
 
     Raises:
         ValueError: another notation.
@@ -84,9 +86,18 @@ def _mesh_groups(axes: str, device_ids: str | None, grouped: str) -> Groups:
     last = [position[name, pre_size or 1] for name, _, pre_size, _ in chosen]
     first = [dim for dim in range(len(cut_shape)) if dim not in last]
     count = math.prod(cut_shape)
-    ids = np.array([int(i) for i in re.findall(r"\d+", device_ids)]) if device_ids else np.arange(count)
+    ids = _device_ids(device_ids) if device_ids else np.arange(count)
     group_size = math.prod(cut_shape[dim] for dim in last)
     return _rows(ids.reshape(cut_shape).transpose(first + last).reshape(count // group_size, group_size))
+
+
+def _device_ids(text: str) -> np.ndarray:
+    """Ids in mesh order from ``0,2,1,3`` or ``[2,2]T(1,0)``."""
+    if match := _IDS.match(text):
+        shape = _ints(match.group(1))
+        ids = np.arange(math.prod(shape)).reshape(shape)
+        return ids.transpose(_ints(match.group(2))).reshape(-1) if match.group(2) else ids.reshape(-1)
+    return np.array(_ints(text))
 
 
 def mesh_axes_of(groups: Groups, mesh: DeviceMesh, device_ids: tuple[int, ...] | None = None) -> tuple[str, ...] | None:

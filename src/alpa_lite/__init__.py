@@ -27,8 +27,9 @@ if TYPE_CHECKING:
     from alpa_lite.errors import AlpaLiteError as AlpaLiteError
     from alpa_lite.plan.plan import Plan as Plan
     from alpa_lite.planner.options import PlanOptions as PlanOptions
-    from alpa_lite.trace import coverage as rules  # noqa: F401
+    from alpa_lite.trace import rule_tools as rules  # noqa: F401
     from alpa_lite.trace.pin_op import pin as pin
+    from alpa_lite.trace.user_op import register_rule as register_rule
 
 __version__ = "0.1.0"
 
@@ -44,8 +45,9 @@ _PUBLIC = {
     "parallelize": "alpa_lite.api",
     "pin": "alpa_lite.trace.pin_op",
     "plan": "alpa_lite.api",
+    "register_rule": "alpa_lite.trace.user_op",
 }
-_MODULES = {"analysis": "alpa_lite.analysis", "rules": "alpa_lite.trace.coverage"}
+_MODULES = {"analysis": "alpa_lite.analysis", "rules": "alpa_lite.trace.rule_tools"}
 
 
 def __getattr__(name: str) -> Any:

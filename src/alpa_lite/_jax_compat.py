@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax._src.core import ShapedArray
 from jax._src.sharding_impls import ShardingContext
 from jax.extend import random as extend_random
 from jax.extend import source_info_util
@@ -30,6 +31,7 @@ __all__ = [
     "Primitive",
     "Var",
     "annotate_sharding_rules",
+    "calling_primitive",
     "identity_primitive",
     "name_scope_of",
     "partitionable_threefry",
@@ -83,6 +85,48 @@ def identity_primitive(name: str) -> Primitive:
         # Under vmap the tensor gains a dim: the spec no longer fits, so the pin is dropped rather than misapplied.
         return args[0], dims[0]
 
+    ad.primitive_jvps[primitive] = jvp
+    batching.primitive_batchers[primitive] = batch
+    return primitive
+
+
+def calling_primitive(name: str, function: Callable[..., Any], batched: Callable[..., dict[str, Any]]) -> Primitive:
+    """A primitive with several results that runs a Python function, traced anew at the shapes of every use.
+
+    Args:
+        name: of the primitive.
+        function: ``function(**params)`` is the Python function: arrays in, list of arrays out.
+        batched: ``batched(mapped, **params)`` gives the parameters under ``vmap``; ``mapped`` says which operands have the
+            new dim (in front), as all results then have.
+    """
+    primitive = Primitive(name)
+    primitive.multiple_results = True
+
+    def abstract(*avals: Any, **params: Any) -> list[Any]:
+        args = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=getattr(a, "weak_type", False)) for a in avals]
+        out = jax.eval_shape(function(**params), *args)
+        return [ShapedArray(o.shape, o.dtype, weak_type=bool(getattr(o, "weak_type", False))) for o in out]
+
+    def jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
+        # The result stays one op; its tangent is that of the function itself, whose primal part is dead code.
+        results = primitive.bind(*primals, **params)
+        dots = [ad.instantiate_zeros(t) for t in tangents]
+        made = jax.jvp(function(**params), tuple(primals), tuple(dots))[1]
+        float0 = jax.dtypes.float0
+        return results, [ad.Zero(ShapedArray(m.shape, float0)) if m.dtype == float0 else m for m in made]
+
+    def batch(args: Sequence[Any], dims: Sequence[Any], **params: Any) -> tuple[Any, Any]:
+        mapped = tuple(d is not None for d in dims)
+        front = [jnp.moveaxis(x, d, 0) if m else x for x, d, m in zip(args, dims, mapped, strict=True)]
+        results = primitive.bind(*front, **batched(mapped, **params))
+        return results, [0] * len(results)
+
+    primitive.def_abstract_eval(abstract)
+    primitive.def_impl(lambda *args, **params: jax.jit(function(**params))(*args))
+    mlir.register_lowering(
+        primitive,
+        mlir.lower_fun(lambda *args, **params: function(**params)(*args), multiple_results=True),
+    )
     ad.primitive_jvps[primitive] = jvp
     batching.primitive_batchers[primitive] = batch
     return primitive

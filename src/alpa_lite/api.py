@@ -14,6 +14,7 @@ import jax
 
 from alpa_lite import __version__
 from alpa_lite.cluster.cluster import Cluster as ClusterData
+from alpa_lite.core.rule_text import NamedRule
 from alpa_lite.core.spec import ShardingSpec
 from alpa_lite.errors import AlpaLiteError, ArgumentsError, TraceError
 from alpa_lite.executor.calibrate import local_cluster
@@ -111,12 +112,18 @@ def _traced_for(plan: Plan, fn: Any, args: tuple[Any, ...], kwargs: dict[str, An
     """The traced function, checked to be the plan's; how to trace it is recorded with the plan."""
     settings: dict[str, Any] = {name: value for name, value in plan.options if name in _JIT_SETTINGS}
     try:
-        traced = trace(_plain(fn), args, kwargs, **settings)
+        traced = trace(_plain(fn), args, kwargs, rules=_rules_of(plan), **settings)
     except TraceError as error:
         static = settings.get("static_argnums", ()), settings.get("static_argnames", ())
         raise _other_arguments(plan, args, kwargs, *static) or error from error
     check_identity(plan, traced)
     return traced
+
+
+def _rules_of(plan: Plan) -> tuple[NamedRule, ...]:
+    """The user's rules by primitive that a plan was made with."""
+    texts: Any = dict(plan.options).get("rules", ())
+    return tuple(map(NamedRule.read, texts))
 
 
 def _other_arguments(
@@ -234,6 +241,7 @@ class _Request:
             static_argnums=self.static_argnums,
             static_argnames=self.static_argnames,
             donate_argnums=self.donate_argnums,
+            rules=self.options.rules,
         )
 
     def plan(
@@ -452,7 +460,7 @@ class ParallelStep:
 
     def _trace_given(self, given: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
         """Trace for a plan that the user brought; the step's own settings count, and must be those of the plan."""
-        request = self._request
+        request = replace(self._request, options=replace(self._request.options, rules=_rules_of(given)))
         try:
             traced = request.trace(args, kwargs)
         except TraceError as error:

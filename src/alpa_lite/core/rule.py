@@ -39,7 +39,7 @@ class OpShardingRule:
         reduce_op: what joins partial results of reduction factors: "add", "max", "min", "mul", "and", "or" ("" if none).
         linear: groups of operand positions in which the op is linear: if *all* operands of one group are unreduced over an
             axis and no other operand is split or unreduced over it, the results are unreduced over it.
-        origin: where the rule comes from: "shardy", "own", "none".
+        origin: where the rule comes from: "shardy", "own", "user" (registered), "probed", "none".
         reason: for "own" and "none", why.
     """
 
@@ -60,6 +60,10 @@ class OpShardingRule:
     @property
     def reduction_factors(self) -> tuple[int, ...]:
         return tuple(i for i, f in enumerate(self.factors) if f.kind is FactorKind.REDUCTION)
+
+    def factor_name(self, index: int) -> str:
+        """The name of a factor in the rule's text."""
+        return _factor_name(index)
 
     def __str__(self) -> str:
         names = [_factor_name(i) for i in range(len(self.factors))]

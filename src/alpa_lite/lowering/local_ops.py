@@ -22,6 +22,7 @@ from alpa_lite.lowering.collectives import keep_on_first, tile_index
 from alpa_lite.lowering.user_body import run_body, without_shardings
 
 _REDUCERS: dict[str, Callable[..., Any]] = {"reduce_max": lax.pmax, "reduce_min": lax.pmin}
+_USER_REDUCERS: dict[str, Callable[..., Any]] = {"max": lax.pmax, "min": lax.pmin}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,12 +60,22 @@ def evaluate(op: LocalOp, inputs: list[Any]) -> list[Any]:
     special = _SPECIAL.get(op.name)
     out = special(op, inputs) if special else op.primitive.bind(*inputs, **_local_params(op))
     results = list(out) if op.primitive.multiple_results else [out]
-    if op.name in _REDUCERS:
-        axes = reduced_axes(op.operands[0], op.results[0], op.params["axes"])
-        if axes:
-            with jax.named_scope(op.label):
-                results = [_REDUCERS[op.name](results[0], axes)]
+    reducer, axes = _joined_at_once(op)
+    if reducer is not None and axes:
+        with jax.named_scope(op.label):
+            results = [reducer(results[0], axes)]
     return results
+
+
+def _joined_at_once(op: LocalOp) -> tuple[Callable[..., Any] | None, tuple[str, ...]]:
+    """How, and over which axes, partial results are joined inside the op: a max or min, also of a registered function."""
+    if op.name == "user_op":
+        split = {a for spec in op.operands for a in spec.sharded_axes}
+        axes = split - {a for spec in op.results for a in (*spec.sharded_axes, *spec.unreduced)}
+        return _USER_REDUCERS.get(op.params["op"].rule.reduce_op), op.mesh.sort_axes(axes)
+    if op.name in _REDUCERS:
+        return _REDUCERS[op.name], reduced_axes(op.operands[0], op.results[0], op.params["axes"])
+    return None, ()
 
 
 def reduced_axes(operand: ShardingSpec, result: ShardingSpec, dims: tuple[int, ...]) -> tuple[str, ...]:

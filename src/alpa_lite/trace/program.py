@@ -14,11 +14,14 @@ from alpa_lite._jax_compat import Literal, scan_layout
 from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.core.program import FixedLayout, Op, Program, Value, check_program
 from alpa_lite.core.rule import OpShardingRule
+from alpa_lite.core.rule_text import NamedRule
 from alpa_lite.core.spec import ShardingSpec
 from alpa_lite.errors import AlpaLiteError, TraceError
 from alpa_lite.trace.flatten import FlatJaxpr, FlatOp, flatten
 from alpa_lite.trace.paths import leaf_paths
+from alpa_lite.trace.rule_check import check_user_ops
 from alpa_lite.trace.rules import ELEMENTWISE, op_key, rules_for
+from alpa_lite.trace.user_rules import named_rules, shown_name
 
 _KEY_ITEMSIZE = 8  # a threefry key holds two uint32
 
@@ -48,11 +51,15 @@ def trace(
     static_argnums: tuple[int, ...] = (),
     static_argnames: tuple[str, ...] = (),
     donate_argnums: tuple[int, ...] = (),
+    rules: tuple[NamedRule, ...] = (),
 ) -> Traced:
     """Trace ``fn``; arguments are arrays or ``jax.ShapeDtypeStruct`` pytrees. Touches no device.
 
+    ``rules`` are the user's, by primitive; ops of ``al.register_rule`` bring their own.
+
     Raises:
         TraceError: the function cannot be traced, with the user's line.
+        RuleError: a user's rule does not fit.
     """
     try:
         abstract = [a if i in static_argnums else jax.tree.map(_abstract, a) for i, a in enumerate(args)]
@@ -76,7 +83,7 @@ def trace(
             f"argument {in_paths[zero[0]]!r} has a dim of size 0 (shape {flat.avals[flat.inputs[zero[0]]].shape}); "
             "a plan needs sizes of at least 1 on every dim. Pass arguments with the shapes of a real step."
         )
-    program = build_program(flat, in_paths, out_paths, donated)
+    program = build_program(flat, in_paths, out_paths, donated, rules)
     in_tree = jax.tree_util.tree_structure((tuple(dynamic.values()), named))
     return Traced(program=program, flat=flat, in_tree=in_tree, out_tree=jax.tree_util.tree_structure(out_tree))
 
@@ -123,14 +130,21 @@ def _input_paths(
     return paths, donated
 
 
-def build_program(flat: FlatJaxpr, in_paths: list[str], out_paths: list[str], donated: list[bool]) -> Program:
-    """Mirror a flat jaxpr as a Program with rules."""
+def build_program(
+    flat: FlatJaxpr,
+    in_paths: list[str],
+    out_paths: list[str],
+    donated: list[bool],
+    rules: tuple[NamedRule, ...] = (),
+) -> Program:
+    """Mirror a flat jaxpr as a Program with rules; ``rules`` are the user's, by primitive."""
     distinct: dict[tuple[Any, ...], tuple[FlatOp, FlatJaxpr]] = {}
     keys: dict[int, tuple[Any, ...]] = {}
     _collect(flat, distinct, keys)
-    rules = rules_for(distinct)
+    found = rules_for(distinct, named_rules(rules, [op for op, _ in distinct.values()]))
+    check_user_ops(flat)
     names = {key: f"{key[0]}#{i}" for i, key in enumerate(distinct)}
-    program = _mirror(flat, keys, rules, names, in_paths, out_paths, donated)
+    program = _mirror(flat, keys, found, names, in_paths, out_paths, donated)
     check_program(program)
     return program
 
@@ -161,7 +175,7 @@ def _mirror(
         consts, carry, trips = _loop_layout(op)
         ops.append(
             Op(
-                primitive=op.name,
+                primitive=shown_name(op),
                 inputs=tuple(-1 if isinstance(i, Literal) else i for i in op.inputs),
                 outputs=tuple(op.outputs),
                 rule=rules[key],
@@ -225,6 +239,8 @@ def _flops(op: FlatOp, flat: FlatJaxpr) -> float:
     """Floating-point operations; an elementwise op counts one per result element."""
     if op.bodies:
         return 0.0
+    if op.name == "user_op":
+        return _body_flops(op, flat)
     out = [math.prod(flat.avals[o].shape) for o in op.all_outputs if hasattr(flat.avals[o], "shape")]
     ins = [math.prod(np.shape(i.val)) if isinstance(i, Literal) else math.prod(flat.avals[i].shape) for i in op.inputs]
     if op.name == "dot_general":
@@ -238,6 +254,18 @@ def _flops(op: FlatOp, flat: FlatJaxpr) -> float:
     if op.name.startswith("reduce") or op.name.startswith("cum") or op.name.startswith("arg"):
         return float(sum(ins))
     return float(sum(out))
+
+
+def _body_flops(op: FlatOp, flat: FlatJaxpr) -> float:
+    """Of a registered function: those of its ops, loops counted by their trips."""
+    avals = [i.aval if isinstance(i, Literal) else flat.avals[i] for i in op.inputs]
+    structs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
+
+    def total(body: FlatJaxpr) -> float:
+        inside = (_loop_layout(o)[2] * sum(map(total, o.bodies)) + _flops(o, body) for o in body.ops)
+        return float(sum(inside))
+
+    return total(flatten(jax.make_jaxpr(op.params["op"].fn)(*structs)))
 
 
 def find_aliases(

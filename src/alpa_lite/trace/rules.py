@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,8 +16,10 @@ import jax
 
 from alpa_lite._jax_compat import Jaxpr, Literal, annotate_sharding_rules, lower_many, partitionable_threefry
 from alpa_lite.core.rule import Factor, FactorKind, OpShardingRule
+from alpa_lite.core.rule_text import RuleText
 from alpa_lite.trace.flatten import FlatJaxpr, FlatOp
 from alpa_lite.trace.shardy import called_functions, check_composed, compose_rules
+from alpa_lite.trace.user_rules import registered_rule
 
 # How partial results over a reduction factor are joined. A primitive that is absent may not split such a factor.
 REDUCE_OPS = {
@@ -182,12 +184,20 @@ def _param_key(value: Any) -> Any:
     return re.sub(r"0x[0-9a-f]+", "", str(value))
 
 
-def rules_for(ops: dict[tuple[Any, ...], tuple[FlatOp, FlatJaxpr]]) -> dict[tuple[Any, ...], OpShardingRule]:
-    """Rules of distinct ops without bodies, by key; one Shardy query for all that need one."""
+def rules_for(
+    ops: dict[tuple[Any, ...], tuple[FlatOp, FlatJaxpr]], named: Mapping[str, RuleText] | None = None
+) -> dict[tuple[Any, ...], OpShardingRule]:
+    """Rules of distinct ops without bodies, by key; one Shardy query for all that need one.
+
+    Args:
+        ops: by ``op_key``.
+        named: the user's rules by primitive; they replace all others.
+    """
     rules: dict[tuple[Any, ...], OpShardingRule] = {}
     asked: dict[tuple[Any, ...], tuple[FlatOp, FlatJaxpr]] = {}
     for key, (op, flat) in ops.items():
-        own = _own_rule(op, flat)
+        text = op.params["op"].rule if op.name == "user_op" else (named or {}).get(op.name)
+        own = registered_rule(op, flat, text) if text is not None else _own_rule(op, flat)
         if own is not None:
             rules[key] = own
         else:

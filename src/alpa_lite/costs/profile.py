@@ -7,12 +7,13 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from alpa_lite.core.collective import CollectiveKind
-from alpa_lite.core.conversion import Conversion, Step
+from alpa_lite.core.conversion import Conversion
 from alpa_lite.core.mesh import DeviceMesh
-from alpa_lite.core.program import Op, Program, Value
+from alpa_lite.core.program import Op, Program
 from alpa_lite.core.spec import ShardingSpec
+from alpa_lite.costs.buffers import SharedBlock, temporaries
 from alpa_lite.costs.fusion import joins_consumers, takes_producers
+from alpa_lite.costs.instructions import instruction_graph
 from alpa_lite.costs.memory import Timeline, peak_usage
 from alpa_lite.plan.records import LeafRole, MemoryProfile, OpDecision
 
@@ -47,20 +48,71 @@ def memory_profile(
     roles: Sequence[LeafRole],
 ) -> PeakReport:
     """Walk the plan's tensors through time; see ``costs/memory.py`` for what counts when."""
-    regions, scopes = _regions(program)
-    made = _made_specs(program, decisions)
+    totals = _totals(program, mesh, in_specs, out_specs, roles)
+    shapes = {program.values[v].shape for v, r in zip(program.inputs, roles, strict=True) if r is LeafRole.PARAMETER}
+    base = sum(totals.values())
+    if line.breadth_first:
+        graph = instruction_graph(
+            program, mesh, in_specs=in_specs, out_specs=out_specs, decisions=decisions, conversions=conversions
+        )
+        block = temporaries(graph, donated_results(program))
+        peak, time, alive = base + block.size_bytes, block.time, _block_tensors(block, shapes)
+    else:
+        items = _items(program, line, mesh, decisions, conversions, shapes)
+        peak, time, _ = peak_usage(((lo, hi, size) for lo, hi, size, *_ in items), line.num_times, base)
+        alive = [Tensor(name=n, size_bytes=s, category=c) for lo, hi, s, n, c in items if lo <= time < hi and s]
+    alive.sort(key=lambda t: (-t.size_bytes, t.name))
+    at_peak = {word: sum(t.size_bytes for t in alive if t.category == word) for word in _TEMPORARY}
+    return PeakReport(profile=MemoryProfile(**totals, **at_peak, peak=peak), time=time, alive=tuple(alive))
+
+
+def donated_results(program: Program) -> frozenset[int]:
+    """Positions of the results that lie in the memory of a donated argument."""
+    return frozenset(o for i, o in program.aliases if program.donated and program.donated[i])
+
+
+def _totals(
+    program: Program,
+    mesh: DeviceMesh,
+    in_specs: Sequence[ShardingSpec],
+    out_specs: Sequence[ShardingSpec],
+    roles: Sequence[LeafRole],
+) -> dict[str, int]:
+    """Bytes of arguments, results and constants, which count for the whole step."""
     totals = dict.fromkeys(("parameters", "optimizer_state", "inputs", "outputs", "constants"), 0)
     words = {LeafRole.PARAMETER: "parameters", LeafRole.OPTIMIZER_STATE: "optimizer_state"}
     for value, spec, role in zip(program.inputs, in_specs, roles, strict=True):
         totals[words.get(role, "inputs")] += _bytes(program, value, spec, mesh)
-    donated = {o for i, o in program.aliases if program.donated and program.donated[i]}
+    donated = donated_results(program)
     for position, (value, spec) in enumerate(zip(program.outputs, out_specs, strict=True)):
         if position not in donated and value >= 0:
             totals["outputs"] += _bytes(program, value, spec, mesh)
     totals["constants"] = sum(program.values[v].size_bytes for v in program.constants)
-    parameter_shapes = {
-        program.values[v].shape for v, r in zip(program.inputs, roles, strict=True) if r is LeafRole.PARAMETER
-    }
+    return totals
+
+
+def _block_tensors(block: SharedBlock, parameter_shapes: set[tuple[int, ...]]) -> list[Tensor]:
+    """What lies in XLA:CPU's block of temporaries when most of it is used, and the gaps in between."""
+    alive = []
+    for buffer in block.alive:
+        made = buffer.instruction
+        category = _category(made.scope, made.shape in parameter_shapes)
+        alive.append(Tensor(name=made.name, size_bytes=buffer.size_bytes, category=category))
+    gaps = block.size_bytes - sum(t.size_bytes for t in alive)
+    return [*alive, Tensor(name="gaps between buffers", size_bytes=gaps, category="temporaries")] if gaps else alive
+
+
+def _items(
+    program: Program,
+    line: Timeline,
+    mesh: DeviceMesh,
+    decisions: Sequence[OpDecision],
+    conversions: Sequence[Conversion],
+    parameter_shapes: set[tuple[int, ...]],
+) -> list[tuple[int, int, int, str, str]]:
+    """(from, until, bytes, name, category) of everything that is neither argument nor result."""
+    regions, scopes = _regions(program)
+    made = _made_specs(program, decisions)
     items: list[tuple[int, int, int, str, str]] = []
     last = _last_reads(regions, line, decisions, conversions)
     unstored = _unstored_layouts(regions, decisions, conversions)
@@ -81,16 +133,8 @@ def memory_profile(
             # A tensor that is converted dies in its first layout once the last reader of that layout is done.
             hi = last.get((*key, spec), 0) if key in converted else interval.hi
             items.append((interval.lo, max(hi, interval.lo + 1), size, f"{interval.region}%{interval.value}", category))
-    if line.breadth_first:
-        items += _permuted(regions, line, mesh, decisions)
     stored = [c for c in conversions if (_region_of(c.op), c.value, c.target) not in unstored]
-    items += _converted(regions, line, mesh, stored, last)
-    base = sum(totals.values())
-    peak, time, _ = peak_usage(((lo, hi, size) for lo, hi, size, *_ in items), line.num_times, base)
-    alive = [Tensor(name=n, size_bytes=s, category=c) for lo, hi, s, n, c in items if lo <= time < hi and s]
-    alive.sort(key=lambda t: (-t.size_bytes, t.name))
-    at_peak = {word: sum(t.size_bytes for t in alive if t.category == word) for word in _TEMPORARY}
-    return PeakReport(profile=MemoryProfile(**totals, **at_peak, peak=peak), time=time, alive=tuple(alive))
+    return items + _converted(regions, line, mesh, stored, last)
 
 
 _TEMPORARY = ("gradients", "activations", "temporaries")
@@ -148,13 +192,9 @@ def _converted(
         hi = max(last.get(key, lo), lo + 1)
         size = _bytes(regions[region], conversion.value, conversion.target, mesh)
         items.append((lo, hi, size, f"{region}%{conversion.value} as {conversion.target}", "temporaries"))
-        value = regions[region].values[conversion.value]
-        for position, step in enumerate(conversion.steps):
-            moved = _relaid_bytes(step, value, mesh) if line.breadth_first else 0
-            if position < len(conversion.steps) - 1:
-                moved += _bytes(regions[region], conversion.value, step.after, mesh)
-            if moved:
-                items.append((lo, lo + 1, moved, f"{region}%{conversion.value} as {step.after}", "temporaries"))
+        for step in conversion.steps[:-1]:
+            moved = _bytes(regions[region], conversion.value, step.after, mesh)
+            items.append((lo, lo + 1, moved, f"{region}%{conversion.value} as {step.after}", "temporaries"))
     return items
 
 
@@ -203,46 +243,8 @@ def _region_of(path: str) -> str:
     return f"{prefix}." if prefix else ""
 
 
-_PERMUTED = {"conv_general_dilated": 2, "dot_general": 1}  # how many operands are transposed
-
-
-def _permuted(
-    regions: dict[str, Program], line: Timeline, mesh: DeviceMesh, decisions: Sequence[OpDecision]
-) -> list[tuple[int, int, int, str, str]]:
-    """Kernel gradients contract the leading dims, and read transposed copies that are made as soon as they can be."""
-    items = []
-    for decision in decisions:
-        region = _region_of(decision.path)
-        op = regions[region].ops[int(decision.path[len(region) :])]
-        if op.primitive not in _PERMUTED or op.rule.operands[0][:1] == op.rule.results[0][:1]:
-            continue
-        for value, spec in [*zip(op.inputs, decision.operands, strict=True)][: _PERMUTED[op.primitive]]:
-            if value >= 0:
-                size = _bytes(regions[region], value, spec, mesh)
-                lo = line.made[(region, value)]
-                items.append((lo, max(line.end[decision.path], lo + 1), size, f"{region}%{value}", "temporaries"))
-    return items
-
-
-def _relaid_bytes(step: Step, value: Value, mesh: DeviceMesh) -> int:
-    """Bytes of a copy with the moved dim outermost: XLA:CPU splits and joins along the outermost dim only.
-
-    What is gathered is copied back unless it is a matrix, which matmuls read in either order.
-    """
-    dim = step.source_dim if step.kind is CollectiveKind.ALL_GATHER else step.target_dim
-    gathers = step.kind is CollectiveKind.ALL_GATHER
-    if not gathers and step.kind is not CollectiveKind.REDUCE_SCATTER:
-        return 0
-    if all(n == 1 for n in step.before.local_shape(value.shape, mesh)[:dim]):
-        return 0
-    copied = step.after if gathers and len(value.shape) > 2 else step.before
-    return copied.local_size_bytes(value.shape, value.itemsize, mesh)
-
-
 def _time_of(conversion: Conversion, line: Timeline, regions: dict[str, Program]) -> int:
     path, region = conversion.op, _region_of(conversion.op)
-    if line.breadth_first:
-        return line.made[(region, conversion.value)]
     if path in line.start:
         return line.start[path]
     ops = len(regions[region].ops)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from alpa_lite.core.collective import Collective, CollectiveKind
@@ -20,6 +22,7 @@ from alpa_lite.plan.records import (
     MeshCandidate,
     OpDecision,
     PlanIdentity,
+    SearchStep,
     StagePlan,
 )
 
@@ -157,7 +160,7 @@ def make_plan(program: Program) -> Plan:
         memory=MemoryProfile(parameters=64, inputs=64, activations=128, temporaries=64, peak=320),
         collectives=(gather, reduce),
         decisions=_decisions(program),
-        conversions=(Conversion(op="0", value=0, steps=(GATHER,), collectives=(0,)),),
+        conversions=(Conversion(op="0", value=0, steps=(GATHER,), collectives=(0,), made_by="in", cost=4e-5),),
         compute_s=3.4e-5,
     )
     other = DeviceMesh(shape=(8, 1), axis_names=("data", "model"))
@@ -177,6 +180,10 @@ def make_plan(program: Program) -> Plan:
         ),
         options=(("memory_budget_bytes", 4096), ("forbid", ("all-to-all",)), ("remat", "auto")),
         pins=(("0/params/*/kernel", "P(None, 'model')"),),
+        search=(
+            SearchStep(objective=5e-5, lower_bound=-math.inf, found_by="greedy"),
+            SearchStep(objective=4.4e-5, lower_bound=4.3e-5, found_by="search"),
+        ),
         notes=("0/params/layers_0/kernel: dim 0 of size 4 ruled out for axis 'data'", "top_k is replicated"),
     )
 

@@ -81,7 +81,7 @@ def damaged(plan, path, change):
             r"at `\$\.stages\[0\]\.collectives\[1\]\[2\]`",
         ),
         (lambda d: d["inputs"][0].append(1), r"Expected `array` of at most length 8 - at `\$\.inputs\[0\]`"),
-        (lambda d: d["stages"][0]["conversions"][0].pop(), r"length 4, got 3 - at `\$\.stages\[0\]\.conversions\[0\]`"),
+        (lambda d: d["stages"][0]["conversions"][0].pop(), r"length 7, got 6 - at `\$\.stages\[0\]\.conversions\[0\]`"),
         (lambda d: d.update(stages=3), r"Expected `array`, got `int` - at `\$\.stages`"),
         (lambda d: d["inputs"][0].__setitem__(4, 99), r"is damaged: entry 99 of table 'specs'"),
         (lambda d: d["specs"].__setitem__(0, "[x,x]"), r"is damaged: a mesh axis may be used once per tensor"),

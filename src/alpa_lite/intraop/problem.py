@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from alpa_lite.plan.records import SearchStep
+
 FORBIDDEN = 10**18
 """Integer costs at or above this are forbidden choices, like ``inf`` in float costs."""
 
@@ -89,21 +91,6 @@ class IntraOpProblem:
         return self.names[node] if self.names else f"node {node}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Improvement:
-    """One entry of a search trace: a choice better than all before it, or a better bound.
-
-    Attributes:
-        objective: of the best choice so far; ``inf`` if there is none.
-        lower_bound: proven by then; ``-inf`` if nothing is.
-        found_by: "greedy", "search" or "proof".
-    """
-
-    objective: float
-    lower_bound: float
-    found_by: str
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Solution:
     """An answer and what is known about it.
@@ -140,7 +127,7 @@ class Solution:
     message: str = ""
     conflict: tuple[str, ...] = field(default=())
     core_size: tuple[int, int] = (0, 0)
-    trace: tuple[Improvement, ...] = ()
+    trace: tuple[SearchStep, ...] = ()
 
 
 class Score(NamedTuple):

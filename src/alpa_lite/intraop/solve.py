@@ -31,7 +31,6 @@ from alpa_lite.intraop.presolve import presolve
 from alpa_lite.intraop.prices import Prices, price_memory
 from alpa_lite.intraop.problem import (
     Array,
-    Improvement,
     IntraOpProblem,
     Solution,
     as_float,
@@ -40,6 +39,7 @@ from alpa_lite.intraop.problem import (
 )
 from alpa_lite.intraop.repair import improve
 from alpa_lite.intraop.tie import Tie, tie, tied_core
+from alpa_lite.plan.records import SearchStep
 
 _ROWS_PER_ROUND = 15
 _MILP_PAIRS = 600_000  # edge entries up to which the MILP is asked for a proof; HiGHS takes about 2 KB for each
@@ -75,7 +75,7 @@ class _Search:
     wish: list[int] | None = None  # a cheap choice that knows no limit
     prices: Prices | None = None
     rent: float = 0.0  # to be taken off the bound while the messages know the prices
-    found: list[Improvement] = field(default_factory=list)
+    found: list[SearchStep] = field(default_factory=list)
 
     @classmethod
     def of(cls, core: Core, deadline: float, cutoff: float) -> _Search:
@@ -104,7 +104,7 @@ class _Search:
         cost = self.core.cost(picks)
         if cost < self.upper and self.core.fits(picks):
             self.picks, self.upper, self.tied = list(picks), cost, tied
-            self.found.append(Improvement(objective=cost, lower_bound=self.bound, found_by="search"))
+            self.found.append(SearchStep(objective=cost, lower_bound=self.bound, found_by="search"))
 
     def try_from(self, start: list[int], *, tied: bool = False) -> None:
         self.offer(improve(self.core, self.unary, self.costs, start), tied=tied)
@@ -205,20 +205,20 @@ def _answer(
 
 
 def _trace(
-    problem: IntraOpProblem, found: list[Improvement], objective: float, bound: float, optimal: bool
-) -> tuple[Improvement, ...]:
+    problem: IntraOpProblem, found: list[SearchStep], objective: float, bound: float, optimal: bool
+) -> tuple[SearchStep, ...]:
     """The greedy choice, what the search found on its way, and how it ended."""
-    steps: list[Improvement] = []
+    steps: list[SearchStep] = []
     if problem.num_nodes <= _GREEDY_NODES:
         score = evaluate(problem, greedy_choice(problem))
         if _fits(problem, score.peak_bytes):
-            steps.append(Improvement(objective=score.objective, lower_bound=-math.inf, found_by="greedy"))
+            steps.append(SearchStep(objective=score.objective, lower_bound=-math.inf, found_by="greedy"))
     for step in found:
         if math.isfinite(step.objective) and (not steps or step.objective < steps[-1].objective):
             steps.append(replace(step, lower_bound=min(step.lower_bound, step.objective)))
     end = objective + 1e-9 * abs(objective)  # the core's own sum may differ in the last digits
     steps = [s for s in steps if end < s.objective < math.inf]
-    return (*steps, Improvement(objective=objective, lower_bound=bound, found_by="proof" if optimal else "search"))
+    return (*steps, SearchStep(objective=objective, lower_bound=bound, found_by="proof" if optimal else "search"))
 
 
 def _limit_used(search: _Search, optimal: bool) -> str:

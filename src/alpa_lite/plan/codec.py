@@ -7,6 +7,7 @@ the bytes are a function of the plan. Rows, not objects: ``columns`` in the file
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -26,6 +27,7 @@ from alpa_lite.plan.records import (
     MeshCandidate,
     OpDecision,
     PlanIdentity,
+    SearchStep,
     StagePlan,
 )
 
@@ -95,6 +97,9 @@ class _ConversionRow(_Row):
     value: int
     steps: list[int]
     collectives: list[int]
+    made_by: str
+    cost: float
+    readers: int
 
 
 class _StepRow(_Row):
@@ -106,6 +111,14 @@ class _StepRow(_Row):
     target_dim: int
     before: int
     after: int
+
+
+class _SearchRow(_Row):
+    """``lower_bound`` is null where nothing was proven."""
+
+    objective: float
+    lower_bound: float | None
+    found_by: str
 
 
 class _Decisions(_Strict):
@@ -120,6 +133,7 @@ class _Stage(_Strict):
     submesh: tuple[int, int]
     layers: list[int]
     compute_s: float
+    penalty: float
     memory: dict[str, int]
     collectives: list[_CollectiveRow]
     conversions: list[_ConversionRow]
@@ -156,6 +170,7 @@ class _Document(_Strict):
     costs: str
     options: dict[str, Any]
     pins: list[tuple[str, str]]
+    search: list[_SearchRow]
     notes: list[str]
     mesh_table: list[_Candidate]
     columns: dict[str, list[str]]
@@ -179,7 +194,7 @@ class _Table(Generic[H]):
         return self.items.setdefault(item, len(self.items))
 
 
-_ROWS: dict[str, type[_Row]] = {"inputs": _LeafRow, "outputs": _LeafRow, "ops": _OpRow, "steps": _StepRow}
+_ROWS: dict[str, type[_Row]] = {"search": _SearchRow, "inputs": _LeafRow, "outputs": _LeafRow, "ops": _OpRow, "steps": _StepRow}
 _STAGE_ROWS: dict[str, type[_Row]] = {"collectives": _CollectiveRow, "conversions": _ConversionRow}
 _COLUMNS = {table: list(kind.__struct_fields__) for table, kind in (_ROWS | _STAGE_ROWS).items()}
 
@@ -206,6 +221,10 @@ def encode_plan(plan: Plan) -> bytes:
         costs=plan.costs,
         options=dict(plan.options),
         pins=list(plan.pins),
+        search=[
+            _SearchRow(float(s.objective), s.lower_bound if math.isfinite(s.lower_bound) else None, s.found_by)
+            for s in plan.search
+        ],
         notes=list(plan.notes),
         mesh_table=[_encode_candidate(candidate) for candidate in plan.mesh_table],
         columns=_COLUMNS,
@@ -254,6 +273,7 @@ def _encode_stage(
         submesh=stage.submesh,
         layers=list(stage.layers),
         compute_s=float(stage.compute_s),
+        penalty=float(stage.penalty),
         memory=dict(stage.memory.items()),
         collectives=[
             _CollectiveRow(
@@ -262,7 +282,15 @@ def _encode_stage(
             for c in stage.collectives
         ],
         conversions=[
-            _ConversionRow(c.op, c.value, [step_row(step) for step in c.steps], list(c.collectives))
+            _ConversionRow(
+                c.op,
+                c.value,
+                [step_row(step) for step in c.steps],
+                list(c.collectives),
+                c.made_by,
+                float(c.cost),
+                c.readers,
+            )
             for c in stage.conversions
         ],
         decisions=_Decisions([d.path for d in stage.decisions], [op_row(d) for d in stage.decisions]),
@@ -355,6 +383,14 @@ class _Decoder:
             "identity": PlanIdentity(**msgspec.structs.asdict(d.identity)),
             "options": tuple((name, _as_tuples(value)) for name, value in d.options.items()),
             "pins": tuple(d.pins),
+            "search": tuple(
+                SearchStep(
+                    objective=row.objective,
+                    lower_bound=-math.inf if row.lower_bound is None else row.lower_bound,
+                    found_by=row.found_by,
+                )
+                for row in d.search
+            ),
             "notes": tuple(d.notes),
             "mesh_table": tuple(self._candidate(candidate) for candidate in d.mesh_table),
             "inputs": tuple(map(self._leaf, d.inputs)),
@@ -396,6 +432,7 @@ class _Decoder:
             submesh=s.submesh,
             layers=tuple(s.layers),
             compute_s=s.compute_s,
+            penalty=s.penalty,
             memory=MemoryProfile(**s.memory),
             collectives=tuple(map(self._collective, s.collectives)),
             conversions=tuple(
@@ -404,6 +441,9 @@ class _Decoder:
                     value=row.value,
                     steps=tuple(map(self.step, row.steps)),
                     collectives=tuple(row.collectives),
+                    made_by=row.made_by,
+                    cost=row.cost,
+                    readers=row.readers,
                 )
                 for row in s.conversions
             ),

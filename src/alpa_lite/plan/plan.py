@@ -15,8 +15,9 @@ from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.core.spec import ShardingSpec
 from alpa_lite.errors import AlpaLiteError
 from alpa_lite.plan.codec import encode_plan
+from alpa_lite.plan.cost_table import CostTable, cost_table, layout_schedule
 from alpa_lite.plan.files import write_atomically
-from alpa_lite.plan.records import Leaf, LeafRole, MemoryProfile, MeshCandidate, PlanIdentity, StagePlan
+from alpa_lite.plan.records import Leaf, LeafRole, MemoryProfile, MeshCandidate, PlanIdentity, SearchStep, StagePlan
 from alpa_lite.plan.text import plan_text
 
 OptionValue = str | int | float | bool | None | tuple[Any, ...]
@@ -52,6 +53,7 @@ class Plan:
         identity: which program, cluster and versions the plan is for.
         options: the options that were set, by name.
         pins: (key as the user wrote it, spec text) pairs.
+        search: how the chosen mesh was searched: objectives in falling order, the last one with what was proven.
         notes: warnings and reports: dims ruled out, replicated ops, forced choices, annotations seen.
         trees: see the module docstring.
     """
@@ -68,6 +70,7 @@ class Plan:
     identity: PlanIdentity = field(default_factory=PlanIdentity)
     options: tuple[tuple[str, OptionValue], ...] = ()
     pins: tuple[tuple[str, str], ...] = ()
+    search: tuple[SearchStep, ...] = ()
     notes: tuple[str, ...] = ()
     trees: PlanTrees | None = field(default=None, compare=False, repr=False)
 
@@ -150,6 +153,19 @@ class Plan:
     def verify(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
         """Compiles the planned step for the plan's cluster, without its devices, and compares (an audit report)."""
         return self._bound().verify(self, fn, args, kwargs)
+
+    def cost_table(self) -> CostTable:
+        """What the objective is made of, op by op and conversion by conversion; ``print`` it.
+
+        Example:
+            >>> table = plan.cost_table()
+            >>> assert table.total == plan.objective
+        """
+        return cost_table(self)
+
+    def layout_schedule(self) -> str:
+        """Which arguments to shard and where to convert, one line each."""
+        return layout_schedule(self)
 
     def save(self, path: str | PathLike[str]) -> None:
         """Writes the plan as JSON, whole or not at all; equal plans give equal bytes."""

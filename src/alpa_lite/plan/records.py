@@ -106,6 +106,7 @@ class StagePlan:
         decisions: one per op, in the order of ``Program.walk``.
         conversions: changes of layout, each at its place; they name their ``collectives``.
         compute_s: predicted compute time of one step, in the plan's unit.
+        penalty: what the cost convention charges for state that every device holds whole, in the plan's unit.
     """
 
     mesh: DeviceMesh
@@ -116,11 +117,27 @@ class StagePlan:
     decisions: tuple[OpDecision, ...] = ()
     conversions: tuple[Conversion, ...] = ()
     compute_s: float = 0.0
+    penalty: float = 0.0
 
     @property
     def communication_s(self) -> float:
         """Predicted time of all collectives of one step, in the plan's unit."""
         return sum(c.time_s * c.count for c in self.collectives)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchStep:
+    """One entry of a search trace: a choice that is better than all before it, or how the search ended.
+
+    Attributes:
+        objective: of the best choice so far.
+        lower_bound: proven by then; ``-inf`` if nothing was.
+        found_by: "greedy" (op by op, before any search), "search", or "proof": nothing better exists.
+    """
+
+    objective: float
+    lower_bound: float
+    found_by: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

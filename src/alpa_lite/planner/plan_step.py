@@ -22,7 +22,7 @@ from alpa_lite.plan.check import check_plan
 from alpa_lite.plan.identity import fingerprint, op_text
 from alpa_lite.plan.pins import ResolvedPins
 from alpa_lite.plan.plan import Plan
-from alpa_lite.plan.records import Leaf, LeafRole, MeshCandidate, OpDecision, PlanIdentity, StagePlan
+from alpa_lite.plan.records import Leaf, LeafRole, MeshCandidate, OpDecision, PlanIdentity, SearchStep, StagePlan
 from alpa_lite.planner.explain import explain_infeasible
 from alpa_lite.planner.one_mesh import MeshResult, MeshTask, plan_on_mesh
 from alpa_lite.planner.options import DEFAULT_AXIS_NAMES, PlanOptions
@@ -161,6 +161,7 @@ def _plan(
         decisions=decisions,
         conversions=written.conversions,
         compute_s=best.compute,
+        penalty=best.penalty,
     )
     role_of_output = {o: task.roles[i] for i, o in program.aliases}
     inputs = tuple(
@@ -200,8 +201,18 @@ def _plan(
         ),
         options=task.options.changed(),
         pins=task.pins.keys,
+        search=_search(best),
         notes=(*notes, *task.pins.notes, *reports(program, best.mesh, decisions)),
     )
+
+
+def _search(best: MeshResult) -> tuple[SearchStep, ...]:
+    """The solver's trace, ending in what the written-out plan costs (a copy that nobody reads is not made)."""
+    if best.solution is None:
+        return ()
+    *earlier, end = best.solution.trace
+    falling = tuple(s for s in earlier if s.objective > best.objective)
+    return (*falling, replace(end, objective=best.objective, lower_bound=best.lower_bound))
 
 
 def reports(program: Program, mesh: DeviceMesh, decisions: tuple[OpDecision, ...]) -> tuple[str, ...]:

@@ -115,9 +115,12 @@ class RuleText:
         """Inverse of ``to_text``."""
         text, _, rest = line.partition(" | ")
         given = dict(item.split("=") for item in rest.split())
-        names = {key: tuple(given.pop(key).split(",")) for key in ("reduction", "need_replication") if key in given}
-        reduce_op = given.pop("reduce_op", "add")
-        return parse_rule(text, **names, reduce_op=reduce_op, **{k: int(v) for k, v in given.items()})
+        kinds = [
+            given.pop(key, default)
+            for key, default in (("reduction", ""), ("need_replication", ""), ("reduce_op", "add"))
+        ]
+        sizes = {name: int(size) for name, size in given.items()}
+        return parse_rule(text, reduction=kinds[0], need_replication=kinds[1], reduce_op=kinds[2], **sizes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

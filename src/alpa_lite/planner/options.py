@@ -91,7 +91,7 @@ class PlanOptions:
             faults.append(f"annotations={self.annotations!r} was given; allowed are 'report' and 'pin'.")
         if wrong := [rule for rule in self.rules if not isinstance(rule, NamedRule)]:
             faults.append(
-                f"rules has {wrong[0]!r}; allowed are rules by primitive name, al.register_rule('my_primitive', '... i -> ... i'). "
+                f"rules has {wrong[0]!r}; allowed are rules by primitive name, e.g. al.register_rule('my_op', '... i -> ... i'). "
                 "A rule for a function is not an option: call what al.register_rule(fn, rule) returns."
             )
         if self.time_limit_s <= 0:

@@ -185,9 +185,8 @@ class _Probe:
 
     def grown(self, found: Found) -> Found:
         """The same factor, as finely split as can be shown."""
-        sizes = [
-            s[d] for s, d in zip((*self.operands, *self.results), (*found.operands, *found.results)) if d is not None
-        ]
+        shapes, dims = (*self.operands, *self.results), (*found.operands, *found.results)
+        sizes = [shape[d] for shape, d in zip(shapes, dims, strict=True) if d is not None]
         whole = math.gcd(*sizes)
         for size in sorted((n for n in range(found.size, whole + 1, found.size) if whole % n == 0), reverse=True):
             finer = replace(found, size=size)

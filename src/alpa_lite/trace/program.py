@@ -21,7 +21,7 @@ from alpa_lite.trace.flatten import FlatJaxpr, FlatOp, flatten
 from alpa_lite.trace.paths import leaf_paths
 from alpa_lite.trace.rule_check import check_user_ops
 from alpa_lite.trace.rules import ELEMENTWISE, op_key, rules_for
-from alpa_lite.trace.user_rules import named_rules, shown_name
+from alpa_lite.trace.user_rules import named_rules, operand_structs, shown_name
 
 _KEY_ITEMSIZE = 8  # a threefry key holds two uint32
 
@@ -258,14 +258,12 @@ def _flops(op: FlatOp, flat: FlatJaxpr) -> float:
 
 def _body_flops(op: FlatOp, flat: FlatJaxpr) -> float:
     """Of a registered function: those of its ops, loops counted by their trips."""
-    avals = [i.aval if isinstance(i, Literal) else flat.avals[i] for i in op.inputs]
-    structs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
 
     def total(body: FlatJaxpr) -> float:
         inside = (_loop_layout(o)[2] * sum(map(total, o.bodies)) + _flops(o, body) for o in body.ops)
         return float(sum(inside))
 
-    return total(flatten(jax.make_jaxpr(op.params["op"].fn)(*structs)))
+    return total(flatten(jax.make_jaxpr(op.params["op"].fn)(*operand_structs(op, flat))))
 
 
 def find_aliases(

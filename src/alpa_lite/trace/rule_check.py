@@ -11,13 +11,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from alpa_lite._jax_compat import Literal
 from alpa_lite.core.rule import FactorKind, OpShardingRule
 from alpa_lite.core.rule_text import parse_rule
 from alpa_lite.errors import RuleError
 from alpa_lite.trace.flatten import FlatJaxpr
 from alpa_lite.trace.samples import Sampler
 from alpa_lite.trace.tiles import TilesDisagree, difference, run_on_tiles, smallest_split
+from alpa_lite.trace.user_rules import operand_structs
 
 ROUNDS = 3
 
@@ -57,7 +57,8 @@ def flat_function(fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[list[A
     leaves, tree = jax.tree_util.tree_flatten(args)
 
     def flat(*given: Any) -> list[Any]:
-        return jax.tree_util.tree_leaves(fn(*jax.tree_util.tree_unflatten(tree, given)))
+        results = jax.tree_util.tree_leaves(fn(*jax.tree_util.tree_unflatten(tree, given)))
+        return [jax.random.key_data(r) if jax.dtypes.issubdtype(r.dtype, jax.dtypes.prng_key) else r for r in results]
 
     return leaves, flat
 
@@ -124,8 +125,7 @@ def check_user_ops(flat: FlatJaxpr) -> None:
     done: set[Any] = set()
     for op, owner in _user_ops(flat):
         user = op.params["op"]
-        avals = [i.aval if isinstance(i, Literal) else owner.avals[i] for i in op.inputs]
-        structs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
+        structs = operand_structs(op, owner)
         key = (user, tuple((s.shape, str(s.dtype)) for s in structs))
         if user.check and key not in done:
             done.add(key)

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from alpa_lite._jax_compat import Literal
 from alpa_lite.core.rule import FactorKind, OpShardingRule
@@ -26,8 +25,8 @@ def registered_rule(op: FlatOp, flat: FlatJaxpr, text: RuleText) -> OpShardingRu
     Raises:
         RuleError: it does not fit the op's shapes, or the op cannot run on tiles.
     """
-    operands = [_struct(i.aval if isinstance(i, Literal) else flat.avals[i]) for i in op.inputs]
-    results = [_struct(flat.avals[o]) for o in op.all_outputs]
+    operands = operand_structs(op, flat)
+    results = [jax.ShapeDtypeStruct(flat.avals[o].shape, flat.avals[o].dtype) for o in op.all_outputs]
     name = shown_name(op)
     rule = text.resolve([a.shape for a in operands], [a.shape for a in results], where=f"{name} at {op.source}")
     if rule.reduce_op in ("max", "min") and (len(results) > 1 or op.name != "user_op"):
@@ -65,7 +64,8 @@ def named_rules(rules: Sequence[NamedRule], ops: Sequence[FlatOp]) -> dict[str, 
         if fault:
             raise RuleError(
                 f"PlanOptions(rules=...): the primitive {name!r} {fault}. One rule for each primitive that occurs as an "
-                f"op of the function (no control flow) is allowed. Rule: {named.rule.text!r}. Correct the name, or take the rule out."
+                f"op of the function (no control flow) is allowed. Rule: {named.rule.text!r}. "
+                "Correct the name, or take the rule out."
             )
         found[name] = named.rule
     return found
@@ -111,8 +111,10 @@ def _tile_error(rule: OpShardingRule, number: int, where: str, fault: str) -> Ru
     )
 
 
-def _struct(aval: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(np.shape(aval) if not hasattr(aval, "shape") else aval.shape, aval.dtype)
+def operand_structs(op: FlatOp, flat: FlatJaxpr) -> list[jax.ShapeDtypeStruct]:
+    """Shapes and types of an op's operands, literals included."""
+    avals: list[Any] = [i.aval if isinstance(i, Literal) else flat.avals[i] for i in op.inputs]
+    return [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
 
 
 def _bind(op: FlatOp) -> Callable[..., list[Any]]:

@@ -1,7 +1,8 @@
 """Predicted against compiled memory and collectives: the examples on CPU, models on H100 through XLA:GPU's own compiler.
 
-``python -m benchmarks.memory_table`` prints the tables of ``docs/memory.md``; it needs the extra
-``aot`` and no GPU. Names given as arguments (e.g. ``gpt2-124m mlp``) restrict it; ``--output FILE`` writes the page.
+``python -m benchmarks.memory_table`` prints the tables of ``docs/memory.md``; it needs the extra ``aot`` and no GPU. Names
+given as arguments (e.g. ``gpt2-124m mlp``) restrict it. ``--output docs/memory.md`` puts the rows into the page's tables,
+which stand between comments; rows that were not measured and all other text of the page stay as they are.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -97,40 +98,54 @@ def gpu_row(name: str, hosts: str, mesh: tuple[int, ...]) -> Row:
     )
 
 
-def page(only: set[str], targets: set[str]) -> Iterator[str]:
-    """Lines of the page, as they become known."""
-    yield "# Memory: predicted against compiled\n"
-    yield "Peak bytes per device of plans against what XLA's buffer assignment needs for the same program, and the audit"
-    yield "of collectives beside it. The tables are what `python -m benchmarks.memory_table --target cpu` and `--target gpu`"
-    yield "print.\n"
-    if "cpu" in targets:
-        yield "## XLA:CPU, 8 virtual devices, float32 gradient steps\n"
-        yield "Compiled = arguments + results + temporaries - aliased.\n"
-        yield HEAD
-        yield from (str(cpu_row(name, mesh)) for name in EXAMPLES for mesh in MESHES if not only or name in only)
-    if "gpu" in targets:
-        yield "\n## XLA:GPU, H100 SXM, training steps with donated state\n"
-        yield "Compiled without a GPU by XLA:GPU for that topology; compiled = its own peak figure.\n"
-        yield HEAD
+def rows(target: str, only: set[str]) -> Iterator[Row]:
+    """Rows of one table, as they become known."""
+    if target == "cpu":
+        yield from (cpu_row(name, mesh) for name in EXAMPLES for mesh in MESHES if not only or name in only)
+    else:
         steps = [*MODELS, *((name, "1x8", (2, 4)) for name in EXAMPLES)]
-        yield from (str(gpu_row(*step)) for step in steps if not only or step[0] in only)
+        yield from (gpu_row(*step) for step in steps if not only or step[0] in only)
+
+
+def with_rows(page: str, target: str, measured: Sequence[str]) -> str:
+    """The page with new rows in one table: a row replaces that of the same step and mesh, or comes last.
+
+    Raises:
+        ValueError: the page has no such table.
+    """
+    head, start, rest = page.partition(f"<!-- table: {target} -->\n")
+    old, end, tail = rest.partition("<!-- end of table -->")
+    if not start or not end:
+        raise ValueError(
+            f"the page has no table {target!r}. A table stands between the lines '<!-- table: {target} -->' and "
+            "'<!-- end of table -->'. Add them where the table belongs."
+        )
+    kept = {_key(line): line for line in old.splitlines() if line.startswith("| ") and not HEAD.startswith(line)}
+    kept |= {_key(line): line for line in measured}
+    return "".join([head, start, "\n", HEAD, "\n", *(f"{line}\n" for line in kept.values()), "\n", end, tail])
+
+
+def _key(line: str) -> tuple[str, ...]:
+    return tuple(cell.strip() for cell in line.split("|")[1:3])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", help="only these models and examples")
-    parser.add_argument("--target", choices=("cpu", "gpu"), help="only this half of the page")
-    parser.add_argument("--output", type=Path, help="file to write")
+    parser.add_argument("--target", choices=("cpu", "gpu"), help="only this table")
+    parser.add_argument("--output", type=Path, help="page whose tables get the rows")
     arguments = parser.parse_args()
     use_virtual_devices()
-    lines = []
-    targets = {arguments.target} if arguments.target else {"cpu", "gpu"}
-    for line in page(set(arguments.names), targets):
-        print(line, flush=True)
-        lines.append(line)
-    if arguments.output:
-        arguments.output.write_text("\n".join(lines) + "\n", encoding="utf-8")
-        print(f"wrote {arguments.output}", file=sys.stderr)
+    for target in [arguments.target] if arguments.target else ["cpu", "gpu"]:
+        print(f"{target}\n\n{HEAD}", flush=True)
+        measured = []
+        for row in rows(target, set(arguments.names)):
+            measured.append(str(row))
+            print(row, flush=True)
+        if arguments.output:
+            page = with_rows(arguments.output.read_text(encoding="utf-8"), target, measured)
+            arguments.output.write_text(page, encoding="utf-8")
+            print(f"wrote {arguments.output}", file=sys.stderr)
 
 
 if __name__ == "__main__":

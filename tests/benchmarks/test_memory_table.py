@@ -50,14 +50,8 @@ def test_rows_replace_their_own_kind_and_nothing_else():
 def test_new_rows_come_last_and_an_empty_table_gets_its_head():
     page = with_rows(with_rows(PAGE, "gpu", [row("lstm", "(x=8)", 2)]), "cpu", [row("mlp", "(x=2, y=4)", 2)])
     lines = page.splitlines()
-    assert (
-        lines[lines.index("<!-- table: gpu -->") + 2 : lines.index("Text below.") - 2]
-        == [
-            *HEAD.splitlines(),
-            row("lstm", "(x=8)", 2),
-            "",
-        ][:3]
-    )
+    table = lines[lines.index("<!-- table: gpu -->") + 1 : lines.index("Text below.")]
+    assert table == ["", *HEAD.splitlines(), row("lstm", "(x=8)", 2), "", "<!-- end of table -->", ""]
     assert lines.index(row("mlp", "(x=2, y=4)", 2)) == next(i for i, x in enumerate(lines) if x.startswith("| moe")) + 1
     assert [x for x in lines if x.startswith("Text")] == ["Text above.", "Text between.", "Text below."]
 

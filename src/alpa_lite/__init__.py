@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from alpa_lite.api import Cluster as Cluster
     from alpa_lite.api import ParallelStep as ParallelStep
     from alpa_lite.api import PlanTarget as PlanTarget
+    from alpa_lite.api import graph as graph
     from alpa_lite.api import load_plan as load_plan
     from alpa_lite.api import parallelize as parallelize
     from alpa_lite.api import plan as plan
@@ -41,6 +42,7 @@ _PUBLIC = {
     "Plan": "alpa_lite.plan.plan",
     "PlanOptions": "alpa_lite.planner.options",
     "PlanTarget": "alpa_lite.api",
+    "graph": "alpa_lite.api",
     "load_plan": "alpa_lite.api",
     "parallelize": "alpa_lite.api",
     "pin": "alpa_lite.trace.pin_op",

@@ -16,10 +16,12 @@ from alpa_lite import __version__
 from alpa_lite.cluster.cluster import Cluster as ClusterData
 from alpa_lite.core.rule_text import NamedRule
 from alpa_lite.core.spec import ShardingSpec
+from alpa_lite.costs.profile import roles_of
 from alpa_lite.errors import AlpaLiteError, ArgumentsError, TraceError
 from alpa_lite.executor.calibrate import local_cluster
 from alpa_lite.executor.local import CompiledStep, RunnableStep, SignatureChanged, local_mesh, runnable
 from alpa_lite.executor.verify_plan import VerifyReport, verify_plan
+from alpa_lite.intraop.restrict import weight_positions
 from alpa_lite.lowering.lower import partition_spec
 from alpa_lite.plan.identity import verify_identity
 from alpa_lite.plan.load import load_plan as read_plan
@@ -27,6 +29,7 @@ from alpa_lite.plan.pins import ResolvedPins
 from alpa_lite.plan.plan import Plan
 from alpa_lite.planner.options import PlanOptions
 from alpa_lite.planner.plan_step import Versions, plan_step
+from alpa_lite.report.graph import Graph, graph_of
 from alpa_lite.trace.annotations import annotation_note, annotations_from_args
 from alpa_lite.trace.paths import leaf_paths
 from alpa_lite.trace.pins import resolve_pins
@@ -211,6 +214,35 @@ def plan(
         _ints(donate_argnums),
     )
     return request.plan(args, kwargs, cluster, user_line())[1]
+
+
+def graph(
+    fn: Callable[..., Any],
+    *args: Any,
+    plan: Plan | None = None,
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
+    **kwargs: Any,
+) -> Graph:
+    """What the planner sees of ``fn(*args, **kwargs)``: ``print`` it as a table, ``dot()`` it for Graphviz.
+
+    Args:
+        fn, args, kwargs, static_argnums, static_argnames: as for ``plan``.
+        plan: of this very call; with it the picture's edges carry the planned layouts.
+
+    Raises:
+        PlanFileError: the plan belongs to another program.
+
+    Example:
+        >>> print(al.graph(step, state, batch))
+        >>> Path("planned.dot").write_text(al.graph(step, state, batch, plan=plan).dot())
+    """
+    if plan is None:
+        static = {"static_argnums": _ints(static_argnums), "static_argnames": _names(static_argnames)}
+        traced = trace(_plain(fn), args, kwargs, **static)
+    else:
+        traced = _traced_for(plan, fn, args, kwargs)
+    return graph_of(traced.program, weight_positions(traced.program, roles_of(traced.program)), plan)
 
 
 def _ints(value: int | Sequence[int]) -> tuple[int, ...]:

@@ -10,15 +10,20 @@ from collections.abc import Callable
 from typing import Any
 
 from alpa_lite.core.mesh import DeviceMesh as DeviceMesh
-from alpa_lite.core.program import Program
+from alpa_lite.core.program import Program as Program
 from alpa_lite.core.spec import ShardingSpec as ShardingSpec
 from alpa_lite.costs.layouts import TensorLayout as TensorLayout
 from alpa_lite.costs.patterns import Patterns as Patterns
 from alpa_lite.costs.patterns import patterns as patterns
-from alpa_lite.costs.sameness import Difference as Difference
-from alpa_lite.costs.sameness import Verdict as Verdict
-from alpa_lite.costs.sameness import Verdicts as Verdicts
+from alpa_lite.costs.placement import PlacedConversion as PlacedConversion
+from alpa_lite.costs.placement import Placement as Placement
+from alpa_lite.costs.placement import place_conversions as place_conversions
+from alpa_lite.costs.sameness import Judge as Judge
 from alpa_lite.costs.sameness import needs_resharding as needs_resharding
+from alpa_lite.costs.verdicts import Difference as Difference
+from alpa_lite.costs.verdicts import Verdict as Verdict
+from alpa_lite.costs.verdicts import Verdicts as Verdicts
+from alpa_lite.costs.ways import follow as follow
 from alpa_lite.errors import UnsupportedPattern as UnsupportedPattern
 
 

@@ -145,3 +145,26 @@ class FactorMap:
         own = self.operand_factors[operand]
         kept = tuple(piece for piece in result.pieces if piece.factor in own)
         return Place(kept) if kept else WHOLE
+
+    def splits(self, places: Mapping[str, Place]) -> dict[int, tuple[str, ...]]:
+        """Axes by factor, major first; axes that are blocked or lie on several factors are left out."""
+        found: dict[int, list[tuple[int, str]]] = {}
+        for axis, place in places.items():
+            if len(place.pieces) == 1 and not place.blocked:
+                found.setdefault(place.pieces[0].factor, []).append((place.pieces[0].before, axis))
+        return {factor: tuple(axis for _, axis in sorted(axes)) for factor, axes in found.items()}
+
+    def spec(
+        self, dims: TensorDims, splits: Mapping[int, tuple[str, ...]], partial: tuple[str, ...], mesh: DeviceMesh
+    ) -> ShardingSpec:
+        """The spec of a tensor whose factors are split so. A minor factor is split only if those before it are used up."""
+        made: list[tuple[str, ...]] = []
+        for dim in dims:
+            axes: tuple[str, ...] = ()
+            for factor in dim:
+                here = splits.get(factor, ())
+                axes += here
+                if mesh.axes_size(here) != self.rule.factors[factor].size:
+                    break
+            made.append(axes)
+        return ShardingSpec(tuple(made), partial)

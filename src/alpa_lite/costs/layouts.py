@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.core.program import Op, Program
 from alpa_lite.core.spec import ShardingSpec
 from alpa_lite.costs.patterns import unsupported
+from alpa_lite.costs.priced import without_trivial_axes
 from alpa_lite.errors import ArgumentsError
 
 _NUM_SHOWN = 3
@@ -45,7 +46,7 @@ def ends(op: Op) -> Iterator[int]:
 
 
 def layouts_of(program: Program, specs: Mapping[int | str, Any], mesh: DeviceMesh | None) -> dict[int, TensorLayout]:
-    """Layouts by value id, as given; scalars that are not mentioned are whole.
+    """Layouts by value id, as given but without axes of size 1; scalars that are not mentioned are whole.
 
     Raises:
         ArgumentsError: a key or spec that does not fit the program or the mesh.
@@ -61,8 +62,9 @@ def layouts_of(program: Program, specs: Mapping[int | str, Any], mesh: DeviceMes
                 f"specs has the key {key!r}, which is no tensor of the program. A key is a value's number (0 to "
                 f"{len(program.values) - 1}) or a path ({_some(by_path)}). In `specs`. `print(program)` shows both."
             )
-        made = _layout(key, given, mesh)
+        made = _layout(key, given, mesh, len(program.values[value].shape))
         _check(program, value, key, made)
+        made = replace(made, spec=without_trivial_axes(made.spec, made.mesh))
         if found.setdefault(value, made) != made:
             raise ArgumentsError(
                 f"specs gives %{value} twice, as {found[value]} and, by the key {key!r}, as {made}. A tensor has one "
@@ -91,7 +93,8 @@ def _some(names: Iterable[Any]) -> str:
     return ", ".join(shown[:_NUM_SHOWN]) + rest if shown else "it has none"
 
 
-def _layout(key: int | str, given: Any, mesh: DeviceMesh | None) -> TensorLayout:
+def _layout(key: int | str, given: Any, mesh: DeviceMesh | None, rank: int) -> TensorLayout:
+    """One entry of ``specs``; a ``PartitionSpec`` may leave trailing dims out."""
     if isinstance(given, TensorLayout):
         return given
     if mesh is None:
@@ -106,6 +109,7 @@ def _layout(key: int | str, given: Any, mesh: DeviceMesh | None) -> TensorLayout
             spec = ShardingSpec.parse(given)
         else:
             dims = tuple(() if d is None else (d,) if isinstance(d, str) else tuple(map(str, d)) for d in given)
+            dims += ((),) * (rank - len(dims))
             spec = ShardingSpec(dims, tuple(getattr(given, "unreduced", ())))
     except (TypeError, ValueError) as error:
         raise ArgumentsError(

@@ -279,10 +279,10 @@ REFUSED: tuple[Refused, ...] = (
 
 
 def pattern_of(change: Change) -> Pattern:
-    """The one pattern that a change is of."""
-    found = [pattern for pattern in SUPPORTED if pattern.applies(change)]
-    assert len(found) == 1, f"{len(found)} patterns for {change}"
-    return found[0]
+    """The one pattern that a change is of (no change is of two)."""
+    found = next((pattern for pattern in SUPPORTED if pattern.applies(change)), None)
+    assert found is not None, f"no pattern for {change}"
+    return found
 
 
 def unsupported(name: str, given: str, where: str) -> UnsupportedPattern:
@@ -309,12 +309,13 @@ class Patterns:
     refused: tuple[Refused, ...] = REFUSED
 
     def _tables(self) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:
-        rows = [("pattern", "operand is", "result needs it", "conversion", "example")]
+        rows: list[tuple[str, ...]] = [("pattern", "operand is", "result needs it", "conversion", "example")]
         for p in self.supported:
             need = " or ".join(p.need) if p.need != _REACHED else "whole" if p.result_split is False else "any"
             need = "split" if p.result_split else need
             rows.append((p.name, " or ".join(p.have), need, p.conversion, str(p.example)))
-        refused = [("refused pattern", "what it is", "instead"), *((r.name, r.what, r.instead) for r in self.refused)]
+        refused: list[tuple[str, ...]] = [("refused pattern", "what it is", "instead")]
+        refused += [(r.name, r.what, r.instead) for r in self.refused]
         return rows, refused
 
     def markdown(self) -> str:

@@ -22,96 +22,9 @@ from alpa_lite.core.rule import Factor, OpShardingRule
 from alpa_lite.costs.factor_map import PARTIAL, WHOLE, FactorBoundary, FactorMap, Place, TensorDims
 from alpa_lite.costs.layouts import TensorLayout, layouts_of, require_layouts
 from alpa_lite.costs.patterns import Change, Side, pattern_of, unsupported
+from alpa_lite.costs.verdicts import Difference, Verdict, Verdicts
 
 Places = Mapping[str, Place]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
-    """What differs along some axes, mostly one.
-
-    Attributes:
-        axes: the axes.
-        pattern: name of the pattern in ``patterns()``.
-        text: both sides in words.
-    """
-
-    axes: tuple[str, ...]
-    pattern: str
-    text: str
-
-    def __str__(self) -> str:
-        return f"{', '.join(self.axes)}: {self.text} ({self.pattern})"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    """Of one pair.
-
-    Attributes:
-        op: path of the op between the two tensors (``Program.walk``).
-        primitive: its name.
-        operand, result: positions among the op's inputs and outputs.
-        producer, consumer: value ids of that operand and that result.
-        differences: none if the two are the same.
-        source: the user's file and line.
-    """
-
-    op: str
-    primitive: str
-    operand: int
-    result: int
-    producer: int
-    consumer: int
-    differences: tuple[Difference, ...]
-    source: str = ""
-
-    @property
-    def same(self) -> bool:
-        return not self.differences
-
-    @property
-    def axes(self) -> tuple[str, ...]:
-        """Mesh axes on which the two differ."""
-        return tuple(dict.fromkeys(axis for difference in self.differences for axis in difference.axes))
-
-    @property
-    def patterns(self) -> tuple[str, ...]:
-        return tuple(difference.pattern for difference in self.differences)
-
-    @property
-    def reason(self) -> str:
-        return "; ".join(map(str, self.differences)) or "proven from the op's sharding rule"
-
-    def __str__(self) -> str:
-        head = f"{self.op} {self.primitive} %{self.producer} -> %{self.consumer}"
-        return f"{head}: {'same' if self.same else 'resharding'}: {self.reason}" + (
-            f"  at {self.source}" if self.source else ""
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Verdicts:
-    """All verdicts of a program, in the order of its ops; prints those that are a resharding."""
-
-    pairs: tuple[Verdict, ...]
-
-    @property
-    def resharding(self) -> tuple[Verdict, ...]:
-        return tuple(pair for pair in self.pairs if not pair.same)
-
-    def __len__(self) -> int:
-        return len(self.pairs)
-
-    def __iter__(self) -> Iterator[Verdict]:
-        return iter(self.pairs)
-
-    def __getitem__(self, index: int) -> Verdict:
-        return self.pairs[index]
-
-    def __str__(self) -> str:
-        found = self.resharding
-        return "\n".join([f"{len(found)} of {len(self.pairs)} pairs need resharding", *map(str, found)]) + "\n"
 
 
 def needs_resharding(program: Program, specs: Mapping[int | str, Any], mesh: DeviceMesh | None = None) -> Verdicts:
@@ -151,6 +64,16 @@ class Judge:
         if found is None:
             found = self._maps[id(rule)] = FactorMap.of(rule)
         return found
+
+    def splits(self, path: str, op: Op, operand: int, layout: TensorLayout) -> dict[int, tuple[str, ...]]:
+        """Axes by factor of one operand; see ``FactorMap.splits``."""
+        factors = self.map_of(op.rule)
+        return factors.splits(self._places(path, op, factors, op.rule.operands[operand], op.inputs[operand], layout))
+
+    def result_splits(self, path: str, op: Op, result: int, layout: TensorLayout) -> dict[int, tuple[str, ...]]:
+        """The same of one result."""
+        factors = self.map_of(op.rule)
+        return factors.splits(self._places(path, op, factors, op.rule.results[result], op.outputs[result], layout))
 
     def verdicts(self, path: str, op: Op, layouts: Mapping[int, TensorLayout]) -> Iterator[Verdict]:
         """Of all pairs of one op, each value laid out as ``layouts`` says."""

@@ -83,6 +83,9 @@ class _Run:
             if position >= 0 and (position in self.donated if self.donated is not None else self.in_place(root, free)):
                 continue
             result = position >= 0 and self.donated is not None
+            lo = min(
+                [lo, *(self.start[o] for o in self.fusions[root].reads if self.nodes[o].bodies)]
+            )  # branches write it
             self.buffers.append(Buffer(self.nodes[root], lo, max(free[root], lo + 1), size, result))
         return time
 
@@ -103,10 +106,10 @@ class _Run:
         return free
 
     def overwrite(self, free: dict[int, int]) -> None:
-        """Elementwise loops write over one operand of the same size that nobody reads later."""
+        """Elementwise loops and updates write over one operand of the same size that nobody reads later."""
         taken: set[int] = set()
         for root in self.start:
-            for o in self.fusions[root].reads if self.fusions[root].elementwise else ():
+            for o in self.fusions[root].overwrites:
                 dying = self.nodes[o]
                 same = dying.size_bytes == self.nodes[root].size_bytes and not dying.traits.held and dying.buffer < 0
                 if same and o not in taken and free[o] == self.end[root]:
@@ -119,7 +122,7 @@ class _Run:
         if root not in self.graph.previous:
             return True
         old = self.graph.previous[root]
-        return free[old] <= (self.end if self.fusions[root].elementwise else self.start)[root]
+        return free[old] <= (self.end if old in self.fusions[root].overwrites else self.start)[root]
 
 
 def _breadth_first(fusions: dict[int, Fusion]) -> list[int]:

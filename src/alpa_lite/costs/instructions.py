@@ -46,6 +46,7 @@ class Traits:
         source: without operands worth storing (broadcast, iota).
         reduction, product: handled by the CPU library, which takes products into its reductions.
         joined: a concatenation, which is not computed once per reader.
+        updates: writes into its first operand if nobody reads that later (scatter).
         held: its memory is counted elsewhere: an argument, a constant, or an input of a body.
     """
 
@@ -56,6 +57,7 @@ class Traits:
     reduction: bool = False
     product: bool = False
     joined: bool = False
+    updates: bool = False
     held: bool = False
 
 
@@ -135,6 +137,7 @@ def _traits(op: Op) -> Traits:
         reduction=name in _REDUCTIONS,
         product=name in _PRODUCTS,
         joined=name == "concatenate",
+        updates=name.startswith("scatter") or name == "dynamic_update_slice",
     )
 
 
@@ -153,6 +156,7 @@ class _Region:
         self.tiles: dict[tuple[int, ShardingSpec], int] = {}
         self.copies: dict[tuple[int, tuple[int, ...]], int] = {}
         self.broadcasts: dict[tuple[int, tuple[int, ...]], int] = {}
+        self.transposes: dict[int, tuple[int, tuple[int, ...]]] = {}  # of transpose ops: what they read, and its dims
 
     def graph(
         self,
@@ -224,7 +228,13 @@ class _Region:
         for value, spec in zip(op.outputs, decision.results, strict=True):
             if value >= 0:
                 operands = self.stretched(reads, value, spec) if op.elementwise else reads
-                self.tiles[value, spec] = self.add(value, spec, operands, traits, op.scope)
+                self.tiles[value, spec] = made = self.add(value, spec, operands, traits, op.scope)
+                if op.primitive == "transpose" and reads:
+                    dims = [*op.rule.operands[0]]
+                    self.transposes[made] = (
+                        reads[0],
+                        tuple(dims.index(dim) if dim else -1 for dim in op.rule.results[0]),
+                    )
 
     def is_view(self, op: Op, decision: OpDecision, reads: list[int]) -> bool:
         """Whether the result is the operand's buffer under another shape."""
@@ -252,6 +262,8 @@ class _Region:
             if order != tuple(range(len(order))):
                 value, spec = op.inputs[position], decision.operands[position]
                 reads[position] = self.copy(value, spec, reads[position], order, op.scope)
+            elif op.primitive == "dot_general":
+                reads[position] = self.folded(reads[position])
         value, spec = op.outputs[0], decision.results[0]
         if value < 0:
             return
@@ -259,6 +271,12 @@ class _Region:
         if orders[2] != tuple(range(len(orders[2]))):
             made = self.add(value, spec, [made], LOOP, op.scope)
         self.tiles[value, spec] = made
+
+    def folded(self, read: int) -> int:
+        """Matmuls read what a transpose of the last two dims reads (``TransposeFolding``)."""
+        source, dims = self.transposes.get(read, (read, ()))
+        swap = (*range(len(dims) - 2), len(dims) - 1, len(dims) - 2)
+        return source if dims == swap else read
 
     def copy(self, value: int, spec: ShardingSpec, read: int, order: tuple[int, ...], scope: str = "") -> int:
         """The tensor with its dims in another order; made once for all that want it."""

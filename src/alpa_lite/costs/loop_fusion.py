@@ -17,10 +17,10 @@ _RESULT = -1  # stands among the readers of what the region returns
 
 @dataclass(eq=False, slots=True)
 class Fusion:
-    """One fusion: the roots of others that it reads from memory, and whether it is elementwise throughout."""
+    """One fusion: the roots of others that it reads from memory, and over which of those it may write its result."""
 
     reads: list[int]
-    elementwise: bool
+    overwrites: list[int]
 
 
 def fuse(graph: InstructionGraph) -> dict[int, Fusion]:
@@ -114,7 +114,10 @@ class _Fuser:
                     self.readers[o].discard(joined)
             if self.traits[joined].source or joined in reused:
                 reused |= self.operands[joined]
-        return Fusion(sorted(reads), all(m.elementwise or m.source for m in members))
+        found = sorted(reads)
+        if self.traits[root].updates:
+            return Fusion(found, [o for o in self.nodes[root].operands[:1] if o in reads])
+        return Fusion(found, found if all(m.elementwise or m.source for m in members) else [])
 
     def joins(self, producer: int, root: int, reused: set[int]) -> bool:
         return self.can_join(producer, root) and not (self.traits[producer].expensive and producer in reused)

@@ -10,7 +10,9 @@ Text form, one entry per dim, ``_`` for an unsharded dim, ``xy`` axes joined wit
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from alpa_lite.core.mesh import DeviceMesh
@@ -62,6 +64,16 @@ class ShardingSpec:
         return tuple(axis for dim in self.dims for axis in dim)
 
     @property
+    def dim_of_axis(self) -> dict[str, int]:
+        """The same layout seen from the mesh: per axis that splits a dim, which one. ``from_axes`` is the inverse."""
+        return {axis: dim for dim, axes in enumerate(self.dims) for axis in axes}
+
+    @classmethod
+    def from_axes(cls, rank: int, dim_of_axis: Mapping[str, int]) -> ShardingSpec:
+        """The spec in which every given axis splits the dim it is mapped to, axes of one dim in the order given."""
+        return cls(tuple(tuple(a for a, d in dim_of_axis.items() if d == dim) for dim in range(rank)))
+
+    @property
     def is_replicated(self) -> bool:
         return not self.unreduced and not any(self.dims)
 
@@ -92,3 +104,19 @@ class ShardingSpec:
     def __str__(self) -> str:
         body = "[" + ",".join(".".join(axes) if axes else "_" for axes in self.dims) + "]"
         return body + ("+{" + ",".join(self.unreduced) + "}" if self.unreduced else "")
+
+
+def layouts(mesh: DeviceMesh, rank: int) -> tuple[ShardingSpec, ...]:
+    """All layouts that follow the hardware: each mesh axis splits one dim or none, axes of one dim in mesh order.
+
+    There are (rank + 1) ** axes, of which rank ** axes split the tensor over all devices; replicated comes first.
+
+    Example:
+        >>> [str(s) for s in layouts(DeviceMesh(shape=(4,), axis_names=("x",)), 2)]
+        ['[_,_]', '[x,_]', '[_,x]']
+    """
+    names = mesh.axis_names
+    places = itertools.product(range(-1, rank), repeat=len(names))
+    return tuple(
+        ShardingSpec.from_axes(rank, {a: d for a, d in zip(names, place, strict=True) if d >= 0}) for place in places
+    )

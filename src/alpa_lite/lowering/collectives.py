@@ -20,12 +20,44 @@ from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.core.spec import ShardingSpec
 
 
-def run_steps(x: jax.Array, steps: Sequence[Step], numbers: Sequence[int], mesh: DeviceMesh) -> jax.Array:
-    """All steps of a conversion on the local tile ``x``; ``numbers`` as ``Conversion.collectives``, for the audit."""
+_MAX_PIECES = 16  # further ones make the program long for little
+
+
+def run_alone(x: jax.Array, steps: Sequence[Step], numbers: Sequence[int], mesh: DeviceMesh) -> jax.Array:
+    """A conversion on its own: all steps on the local tile ``x``, which is wanted in memory in the usual order.
+
+    Inside a larger program ``run_step`` leaves the order to XLA, which makes the neighbours read what the collective
+    left. Here nobody else reads it, and XLA would transpose it; putting the pieces together by hand copies rows.
+
+    Args:
+        numbers: per step the number of its collective, -1 for a slice, for the audit.
+    """
     for step, number in zip(steps, numbers, strict=True):
         with jax.named_scope(f"al_c{number}") if number >= 0 else nullcontext():
-            x = run_step(x, step, mesh)
+            x = _run_in_pieces(x, step, mesh)
     return x
+
+
+def _run_in_pieces(x: jax.Array, step: Step, mesh: DeviceMesh) -> jax.Array:
+    """``run_step`` with one piece per device along a leading dim, on which the collective works."""
+    n = mesh.axes_size(step.axes)
+
+    def apart(dim: int) -> jax.Array:
+        return x.reshape(n, -1, *x.shape[1:]) if dim == 0 else jnp.stack(jnp.split(x, n, dim))
+
+    def together(pieces: jax.Array, dim: int) -> jax.Array:
+        return pieces.reshape(-1, *pieces.shape[2:]) if dim == 0 else jnp.concatenate(list(pieces), dim)
+
+    if n <= _MAX_PIECES:
+        match step.kind:
+            case CollectiveKind.ALL_GATHER if step.source_dim > 0:
+                return together(lax.all_gather(x, step.axes), step.source_dim)
+            case CollectiveKind.ALL_TO_ALL:
+                pieces = lax.all_to_all(apart(step.target_dim), step.axes, split_axis=0, concat_axis=0, tiled=True)
+                return together(pieces, step.source_dim)
+            case CollectiveKind.REDUCE_SCATTER if step.target_dim > 0:
+                return lax.psum_scatter(apart(step.target_dim), step.axes, scatter_dimension=0)
+    return run_step(x, step, mesh)
 
 
 def run_step(x: jax.Array, step: Step, mesh: DeviceMesh) -> jax.Array:

@@ -24,7 +24,7 @@ from alpa_lite.costs.conventions import cost_model
 from alpa_lite.costs.conversion import Conversions
 from alpa_lite.costs.priced import PricedConversion, price_conversion, read_mesh, read_spec
 from alpa_lite.errors import SpecError
-from alpa_lite.lowering.collectives import run_steps
+from alpa_lite.lowering.collectives import run_alone
 from alpa_lite.lowering.lower import partition_spec
 
 SpecLike = PartitionSpec | ShardingSpec | str
@@ -102,7 +102,7 @@ def reshard(x: jax.Array, sharding: NamedSharding, *, cluster: Cluster | None = 
 
 @partial(jax.jit, static_argnames=("steps", "device_mesh", "mesh", "before", "after"))
 def _run(x: jax.Array, *, steps: Any, device_mesh: DeviceMesh, mesh: Mesh, before: Any, after: Any) -> jax.Array:
-    run = partial(run_steps, steps=steps, numbers=(-1,) * len(steps), mesh=device_mesh)
+    run = partial(run_alone, steps=steps, numbers=(-1,) * len(steps), mesh=device_mesh)
     return jax.shard_map(run, mesh=mesh, in_specs=(before,), out_specs=after, check_vma=False)(x)
 
 
@@ -122,7 +122,7 @@ def conversion_function(chosen: PricedConversion, mesh: Mesh, first: int = 0) ->
     numbers = [-1 if s.kind is None else next(counter) for s in steps]
 
     def run(x: jax.Array) -> jax.Array:
-        tile = run_steps(x[0] if chosen.before.unreduced else x, steps, numbers, chosen.mesh)
+        tile = run_alone(x[0] if chosen.before.unreduced else x, steps, numbers, chosen.mesh)
         return tile[None] if chosen.after.unreduced else tile
 
     specs = stacked_spec(chosen.before), stacked_spec(chosen.after)

@@ -278,6 +278,19 @@ REFUSED: tuple[Refused, ...] = (
 )
 
 
+def _needed(pattern: Pattern) -> str:
+    """The side that the result needs, with the conditions that tell it from other patterns."""
+    if pattern.result_split is not None:
+        return "split" if pattern.result_split else "whole"
+    if pattern.swapped:
+        return "split on another dim, whose axis takes its place"
+    if pattern.same_dim is not None:
+        return "split on the same dim, in another order" if pattern.same_dim else "split on another dim"
+    if pattern.same_tiles is not None:
+        return "split into the same tiles" if pattern.same_tiles else "split into other tiles"
+    return "any" if pattern.need == _REACHED else " or ".join(pattern.need)
+
+
 def pattern_of(change: Change) -> Pattern:
     """The one pattern that a change is of (no change is of two)."""
     found = next((pattern for pattern in SUPPORTED if pattern.applies(change)), None)
@@ -308,12 +321,10 @@ class Patterns:
     supported: tuple[Pattern, ...] = SUPPORTED
     refused: tuple[Refused, ...] = REFUSED
 
-    def _tables(self) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:
+    def _tables(self, quote: str = "") -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:
         rows: list[tuple[str, ...]] = [("pattern", "operand is", "result needs it", "conversion", "example")]
         for p in self.supported:
-            need = " or ".join(p.need) if p.need != _REACHED else "whole" if p.result_split is False else "any"
-            need = "split" if p.result_split else need
-            rows.append((p.name, " or ".join(p.have), need, p.conversion, str(p.example)))
+            rows.append((p.name, " or ".join(p.have), _needed(p), p.conversion, f"{quote}{p.example}{quote}"))
         refused: list[tuple[str, ...]] = [("refused pattern", "what it is", "instead")]
         refused += [(r.name, r.what, r.instead) for r in self.refused]
         return rows, refused
@@ -321,7 +332,7 @@ class Patterns:
     def markdown(self) -> str:
         """Both tables in Markdown."""
         parts = []
-        for rows in self._tables():
+        for rows in self._tables(quote="`"):  # else underscores would be emphasis
             lines = ["| " + " | ".join(row) + " |" for row in rows]
             parts.append("\n".join([lines[0], "|---" * len(rows[0]) + "|", *lines[1:]]))
         return "\n\n".join(parts) + "\n"

@@ -194,6 +194,6 @@ def _following(
         return list(op.layout.results)
     factors = judge.map_of(op.rule)
     have: list[Splits] = [judge.splits(path, op, i, r) for i, r in enumerate(read) if r is not None]
-    have.sort(key=lambda splits: -math.prod(first.mesh.axes_size(axes) for axes in splits.values()))
-    splits = {f: axes for f, axes in merged(have).items() if f not in factors.summed}
-    return [factors.spec(dims, splits, (), first.mesh) for dims in op.rule.results]
+    kept = [{f: axes for f, axes in splits.items() if f not in factors.summed} for splits in have]
+    kept.sort(key=lambda splits: -math.prod(first.mesh.axes_size(axes) for axes in splits.values()))
+    return [factors.spec(dims, merged(kept), (), first.mesh) for dims in op.rule.results]

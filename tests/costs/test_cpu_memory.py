@@ -155,10 +155,11 @@ def test_temporaries_lie_in_the_memory_of_results_that_do_not_exist_yet():
 
 
 def test_gaps_between_buffers_count():
-    """30 bytes stay in the middle, so that 100 do not fit where 60 and 50 were."""
-    lines = [(HELD, []), (CALL, [0]), (CALL, [1]), (CALL, [1, 2]), (CALL, [2, 3]), (CALL, [3, 4])]
-    block = temporaries(graph(*lines, outputs=[5], sizes={1: 60, 2: 30, 3: 50, 4: 100, 5: 1}))
-    assert block.size_bytes >= sum(b.size_bytes for b in block.alive) == 180
+    """The large ones come first and share their place; %2 lies above %1, and so %3 above %2 although %2 is gone later."""
+    lines = [(HELD, []), (CALL, [0]), (CALL, [1]), (CALL, [2]), (CALL, [3]), (CALL, [3, 4])]
+    block = temporaries(graph(*lines, outputs=[5], sizes={1: 100, 2: 30, 3: 30, 4: 100, 5: 1}))
+    assert sum(b.size_bytes for b in block.alive) == 130
+    assert block.size_bytes == 160
 
 
 # -- instructions of a plan -----------------------------------------------------------------------------------------

@@ -6,7 +6,8 @@ everything else is temporary and lives from the op that makes it to its last rea
 (``fusion.py``) have no bytes, but keep their operands alive until they are read themselves.
 
 XLA:GPU orders ops to need little memory, close to program order. XLA:CPU runs them breadth first, to keep its threads
-busy: every op as soon as its operands exist, so what depends on arguments and constants alone is made at the start.
+busy: every op as soon as its operands exist, so what depends on arguments and constants alone is made at the start. For CPU
+this is what the ILP bounds; the profile of a decided plan follows XLA:CPU instruction by instruction (``buffers.py``).
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def memory_profile(
     conversions: Sequence[Conversion],
     roles: Sequence[LeafRole],
 ) -> PeakReport:
-    """Walk the plan's tensors through time; see ``costs/memory.py`` for what counts when."""
+    """Walk the plan's tensors through time: for CPU as ``costs/buffers.py`` says, else as ``costs/memory.py`` does."""
     totals = _totals(program, mesh, in_specs, out_specs, roles)
     shapes = {program.values[v].shape for v, r in zip(program.inputs, roles, strict=True) if r is LeafRole.PARAMETER}
     base = sum(totals.values())

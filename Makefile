@@ -2,9 +2,10 @@
 # installed and with venv + pip otherwise, and remade only when pyproject.toml changes.
 #
 #   make demo        train a small GPT on 8 virtual devices, with its plan
-#   make test        the fast tests
+#   make test        all but the slow tests: minutes
 #   make test-all    also the slow ones, and those that need Ray or a GPU where they are present
-#   make check       format, lint, types, import contract, fast tests until the first failure
+#   make check       format, lint, types, import contract, and the tests that take no seconds, until the first failure:
+#                    under 2 minutes on 2 cores
 #   make bench       planner speed and step time
 #   make docs        the manual as HTML under docs/_build
 #
@@ -18,6 +19,8 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
 UV := $(shell command -v uv 2>/dev/null)
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+# What `make test` selects (pyproject.toml), less the tests that take seconds each.
+QUICK := not medium and not slow and not ray and not gpu
 
 ifdef UV
 MAKE_VENV = $(UV) venv --quiet --allow-existing --python "$(PYTHON)" $(VENV)
@@ -57,7 +60,7 @@ check: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/pyrefly check
 	$(BIN)/lint-imports
-	$(PYTEST) -x $(ARGS)
+	$(PYTEST) -x -m "$(QUICK)" $(ARGS)
 
 bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/bench.py $(ARGS)

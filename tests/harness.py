@@ -18,6 +18,7 @@ from alpa_lite.intraop.decisions import DecisionGraph, End, Link, build_graph
 from alpa_lite.lowering.lower import Lowering, named_shardings
 from alpa_lite.planner.realise import Realised, realise
 from alpa_lite.trace.program import Traced, trace
+from tests.compiling import QUICK_COMPILE
 
 MESHES = ((8,), (2, 4), (2, 2, 2))
 
@@ -138,14 +139,17 @@ def run(drawn: Sequence[Drawn], args: tuple[Any, ...]) -> list[list[Any]]:
     leaves = jax.tree.leaves(args)
     placed = [jax.device_put(leaves, named_shardings(d.realised.in_specs, mesh)) for d in drawn]
     functions = [d.function(mesh) for d in drawn]
-    return jax.jit(lambda *many: [f(*some) for f, some in zip(functions, many, strict=True)])(*placed)
+    together = jax.jit(
+        lambda *many: [f(*some) for f, some in zip(functions, many, strict=True)], compiler_options=QUICK_COMPILE
+    )
+    return together(*placed)
 
 
 def check(fn: Callable[..., Any], args: tuple[Any, ...], shape: tuple[int, ...], seeds: Sequence[int] = (0, 1)) -> None:
     """Random plans of ``fn`` compute what ``fn`` computes."""
     args = jax.tree.map(jax.numpy.asarray, args)
     traced = trace(fn, args, {})
-    expected = jax.tree.leaves(jax.jit(fn)(*args))
+    expected = jax.tree.leaves(jax.jit(fn, compiler_options=QUICK_COMPILE)(*args))
     drawn = draw(traced, shape, seeds)
     for seed, one, results in zip(seeds, drawn, run(drawn, args), strict=True):
         for path, got, want in zip(traced.program.output_paths, results, expected, strict=True):

@@ -211,6 +211,7 @@ plan.save({out!r})
 """
 
 
+@pytest.mark.medium
 def test_the_same_input_gives_the_same_bytes_also_in_another_process(tmp_path):
     state = jax.eval_shape(init, jax.random.key(0))
     texts = [encode_plan(al.plan(step, state, *shapes(batch()), cluster=CLUSTER)) for _ in range(2)]
@@ -220,6 +221,7 @@ def test_the_same_input_gives_the_same_bytes_also_in_another_process(tmp_path):
     assert out.read_bytes() == texts[0]
 
 
+@pytest.mark.medium
 def test_planning_touches_no_device(tmp_path):
     """64 H100 are planned for in a process whose backends are never started."""
     code = SCRIPT.format(tests=os.getcwd(), cluster="8x8:h100-sxm", out=str(tmp_path / "plan.json"))

@@ -312,6 +312,7 @@ def test_a_loaded_plan_has_no_pytrees_before_it_is_bound(saved):
         _ = al.load_plan(saved).in_specs
 
 
+@pytest.mark.medium
 def test_a_local_cluster_text_with_more_devices_than_there_are():
     """In a process of its own: one CPU device, asked for four."""
     code = (

@@ -90,6 +90,7 @@ def test_diff_says_what_differs(targets, tmp_path):
     assert "mesh: (x=2, y=4) -> (x=8)" in run("diff", tmp_path / "2x4.json", tmp_path / "8.json").stdout
 
 
+@pytest.mark.medium
 def test_calibrate_prints_and_writes_what_was_measured(tmp_path, monkeypatch):
     tiny = calibration.Sizes(matmul=(16, 64), copy_bytes=2**14, collective_bytes=(2**10, 2**16), run_s=1e-3, repeats=2)
     monkeypatch.setattr(calibration, "CPU_SIZES", tiny)

@@ -19,6 +19,7 @@ from alpa_lite.core.spec import ShardingSpec
 from alpa_lite.costs.conventions import cost_model
 from alpa_lite.costs.conversion import Conversions, step_size_bytes
 from alpa_lite.lowering.collectives import keep_on_first, run_step, tile_index
+from tests.compiling import QUICK_COMPILE
 from tests.harness import RandomCosts, device_mesh, jax_mesh
 
 Pair = tuple[ShardingSpec, ShardingSpec]
@@ -62,7 +63,7 @@ def run_all(cases: list[tuple[Pair, tuple[Step, ...]]], shape: tuple[int, ...], 
 
     spec = jax.sharding.PartitionSpec()
     run = jax.shard_map(body, mesh=jax_mesh(mesh), in_specs=(spec,), out_specs=spec, check_vma=False)
-    return np.asarray(jax.jit(run)(whole)).tolist()
+    return np.asarray(jax.jit(run, compiler_options=QUICK_COMPILE)(whole)).tolist()
 
 
 def check_pairs(pairs: list[Pair], shape: tuple[int, ...], made: Conversions) -> None:

@@ -2,35 +2,48 @@
 
 from __future__ import annotations
 
+from functools import cache
+from typing import Any
+
 import jax
 import numpy as np
 import pytest
 
 from examples.corpus import load_corpus, text_batch
 from examples.registry import EXAMPLES
+from tests.compiling import QUICK_COMPILE
 
 NAMES = sorted(EXAMPLES)
+QUICK = ("lstm", "mlp")  # the others take seconds to compile
+COMPILED = [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.medium]) for name in NAMES]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_loss_falls_on_one_batch(name: str) -> None:
+@cache
+def metrics_of_six_steps(name: str) -> list[dict[str, Any]]:
+    """On one batch; compiled once for all tests that read them."""
     example = EXAMPLES[name]()
-    step = jax.jit(example.train_step)
+    step = jax.jit(example.train_step, compiler_options=QUICK_COMPILE)
     state, batch = example.init(jax.random.key(0)), example.batch(0)
-    losses = []
+    found = []
     for _ in range(6):
         state, metrics = step(state, batch)
-        losses.append(float(metrics["loss"]))
+        found.append(metrics)
+    return found
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_loss_falls_on_one_batch(name: str) -> None:
+    losses = [float(metrics["loss"]) for metrics in metrics_of_six_steps(name)]
     assert np.isfinite(losses).all()
     assert losses[-1] < 0.97 * losses[0], losses
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", COMPILED)
 def test_grads_step_is_the_train_step_opened_up(name: str) -> None:
     example = EXAMPLES[name](optimizer="sgd")
     state, batch = example.init(jax.random.key(1)), example.batch(1)
-    metrics, grads, params = jax.jit(example.grads_step)(state, batch)
-    _, step_metrics = jax.jit(example.train_step)(state, batch)
+    metrics, grads, params = jax.jit(example.grads_step, compiler_options=QUICK_COMPILE)(state, batch)
+    _, step_metrics = jax.jit(example.train_step, compiler_options=QUICK_COMPILE)(state, batch)
     np.testing.assert_allclose(metrics["loss"], step_metrics["loss"], rtol=1e-6)
     assert jax.tree.structure(grads) == jax.tree.structure(params)
     assert any(float(abs(leaf).max()) > 0 for leaf in jax.tree.leaves(grads))
@@ -56,10 +69,9 @@ def test_the_same_seed_gives_the_same_batch(name: str) -> None:
     assert not all(np.array_equal(a, b) for a, b in zip(first, other, strict=True))
 
 
+@pytest.mark.medium
 def test_routing_names_two_different_experts_per_token() -> None:
-    example = EXAMPLES["moe"]()
-    _, metrics = jax.jit(example.train_step)(example.init(jax.random.key(0)), example.batch(0))
-    routing = np.asarray(metrics["routing"])
+    routing = np.asarray(metrics_of_six_steps("moe")[0]["routing"])
     assert routing.shape == (2, 16, 32, 2)
     assert (routing[..., 0] != routing[..., 1]).all()
     assert set(np.unique(routing)) <= set(range(8))

@@ -82,6 +82,7 @@ def test_time_limit_returns_the_best_so_far() -> None:
     assert evaluate(problem, solution.choice).objective == solution.objective
 
 
+@pytest.mark.medium
 def test_same_answer_again_and_in_another_process() -> None:
     problems = [random_problem(7, limited=True), layered(2)]
     first = [solve(p) for p in problems]

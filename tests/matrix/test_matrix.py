@@ -1,6 +1,6 @@
 """All examples on all meshes: numbers equal the unsharded run, what is compiled is what is planned, memory as predicted.
 
-The fast tests take one mesh per example; ``-m slow`` runs the rest.
+One mesh per example is ``medium`` (the MLP's is quick); ``-m slow`` runs the rest.
 """
 
 from __future__ import annotations
@@ -76,9 +76,15 @@ def run(name: str, mesh_shape: tuple[int, ...]) -> Run:
     )
 
 
+def marks(name: str, mesh: tuple[int, ...]) -> list[pytest.MarkDecorator]:
+    if mesh != FAST[name]:
+        return [pytest.mark.slow]
+    return [] if name == "mlp" else [pytest.mark.medium]
+
+
 CELLS = [
-    pytest.param(name, mesh, id=f"{name}-{'x'.join(map(str, mesh))}", marks=[] if mesh == fast else [pytest.mark.slow])
-    for name, fast in FAST.items()
+    pytest.param(name, mesh, id=f"{name}-{'x'.join(map(str, mesh))}", marks=marks(name, mesh))
+    for name in FAST
     for mesh in MESHES
 ]
 

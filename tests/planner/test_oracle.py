@@ -32,6 +32,8 @@ from alpa_lite.planner.one_mesh import allowed_choices
 from alpa_lite.trace.program import trace
 
 NUM_PROGRAMS = 210
+NUM_QUICK = 60  # in `make check`; `make test` runs them all
+MORE = range(NUM_QUICK, NUM_PROGRAMS)
 MAX_DECISIONS = 8
 MAX_COMBINATIONS = 300_000
 MESHES = (((2,), ("x",)), ((4,), ("x",)), ((2, 2), ("x", "y")))
@@ -234,7 +236,7 @@ def check(s: Small, pins: ResolvedPins | None, budget: int | None, peak: np.ndar
     assert s.totals[chosen] == pytest.approx(solution.objective, rel=1e-9, abs=1e-15)
 
 
-@pytest.mark.parametrize("seed", range(NUM_PROGRAMS))
+@pytest.mark.parametrize("seed", [*range(NUM_QUICK), *(pytest.param(n, marks=pytest.mark.medium) for n in MORE)])
 def test_the_optimum_is_that_of_brute_force(seed):
     s = small(seed)
     line = timeline(s.program)

@@ -24,6 +24,8 @@ from alpa_lite.trace.pins import resolve_pins
 from alpa_lite.trace.program import Traced, trace
 
 NUM_SETS = 200
+NUM_QUICK = 40  # in `make check`; `make test` runs them all
+MORE = range(NUM_QUICK, NUM_SETS)
 AXES = {"data": 2, "model": 2}
 CLUSTER = al.Cluster.parse("1x4:v100-sxm2-16gb")
 FREE = P.UNCONSTRAINED
@@ -155,7 +157,7 @@ def only(demands: Demands, members: tuple[str, ...]) -> Demands:
     )
 
 
-@pytest.mark.parametrize("seed", range(NUM_SETS))
+@pytest.mark.parametrize("seed", [*range(NUM_QUICK), *(pytest.param(n, marks=pytest.mark.medium) for n in MORE)])
 def test_pins_are_honoured_or_refused_with_a_smallest_clash(seed):
     check_demands(random_demands(seed))
 
@@ -189,6 +191,7 @@ def check_clash(demands: Demands, error: PinClashError) -> None:
         make_plan(without(named, member))  # raises if the rest still clashes
 
 
+@pytest.mark.medium
 def test_the_random_sets_are_of_all_kinds():
     """What the test above relies on: both outcomes are common, and every kind of member is named."""
     members: list[str] = []

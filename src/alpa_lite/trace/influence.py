@@ -12,11 +12,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from alpa_lite.trace.samples import Sampler
 
 ROUNDS = 9
+_PUSHES = (0.0, 16.0, -16.0)  # in turn, so that a maximum or a minimum moves
 _OVERLAP = 0.6  # of two blocks' masks, intersection over union, to count as the same elements
 
 Place = tuple[int, int]  # (tensor, dim)
@@ -62,15 +64,24 @@ def influence(
     ]
     masks = {place: tuple(np.zeros((num_shards, *shape), bool) for shape in shapes) for place in places}
     constant = {(r, d) for r, shape in enumerate(shapes) for d in range(len(shape))}
+
+    def look(args: Sequence[Any], base: Sequence[np.ndarray], place: Place, push: float) -> None:
+        for block in range(num_shards):
+            made = [np.asarray(r) for r in fn(*_changed(sampler, args, place, block, num_shards, push))]
+            for mask, before, after in zip(masks[place], base, made, strict=True):
+                mask[block] |= _differs(before, after)
+            constant.difference_update({(r, d) for r, d in constant if not _is_constant(made[r], d)})
+
     for number in range(ROUNDS):
         args = sampler.draw()
         base = [np.asarray(r) for r in fn(*args)]
-        constant &= {(r, d) for r, d in constant if _is_constant(base[r], d)}
+        constant.intersection_update({(r, d) for r, d in constant if _is_constant(base[r], d)})
         for place in places:
-            for block in range(num_shards):
-                changed = _changed(sampler, args, place, block, num_shards, number)
-                for mask, before, after in zip(masks[place], base, fn(*changed), strict=True):
-                    mask[block] |= _differs(before, np.asarray(after))
+            look(args, base, place, _PUSHES[number % len(_PUSHES)])
+            # What no ordinary value moves, extreme ones may: a test for finite values, a comparison with a large constant.
+            if number == ROUNDS - 1 and not any(mask.any() for mask in masks[place]):
+                for push in (np.inf, -np.inf):
+                    look(args, base, place, push)
     return Influence(masks=masks, num_shards=num_shards, constant=frozenset(constant))
 
 
@@ -79,16 +90,19 @@ def block_slice(size: int, block: int, num_blocks: int) -> slice:
 
 
 def _changed(
-    sampler: Sampler, args: Sequence[Any], place: Place, block: int, num_shards: int, number: int
+    sampler: Sampler, args: Sequence[Any], place: Place, block: int, num_shards: int, push: float
 ) -> list[Any]:
-    """The operands with one block drawn anew; in two rounds of three far up or down, so that a maximum or minimum moves."""
+    """The operands with one block drawn anew; reals are moved by ``push``, an infinite one makes integers extreme."""
     operand, dim = place
     old = np.asarray(args[operand])
     new = np.array(old)
     at = (slice(None),) * dim + (block_slice(old.shape[dim], block, num_shards),)
     fresh = np.asarray(sampler.fresh(operand))[at]
-    if number % 3 and np.issubdtype(fresh.dtype, np.inexact):
-        fresh = (fresh + (16 if number % 3 == 1 else -16)).astype(old.dtype)
+    if push and jnp.issubdtype(fresh.dtype, jnp.inexact):
+        fresh = (fresh + np.asarray(push, fresh.dtype)).astype(old.dtype)
+    elif np.isinf(push) and jnp.issubdtype(fresh.dtype, jnp.integer):
+        limits = jnp.iinfo(fresh.dtype)
+        fresh = np.full_like(fresh, limits.max if push > 0 else limits.min)
     new[at] = fresh
     return [new if i == operand else a for i, a in enumerate(args)]
 

@@ -21,12 +21,11 @@ from alpa_lite.core.rule import Factor, FactorKind, OpShardingRule
 from alpa_lite.errors import RuleError
 from alpa_lite.trace.embed import embedded_agrees
 from alpa_lite.trace.influence import Influence, Place, influence
-from alpa_lite.trace.rule_check import compare, flat_function
+from alpa_lite.trace.rule_check import ROUNDS, compare, flat_function
 from alpa_lite.trace.samples import Sampler
-from alpa_lite.trace.tiles import JOINS, smallest_split
+from alpa_lite.trace.tiles import JOINS, TileRun, smallest_split
 
 Shapes = Sequence[tuple[int, ...]]
-_ROUNDS = 3  # of fresh data, for every candidate
 _MOST_TILES = 1024
 _MOST_BYTES = 2**28  # of all partial results at once
 
@@ -153,7 +152,7 @@ class _Probe:
     def holds(self, candidate: Found) -> bool:
         """Whether tiles give the values of the whole, on fresh data."""
         if not self.same_code:
-            return all(embedded_agrees(self.compiled, self.sampler, candidate) for _ in range(_ROUNDS))
+            return all(embedded_agrees(self.compiled, self.sampler, candidate) for _ in range(ROUNDS))
         rule = self.together([candidate], checked=True)
         return self.fits(rule) and self.agrees(rule, {0: candidate.size})
 
@@ -176,12 +175,7 @@ class _Probe:
         return [tuple(m.shape) for m in made] == shapes(rule.results, self.results)
 
     def agrees(self, rule: OpShardingRule, parts: dict[int, int]) -> bool:
-        for _ in range(_ROUNDS):
-            args = self.sampler.draw()
-            whole = [np.asarray(r) for r in self.compiled(*args)]
-            if compare(self.fn, rule, parts, args, whole):
-                return False
-        return True
+        return not compare(self.compiled, TileRun(self.fn, rule, parts), self.sampler)
 
     def grown(self, found: Found) -> Found:
         """The same factor, as finely split as can be shown."""

@@ -16,7 +16,7 @@ from alpa_lite.core.rule_text import parse_rule
 from alpa_lite.errors import RuleError
 from alpa_lite.trace.flatten import FlatJaxpr
 from alpa_lite.trace.samples import Sampler
-from alpa_lite.trace.tiles import TilesDisagree, difference, run_on_tiles, smallest_split
+from alpa_lite.trace.tiles import TileRun, TilesDisagree, difference, smallest_split
 from alpa_lite.trace.user_rules import operand_structs
 
 ROUNDS = 3
@@ -67,29 +67,22 @@ def check_values(fn: Callable[..., list[Any]], rule: OpShardingRule, sampler: Sa
     """``check`` on flat arguments."""
     compiled = jax.jit(fn)
     for parts in _splits(rule):
-        for _ in range(ROUNDS):
-            args = sampler.draw()
-            whole = [np.asarray(r) for r in compiled(*args)]
-            fault = compare(fn, rule, parts, args, whole)
-            if fault:
-                raise _wrong(rule, parts, name, fault)
+        if fault := compare(compiled, TileRun(fn, rule, parts), sampler):
+            raise _wrong(rule, parts, name, fault)
 
 
-def compare(
-    fn: Callable[..., list[Any]],
-    rule: OpShardingRule,
-    parts: dict[int, int],
-    args: Sequence[np.ndarray],
-    whole: Sequence[np.ndarray],
-) -> str:
-    """What is wrong on these data with these factors split, or ""."""
-    try:
-        got = run_on_tiles(fn, rule, parts, args, whole)
-    except TilesDisagree as error:
-        return str(error)
-    for position, (a, b) in enumerate(zip(got, whole, strict=True)):
-        if (off := difference(a, b)) > 1.0:
-            return f"result {position} differs from the unsharded one, {off:.1e} times what rounding explains"
+def compare(whole_run: Callable[..., Sequence[Any]], tile_run: TileRun, sampler: Sampler) -> str:
+    """What is wrong with a split, on several fresh sets of operands, or ""."""
+    for _ in range(ROUNDS):
+        args = sampler.draw()
+        whole = [np.asarray(r) for r in whole_run(*args)]
+        try:
+            got = tile_run(args, whole)
+        except TilesDisagree as error:
+            return str(error)
+        for position, (a, b) in enumerate(zip(got, whole, strict=True)):
+            if (off := difference(a, b)) > 1.0:
+                return f"result {position} differs from the unsharded one, {off:.1e} times what rounding explains"
     return ""
 
 

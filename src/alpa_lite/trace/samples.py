@@ -2,8 +2,8 @@
 
 Values are small multiples of 1/4, so that sums are exact and equal values occur (a comparison of distinct reals would never be
 true and look as if it read nothing). Rounds differ in range: signed, positive, and inside (0, 1). Integers of concrete
-arguments are drawn from the argument's own values, since they may be indices; without an argument from [0, n), with n the
-size of one of the operands' dims in turn.
+arguments are drawn from the argument's own values, since they may be indices; without an argument from [0, n), with n every
+other time the largest size of an operand's dim, else each size in turn.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Sampler:
         if dtype == np.bool_:
             return np.asarray(rng.integers(0, 2, size=shape), dtype=dtype)
         if jnp.issubdtype(dtype, np.integer):
-            bound = self._bounds[self.round % len(self._bounds)]
-            return np.asarray(rng.integers(0, min(bound, 127), size=shape), dtype=dtype)
+            bound = self._bounds[-1 if self.round % 2 else self.round // 2 % len(self._bounds)]
+            return np.asarray(rng.integers(0, min(bound, jnp.iinfo(dtype).max), size=shape), dtype=dtype)
         values = rng.integers(-8, 9, size=shape) / 4.0
         if self.round % 3 == 1:
             values = rng.integers(1, 17, size=shape) / 4.0

@@ -72,44 +72,45 @@ def coordinates(parts: Parts) -> Iterator[dict[int, int]]:
         yield dict(zip(parts, index, strict=True))
 
 
-def run_on_tiles(
-    fn: Callable[..., Sequence[Any]],
-    rule: OpShardingRule,
-    parts: Parts,
-    args: Sequence[np.ndarray],
-    whole: Sequence[np.ndarray],
-) -> list[np.ndarray]:
-    """Results of ``fn`` run on every tile and put together as the rule says.
+class TileRun:
+    """``fn`` run on every tile, results put together as the rule says; compiled once, run on many operands.
 
     Args:
         fn: arrays in, sequence of arrays out; traced at the tile's shapes.
-        args, whole: the whole operands and the whole results (for their shapes and types).
-
-    Raises:
-        TilesDisagree: the function refuses a tile, gives another shape than the rule says, or gives different values to
-            devices that should hold the same tile.
+        parts: into how many each factor is split.
     """
-    places = list(coordinates(parts))
-    sizes = [tile_shape(rule, dims, parts, a.shape) for a, dims in zip(args, rule.operands, strict=True)]
-    starts = [
-        np.array([[s.start for s in tile_slices(dims, parts, a.shape, at)] for at in places], dtype=np.int32)
-        for a, dims in zip(args, rule.operands, strict=True)
-    ]
 
-    def one(start: list[Any]) -> list[Any]:
-        return list(fn(*(_cut(a, s, n) for a, s, n in zip(map(jnp.asarray, args), start, sizes, strict=True))))
+    def __init__(self, fn: Callable[..., Sequence[Any]], rule: OpShardingRule, parts: Parts) -> None:
+        self.rule, self.parts = rule, parts
 
-    try:
-        made = [np.asarray(r) for r in jax.jit(lambda all_starts: jax.lax.map(one, all_starts))(starts)]
-    except Exception as error:
-        first = (str(error).strip().splitlines() or [""])[0]
-        raise TilesDisagree(
-            f"the function fails on tiles of shapes {sizes}: {type(error).__name__}: {first}"
-        ) from error
-    wanted = [tile_shape(rule, dims, parts, w.shape) for dims, w in zip(rule.results, whole, strict=True)]
-    if (shapes := [m.shape[1:] for m in made]) != wanted:
-        raise TilesDisagree(f"on tiles of shapes {sizes} it gives results of shapes {shapes}, the rule says {wanted}")
-    return [_assemble(m, w, rule, d, parts) for m, w, d in zip(made, whole, rule.results, strict=True)]
+        def all_tiles(args: list[Any], starts: list[Any]) -> list[Any]:
+            sizes = [tile_shape(rule, dims, parts, a.shape) for a, dims in zip(args, rule.operands, strict=True)]
+            return jax.lax.map(lambda start: list(fn(*map(_cut, args, start, sizes))), starts)
+
+        self.compiled = jax.jit(all_tiles)
+
+    def __call__(self, args: Sequence[Any], whole: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Results for these operands; ``whole`` are the unsharded ones, for their shapes and types.
+
+        Raises:
+            TilesDisagree: the function refuses a tile, gives another shape than the rule says, or gives different values
+                to devices that should hold the same tile.
+        """
+        rule, parts, places = self.rule, self.parts, list(coordinates(self.parts))
+        starts = [
+            np.array([[s.start for s in tile_slices(dims, parts, a.shape, at)] for at in places], dtype=np.int32)
+            for a, dims in zip(args, rule.operands, strict=True)
+        ]
+        sizes = [list(tile_shape(rule, dims, parts, a.shape)) for a, dims in zip(args, rule.operands, strict=True)]
+        try:
+            made = [np.asarray(r) for r in self.compiled(list(args), starts)]
+        except Exception as error:
+            first = (str(error).strip().splitlines() or [""])[0]
+            raise TilesDisagree(f"the function fails on tiles {sizes}: {type(error).__name__}: {first}") from error
+        wanted = [list(tile_shape(rule, dims, parts, w.shape)) for dims, w in zip(rule.results, whole, strict=True)]
+        if (shapes := [list(m.shape[1:]) for m in made]) != wanted:
+            raise TilesDisagree(f"on tiles {sizes} it gives results {shapes}, the rule says {wanted}")
+        return [_assemble(m, w, rule, d, parts) for m, w, d in zip(made, whole, rule.results, strict=True)]
 
 
 def _cut(a: Any, start: Any, sizes: tuple[int, ...]) -> Any:

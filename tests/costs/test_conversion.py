@@ -80,7 +80,7 @@ def reachable(made: Conversions, shape: tuple[int, ...]) -> list[Pair]:
     return [(specs[i], specs[j]) for i, j in np.argwhere(np.isfinite(table)) if i != j]
 
 
-@pytest.mark.parametrize(("shape", "count"), [((8, 4), 11), ((4, 8, 8), 19)])
+@pytest.mark.parametrize(("shape", "count"), [((8, 4), 11), pytest.param((4, 8, 8), 19, marks=pytest.mark.medium)])
 def test_all_pairs_of_reduced_specs_on_two_axes(shape, count):
     made = conversions((2, 2))
     specs = [s for s in made.space(len(shape)).specs if not s.unreduced]
@@ -96,7 +96,7 @@ def test_partial_sums_reach_everything_they_can(shape):
     check_pairs(pairs, shape, made)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.medium) for n in (1, 2))])
 @pytest.mark.parametrize(("mesh", "shape"), [((2, 2, 2), (8, 16)), ((2, 4), (8, 8, 8)), ((2, 2, 2), (8, 8, 8, 8))])
 def test_samples_on_larger_meshes_under_random_prices(mesh, shape, seed):
     made = conversions(mesh, RandomCosts(seed))

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax import lax
 
 from alpa_lite import analysis
@@ -119,6 +120,7 @@ def _check(partial: bool) -> dict[str, Counter[str]]:
 FALSE_ALARMS = {"slice": 116}
 
 
+@pytest.mark.medium
 def test_conservative_rule():
     """Acceptance row: 0 wrong "same" in the whole space, 0 false alarms on identity and transpose; elsewhere as counted."""
     counts = _check(partial=False)
@@ -134,6 +136,7 @@ def test_conservative_rule():
     }
 
 
+@pytest.mark.medium
 def test_conservative_rule_with_partial_sums():
     """The same with partial sums on either side."""
     counts = _check(partial=True)

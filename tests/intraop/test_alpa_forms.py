@@ -241,9 +241,8 @@ CASES = (
         demanded={"0/0/*/kernel": P()},
     ),
 )
-ON_MESHES = [pytest.param(c, s, id=f"{c.name} on {s}") for c in CASES for s in c.meshes]
-# The same, of which the transformers take seconds with all strategies.
-FREE_ON_MESHES = [
+# The transformers take seconds each.
+ON_MESHES = [
     pytest.param(c, s, id=f"{c.name} on {s}", marks=[pytest.mark.medium] if "bert" in c.name else [])
     for c in CASES
     for s in c.meshes
@@ -266,7 +265,7 @@ def test_restricted_to_alpas_strategies_the_optimum_is_the_number(case, shape):
     assert restricted_optimum(case, mesh, case.demanded or {}) == pytest.approx(case.number, rel=0.01)
 
 
-@pytest.mark.parametrize(("case", "shape"), FREE_ON_MESHES)
+@pytest.mark.parametrize(("case", "shape"), ON_MESHES)
 def test_with_all_strategies_the_optimum_is_never_above(case, shape):
     plan = free_plan(case, shape, _names(shape), case.demanded or {})
     assert plan.status == "optimal"

@@ -259,6 +259,7 @@ def test_a_large_problem_that_is_too_dear_ends_early_and_a_small_one_is_solved()
     assert solve(small, cutoff=1e-9).status == "optimal"
 
 
+@pytest.mark.medium
 def test_memory_on_a_deep_core_is_close_to_its_bound() -> None:
     problem = layered(32, limit_fraction=0.95)
     free = solve(replace(problem, usage_limit=None))
@@ -270,6 +271,7 @@ def test_memory_on_a_deep_core_is_close_to_its_bound() -> None:
     assert solution.gap < 0.02
 
 
+@pytest.mark.medium
 def test_depth_changes_the_work_little() -> None:
     def work(depth: int) -> float:
         start = time.process_time()

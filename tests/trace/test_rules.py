@@ -528,9 +528,13 @@ COSTLY = frozenset(
     """.split()  # noqa: SIM905
 )
 QUICK = [(f, n) for f, n in NAMES if n not in COSTLY]
+# Every second case of each family is quick enough together for `make check`; `make test` runs all of these.
+HALVES = [
+    pytest.param(f, n, id=f"{f}-{n}", marks=[pytest.mark.medium] if i % 2 else []) for i, (f, n) in enumerate(QUICK)
+]
 
 
-@pytest.mark.parametrize(("family", "name"), QUICK, ids=[f"{f}-{n}" for f, n in QUICK])
+@pytest.mark.parametrize(("family", "name"), HALVES)
 def test_random_strategies_compute_the_same(family, name):
     fn, args = FAMILIES[family]()[name]
     check(fn, args, _mesh_of(family, name), seeds=(0,))

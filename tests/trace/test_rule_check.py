@@ -81,7 +81,7 @@ def test_20_seeded_wrong_rules_are_all_rejected(seed):
     """They fit in shape, so it is the values that give them away."""
     name, text, kinds = wrong_rule(seed)
     fn, ranks, _, _ = OPS[name]
-    with pytest.raises(RuleError, match="differs from the unsharded one|get different values"):
+    with pytest.raises(RuleError, match=r"differs from the unsharded one|get different values"):
         al.rules.check(fn, text, *structs(ranks), seed=seed, **kinds)
 
 

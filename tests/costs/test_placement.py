@@ -190,6 +190,21 @@ def test_follow_takes_the_layout_of_the_operands():
     assert follow(program, {}, MESH)[2].spec.is_replicated
 
 
+def test_follow_makes_what_depends_on_nothing_where_it_is_read():
+    program = traced(
+        lambda x: x + jnp.full((8, 8), 2.0, x.dtype) + jax.lax.broadcasted_iota(x.dtype, (8, 8), 1), SQUARE
+    )
+    verdicts = needs_resharding(program, follow(program, {"0": "[x,y]"}, MESH))
+    assert len(verdicts) == 4 and not verdicts.resharding
+
+
+def test_follow_stays_on_the_devices_of_the_operands():
+    program = traced(lambda x, y: jnp.exp(x) + y, SQUARE, SQUARE)
+    there = TensorLayout(spec=ShardingSpec.parse("[_,y]"), mesh=MESH, stage=1)
+    found = follow(program, {"0": there, "1": "[x,_]"}, MESH)
+    assert [found[op.outputs[0]] for op in program.ops] == [there, there]
+
+
 def test_bad_arguments():
     program = traced(lambda t: -t, SQUARE)
     with pytest.raises(ArgumentsError, match="place='early' is not known"):

@@ -283,6 +283,7 @@ def test_patterns_prints_each_once_and_every_change_is_of_one():
 
 
 @pytest.mark.medium
+@pytest.mark.medium
 def test_pairwise_cost():
     """Row: linear in the pairs, 10,000 of them in less than a second of one core (CPU time; the benchmark prints both)."""
     (small, small_s, _), (large, large_s, found) = (sameness_time.seconds(n, num_rounds=3) for n in (1_000, 10_000))

@@ -121,6 +121,7 @@ FALSE_ALARMS = {"slice": 116}
 
 
 @pytest.mark.medium
+@pytest.mark.medium
 def test_conservative_rule():
     """Acceptance row: 0 wrong "same" in the whole space, 0 false alarms on identity and transpose; elsewhere as counted."""
     counts = _check(partial=False)
@@ -136,6 +137,7 @@ def test_conservative_rule():
     }
 
 
+@pytest.mark.medium
 @pytest.mark.medium
 def test_conservative_rule_with_partial_sums():
     """The same with partial sums on either side."""

@@ -70,9 +70,13 @@ def layouts_of(program: Program, specs: Mapping[int | str, Any], mesh: DeviceMes
                 f"specs gives %{value} twice, as {found[value]} and, by the key {key!r}, as {made}. A tensor has one "
                 "layout. In `specs`. Take one of the two out."
             )
-    if mesh is not None:
-        scalar = TensorLayout(spec=ShardingSpec(()), mesh=mesh)
-        found = {v: scalar for op in program.ops for v in ends(op) if not program.values[v].shape} | found
+    for op in program.ops:
+        beside = next((found[v] for v in ends(op) if v in found), None)
+        for value in (v for v in ends(op) if v not in found and not program.values[v].shape):
+            if beside is not None:
+                found[value] = replace(beside, spec=ShardingSpec(()))
+            elif mesh is not None:
+                found[value] = TensorLayout(spec=ShardingSpec(()), mesh=mesh)
     return found
 
 

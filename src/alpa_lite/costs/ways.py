@@ -14,7 +14,7 @@ from typing import Any
 from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.core.program import Op, Program
 from alpa_lite.core.spec import ShardingSpec
-from alpa_lite.costs.layouts import TensorLayout, layouts_of
+from alpa_lite.costs.layouts import TensorLayout, ends, layouts_of
 from alpa_lite.costs.sameness import Judge
 from alpa_lite.errors import ArgumentsError, UnsupportedPattern
 
@@ -151,8 +151,9 @@ def follow(
 ) -> dict[int | str, TensorLayout]:
     """Layouts of all tensors from those of some: a result follows its op's operands, the most split one first.
 
-    Partial sums are joined where they arise; arguments and constants that are not mentioned are whole. Nothing is
-    searched: this is a start for ``needs_resharding``; to decide well is the planner's work.
+    Partial sums are joined where they arise. What depends on no tensor (an iota, a broadcast literal) follows its first
+    reader; arguments and constants that are not mentioned are whole. Nothing is searched: this is a start for
+    ``needs_resharding``; to decide well is the planner's work.
 
     Args:
         program, specs, mesh: as for ``needs_resharding``; ``specs`` may leave tensors out.
@@ -165,35 +166,50 @@ def follow(
     """
     layouts = layouts_of(program, specs, mesh)
     judge = Judge(program=program)
+    free: set[int] = set()
     for index, op in enumerate(program.ops):
-        for value in (v for v in op.inputs if v >= 0 and v not in layouts):
-            layouts[value] = _whole(program, op, value, mesh)
-        read = [layouts[v] if v >= 0 else None for v in op.inputs]
-        missing = [j for j, v in enumerate(op.outputs) if v >= 0 and v not in layouts]
-        first = next((layout for layout in read if layout is not None), None)
-        if missing and first is not None:
-            made = _following(judge, str(index), op, read, first)
-            layouts |= {op.outputs[j]: replace(first, spec=made[j]) for j in missing}
+        if not any(ends(op)):
+            free |= {v for v in op.outputs if v >= 0 and v not in layouts}
+            continue
+        home = next((layouts[v] for v in op.inputs if v in layouts), None) or _anywhere(op, layouts, mesh)
+        read = [layouts.get(v) for v in op.inputs]
+        for i, value in enumerate(op.inputs):
+            if value >= 0 and read[i] is None:
+                made = _following(judge, str(index), op, read, home, op.rule.operands[i]) if value in free else None
+                spec = made or ShardingSpec.replicated(len(program.values[value].shape))
+                layouts[value] = read[i] = replace(home, spec=spec)
+        for j, value in enumerate(op.outputs):
+            if value >= 0 and value not in layouts:
+                made = op.layout.results[j] if op.layout is not None else None
+                spec = made or _following(judge, str(index), op, read, home, op.rule.results[j])
+                layouts[value] = replace(home, spec=spec)
     return {**layouts}
 
 
-def _whole(program: Program, op: Op, value: int, mesh: DeviceMesh | None) -> TensorLayout:
+def _anywhere(op: Op, layouts: Mapping[int, TensorLayout], mesh: DeviceMesh | None) -> TensorLayout:
+    """Whole, beside a result of the op or on ``mesh``: where an op runs of whose operands nothing is known."""
+    beside = next((layouts[v] for v in op.outputs if v in layouts), None)
+    if beside is not None:
+        return beside
     if mesh is None:
         raise ArgumentsError(
-            f"specs says nothing of %{value}, which {op.primitive} at {op.source} reads, and `mesh` is not given. A tensor "
-            "without a spec lies whole on `mesh`. In the call of follow. Give one of the two."
+            f"specs says nothing of the tensors of {op.primitive} at {op.source}, and `mesh` is not given. A tensor without "
+            "a spec lies whole on `mesh`. In the call of follow. Give one of the two."
         )
-    return TensorLayout(spec=ShardingSpec.replicated(len(program.values[value].shape)), mesh=mesh)
+    return TensorLayout(spec=ShardingSpec(()), mesh=mesh)
 
 
 def _following(
-    judge: Judge, path: str, op: Op, read: list[TensorLayout | None], first: TensorLayout
-) -> list[ShardingSpec]:
-    """Specs of all results, without partial sums."""
-    if op.layout is not None:
-        return list(op.layout.results)
+    judge: Judge,
+    path: str,
+    op: Op,
+    read: list[TensorLayout | None],
+    home: TensorLayout,
+    dims: tuple[tuple[int, ...], ...],
+) -> ShardingSpec:
+    """Spec of a tensor of the op, given by its dims in the rule, that follows the operands; without partial sums."""
     factors = judge.map_of(op.rule)
-    have: list[Splits] = [judge.splits(path, op, i, r) for i, r in enumerate(read) if r is not None]
+    have = [judge.splits(path, op, i, r) for i, r in enumerate(read) if r is not None and r.same_devices(home)]
     kept = [{f: axes for f, axes in splits.items() if f not in factors.summed} for splits in have]
-    kept.sort(key=lambda splits: -math.prod(first.mesh.axes_size(axes) for axes in splits.values()))
-    return [factors.spec(dims, merged(kept), (), first.mesh) for dims in op.rule.results]
+    kept.sort(key=lambda splits: -math.prod(home.mesh.axes_size(axes) for axes in splits.values()))
+    return factors.spec(dims, merged(kept), (), home.mesh)

@@ -154,6 +154,8 @@ class _Region:
         self.decisions, self.conversions = decisions, conversions
         self.instructions: list[Instruction] = []
         self.tiles: dict[tuple[int, ShardingSpec], int] = {}
+        self.shapes: dict[tuple[int, ShardingSpec], tuple[int, ...]] = {}
+        self.traits: dict[tuple[str, bool], Traits] = {}
         self.copies: dict[tuple[int, tuple[int, ...]], int] = {}
         self.broadcasts: dict[tuple[int, tuple[int, ...]], int] = {}
         self.transposes: dict[int, tuple[int, tuple[int, ...]]] = {}  # of transpose ops: what they read, and its dims
@@ -196,7 +198,7 @@ class _Region:
     def add(self, value: int, spec: ShardingSpec, operands: list[int], traits: Traits = CALL, scope: str = "") -> int:
         """A new instruction; returns its number."""
         v = self.program.values[value]
-        local = spec.local_shape(v.shape, self.mesh)
+        local = self.local(value, spec)
         self.instructions.append(
             Instruction(
                 name=f"{self.prefix}%{value}",
@@ -211,6 +213,13 @@ class _Region:
         )
         return len(self.instructions) - 1
 
+    def local(self, value: int, spec: ShardingSpec) -> tuple[int, ...]:
+        """Shape of the tensor's tile."""
+        key = (value, spec)
+        if key not in self.shapes:
+            self.shapes[key] = spec.local_shape(self.program.values[value].shape, self.mesh)
+        return self.shapes[key]
+
     def op(self, op: Op, decision: OpDecision) -> None:
         reads = [
             self.tiles[value, spec] for value, spec in zip(op.inputs, decision.operands, strict=True) if value >= 0
@@ -224,11 +233,13 @@ class _Region:
         if op.primitive in ("dot_general", "conv_general_dilated") and len(reads) == 2:
             self.contraction(op, decision, reads)
             return
-        traits = _traits(op)
+        kind = (op.primitive, op.elementwise)
+        if kind not in self.traits:
+            self.traits[kind] = _traits(op)
         for value, spec in zip(op.outputs, decision.results, strict=True):
             if value >= 0:
                 operands = self.stretched(reads, value, spec) if op.elementwise else reads
-                self.tiles[value, spec] = made = self.add(value, spec, operands, traits, op.scope)
+                self.tiles[value, spec] = made = self.add(value, spec, operands, self.traits[kind], op.scope)
                 if op.primitive == "transpose" and reads:
                     dims = [*op.rule.operands[0]]
                     self.transposes[made] = (
@@ -239,16 +250,16 @@ class _Region:
     def is_view(self, op: Op, decision: OpDecision, reads: list[int]) -> bool:
         """Whether the result is the operand's buffer under another shape."""
         if op.primitive == "broadcast_in_dim" and reads and op.outputs[0] >= 0:
-            local = decision.results[0].local_shape(self.program.values[op.outputs[0]].shape, self.mesh)
-            return math.prod(local) == self.instructions[reads[0]].elements
+            return math.prod(self.local(op.outputs[0], decision.results[0])) == self.instructions[reads[0]].elements
         return op.primitive in _VIEWS and bool(reads)
 
     def stretched(self, reads: list[int], value: int, spec: ShardingSpec) -> list[int]:
         """Elementwise operands in the result's shape; what is smaller is broadcast, once for all that want it."""
-        shape = spec.local_shape(self.program.values[value].shape, self.mesh)
+        shape = self.local(value, spec)
+        elements = math.prod(shape)
         found = []
         for read in reads:
-            if self.instructions[read].elements != math.prod(shape):
+            if self.instructions[read].elements != elements:
                 if (read, shape) not in self.broadcasts:
                     self.broadcasts[read, shape] = self.add(value, spec, [read], BROADCAST)
                 read = self.broadcasts[read, shape]
@@ -310,8 +321,7 @@ class _Region:
             dim = step.target_dim
         else:
             return -1
-        local = step.before.local_shape(self.program.values[value].shape, self.mesh)
-        return -1 if all(n == 1 for n in local[:dim]) else dim
+        return -1 if all(n == 1 for n in self.local(value, step.before)[:dim]) else dim
 
     def step(self, step: Step, value: int, read: int) -> int:
         if step.kind is None:

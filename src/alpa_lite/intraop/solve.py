@@ -76,11 +76,12 @@ class _Search:
     prices: Prices | None = None
     rent: float = 0.0  # to be taken off the bound while the messages know the prices
     found: list[SearchStep] = field(default_factory=list)
+    unit: float = 1.0
 
     @classmethod
-    def of(cls, core: Core, deadline: float, cutoff: float) -> _Search:
+    def of(cls, core: Core, deadline: float, cutoff: float, unit: float = 1.0) -> _Search:
         unary, costs = finite(core)
-        return cls(core, deadline, unary, costs, cutoff=cutoff)
+        return cls(core, deadline, unary, costs, cutoff=cutoff, unit=unit)
 
     @property
     def gap(self) -> float:
@@ -88,7 +89,7 @@ class _Search:
 
     def tolerance(self, rel_gap: float) -> float:
         """The relative gap that counts as closed."""
-        return _tolerance(self.core, self.upper, rel_gap) if self.picks is not None else rel_gap
+        return _tolerance(self.core, self.upper, rel_gap, self.unit) if self.picks is not None else rel_gap
 
     @property
     def too_dear(self) -> bool:
@@ -110,9 +111,9 @@ class _Search:
         self.offer(improve(self.core, self.unary, self.costs, start), tied=tied)
 
 
-def _tolerance(core: Core, objective: float, rel_gap: float) -> float:
+def _tolerance(core: Core, objective: float, rel_gap: float, unit: float) -> float:
     """The relative gap at which an objective counts as optimal: whole costs leave less than one unit."""
-    return min(rel_gap, 0.5 / max(abs(objective), 1.0)) if core.whole else rel_gap
+    return min(rel_gap, 0.5 * unit / max(abs(objective), unit)) if core.whole else rel_gap
 
 
 def solve(
@@ -124,6 +125,7 @@ def solve(
     incumbent: Array | None = None,
     rel_gap: float = 1e-6,
     cutoff: float = math.inf,
+    unit: float = 1.0,
 ) -> Solution:
     """Finds the cheapest choice within the memory limit.
 
@@ -135,6 +137,7 @@ def solve(
         incumbent: a choice to start from.
         rel_gap: gap at which an answer counts as optimal.
         cutoff: on large problems the search ends once no answer below this is possible (another mesh is better).
+        unit: where all costs are whole, how much of a difference matters.
 
     Returns:
         The answer with its bound; ``status`` is "optimal", "feasible", "infeasible" or "no-solution".
@@ -151,7 +154,7 @@ def solve(
         core = extract_core(graph)
         if progress is not None:
             progress(f"core of {core.num_nodes} nodes, {len(core.costs)} edges")
-        search = _Search.of(core, start + time_limit_s, cutoff if core.num_pairs > _MILP_PAIRS else math.inf)
+        search = _Search.of(core, start + time_limit_s, cutoff if core.num_pairs > _MILP_PAIRS else math.inf, unit)
         _search(search, problem, seed, rel_gap)
         floor = max(floor, search.bound)
         if search.proven_infeasible:
@@ -184,7 +187,7 @@ def _answer(
     score, best = min(scored, key=lambda pair: pair[0].objective)  # of equals the first, which was found here
     bound = min(floor, score.objective)
     gap = max(0.0, (score.objective - bound) / max(abs(score.objective), 1e-300))
-    optimal = gap <= _tolerance(search.core, score.objective, rel_gap)
+    optimal = gap <= _tolerance(search.core, score.objective, rel_gap, search.unit)
     if optimal and search.core.whole:
         bound, gap = score.objective, 0.0  # less than a unit is left, and that is rounding
     return Solution(
@@ -274,7 +277,7 @@ def _search(search: _Search, problem: IntraOpProblem, seed: int, rel_gap: float)
 
 def _start_tied(search: _Search, tied: Tie, seed: int) -> Messages:
     """An incumbent from the tied problem, memory prices to start from, and its messages."""
-    inner = _Search.of(tied_core(search.core, tied), search.deadline, search.cutoff)
+    inner = _Search.of(tied_core(search.core, tied), search.deadline, search.cutoff, search.unit)
     messages = Messages.zero(inner.core, inner.unary, inner.costs, tie(inner.core, None))
     _sweep(inner, messages, _TIED_GAP, small=True)
     if inner.core.memory is not None and not inner.too_dear:

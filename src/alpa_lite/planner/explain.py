@@ -126,7 +126,10 @@ def _over_budget(task: MeshTask, results: Sequence[MeshResult], cluster: Cluster
     # Where the search was cut short the truth lies between what is proven and what was found.
     peak = format_bytes(high) if high <= _CLOSE * low else f"between {format_bytes(low)} and {format_bytes(high)},"
     program = task.program
-    word = "weights per device" if result.budgeted == "weights" else "peak"
+    word = "peak"
+    advice = "donate the state (donate_argnums), wrap layers in jax.checkpoint, use a smaller batch or more devices"
+    if result.budgeted == "weights":
+        word, advice = "bytes of the weights", "use more devices, pin fewer weights"
     sized = sorted(
         ((program.values[v].size_bytes, path) for path, v in zip(program.input_paths, program.inputs, strict=True)),
         reverse=True,
@@ -137,8 +140,7 @@ def _over_budget(task: MeshTask, results: Sequence[MeshResult], cluster: Cluster
         f"{format_bytes(low - task.budget)} too much (mesh {result.mesh} of {cluster}).\n"
         f"  largest arguments, unsharded: {largest}\n"
         f"  where: {task.pins.source}\n"
-        "  next: donate the state (donate_argnums), wrap layers in jax.checkpoint, use a smaller batch or more devices, "
-        "or raise PlanOptions.memory_budget_bytes."
+        f"  next: {advice}, or raise PlanOptions.memory_budget_bytes."
     )
 
 

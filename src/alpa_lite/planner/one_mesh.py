@@ -126,8 +126,10 @@ def plan_on_mesh(task: MeshTask, cluster: Cluster, mesh: DeviceMesh, *, cutoff: 
         _replicate_ends(task, graph, weights, allowed)
     limit = None if math.isinf(task.budget) else int(task.budget)
     best: MeshResult | None = None
-    for _ in range(_MEMORY_ROUNDS):
-        line = task.line if limit is not None and rules.budget == "peak" else None
+    # For CPU the constraint is an estimate of what is then counted, so that what fits without it is taken first.
+    constrained = not task.line.breadth_first
+    for _ in range(_MEMORY_ROUNDS + (not constrained)):
+        line = task.line if limit is not None and constrained and rules.budget == "peak" else None
         problem = pricer.problem(allowed=allowed, timeline=line, usage_limit=limit)
         if rules.budget == "weights":
             problem = replace(problem, usages=tuple(pricer.weight_usages(weights)), num_times=1)
@@ -137,7 +139,8 @@ def plan_on_mesh(task: MeshTask, cluster: Cluster, mesh: DeviceMesh, *, cutoff: 
         if result.peak is None or limit is None or result.used_bytes <= task.budget:
             return result
         best = result
-        limit -= max(1, math.ceil(result.used_bytes - task.budget))
+        limit -= max(1, math.ceil(result.used_bytes - task.budget)) if constrained else 0
+        constrained = True
         if limit <= 0:
             break
     assert best is not None
@@ -147,12 +150,17 @@ def plan_on_mesh(task: MeshTask, cluster: Cluster, mesh: DeviceMesh, *, cutoff: 
 def solve_in_units(problem: IntraOpProblem, costs: CostModel, options: PlanOptions, cutoff: float) -> Solution:
     """Solve; where slices are free and prices whole, of equally dear choices the one with the fewest slices.
 
-    Each slice then has the price ``TIE``. All prices are brought to whole numbers, which the solver proves to the unit, and
-    the answer is brought back to the convention's unit.
+    Each slice then has the price ``TIE``. All prices are brought to whole numbers, which the solver proves to the
+    convention's unit, and the answer is brought back to it. (Where a search is needed, it stops at a proof of the price:
+    there may be a plan of that price with fewer slices.)
     """
     scale = 1.0 / TIE if costs.rules.whole and not costs.slice_price else 1.0
     solution = solve(
-        scaled(problem, scale), time_limit_s=options.time_limit_s, seed=options.seed, cutoff=cutoff * scale
+        scaled(problem, scale),
+        time_limit_s=options.time_limit_s,
+        seed=options.seed,
+        cutoff=cutoff * scale,
+        unit=scale,
     )
     if scale == 1.0:
         return solution
@@ -160,9 +168,10 @@ def solve_in_units(problem: IntraOpProblem, costs: CostModel, options: PlanOptio
     def own(value: float) -> float:
         return float(math.floor(value * TIE)) if math.isfinite(value) else value
 
-    # True prices are whole. As long as all slices together stay below one unit, rounding down loses nothing.
+    # True prices are whole, so the bound without the slices may be rounded up.
     slices = math.fsum(_largest_fraction(edge.costs) for edge in problem.edges)
-    bound = own(solution.lower_bound - (0.0 if slices < 1 else slices * scale))
+    bound = solution.lower_bound * TIE - slices
+    bound = float(math.ceil(bound)) if math.isfinite(bound) else bound
     trace = tuple(replace(s, objective=own(s.objective), lower_bound=own(s.lower_bound)) for s in solution.trace)
     return replace(solution, objective=own(solution.objective), lower_bound=bound, trace=trace)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from jax.experimental.custom_partitioning import custom_partitioning
 
-from alpa_lite.core.rule_text import NamedRule, RuleText, parse_rule
+from alpa_lite.core.rule_text import NamedRule, RuleText, parse_rule, suggest
 from alpa_lite.errors import AlpaLiteError, RuleError
 
 
@@ -118,6 +118,24 @@ def test_jax_reads_what_we_read(text):
 def test_jax_refuses_what_we_refuse(text):
     with pytest.raises(ValueError):
         custom_partitioning(lambda x: x).def_partition(partition=lambda *a: None, sharding_rule=text)
+
+
+@pytest.mark.parametrize(
+    ("text", "kinds", "operands", "results", "line"),
+    [
+        ("i k, k j -> i j", {"reduction": "k"}, [(8, 4), (4, 6)], [(8, 6)], '"i j, j k -> i k", reduction="j"'),
+        ("i -> ", {"reduction": "i", "reduce_op": "min"}, [(8,)], [()], '"i -> ", reduction="i", reduce_op="min"'),
+        ("(a b) -> (b a)", {"a": 2}, [(8,)], [(8,)], '"(i j) -> (j i)", i=2, j=4'),
+        ("a b -> a b", {"need_replication": "b"}, [(8, 4)], [(8, 4)], '"i j -> i j", need_replication="j"'),
+        ("a b -> a b", {}, [(8, 1)], [(8, 1)], '"i one0 -> i one1"'),
+    ],
+)
+def test_a_rule_is_suggested_as_source(text, kinds, operands, results, line):
+    rule = parse_rule(text, **kinds).resolve(operands, results)
+    made = suggest(rule)
+    assert made == f"@al.register_rule({line})"
+    again = eval(f"parse_rule({line})", {"parse_rule": parse_rule}).resolve(operands, results)
+    assert str(again) == str(rule)
 
 
 def test_under_vmap_the_new_dim_leads_the_mapped_tensors():

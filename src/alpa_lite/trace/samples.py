@@ -25,7 +25,7 @@ class Sampler:
         self.rng = np.random.default_rng(seed)
         self.round = 0
         self._pools = [_pool(leaf) for leaf in leaves]
-        self._bounds = sorted({n for shape in self.shapes for n in shape if n > 1}) or [8]
+        self._bounds = sorted({n for shape in self.shapes for n in shape}) or [8]
 
     def is_key(self, position: int) -> bool:
         """Whether an operand is a typed random key; it is never split."""

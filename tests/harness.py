@@ -28,6 +28,7 @@ class RandomCosts(PricedInBytes):
     """Random prices per kind and axes, so that conversions take all kinds of routes."""
 
     seed: int = 0
+    unit: str = "s"
     prices: dict[Any, tuple[float, float]] = field(default_factory=dict)
 
     def linear(self, kind: CollectiveKind, axes: tuple[str, ...]) -> tuple[float, float]:

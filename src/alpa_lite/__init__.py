@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from alpa_lite.api import parallelize as parallelize
     from alpa_lite.api import plan as plan
     from alpa_lite.errors import AlpaLiteError as AlpaLiteError
+    from alpa_lite.lowering.reshard import conversion as conversion
+    from alpa_lite.lowering.reshard import reshard as reshard
     from alpa_lite.plan.plan import Plan as Plan
     from alpa_lite.planner.options import PlanOptions as PlanOptions
     from alpa_lite.trace import rule_tools as rules  # noqa: F401
@@ -42,11 +44,13 @@ _PUBLIC = {
     "Plan": "alpa_lite.plan.plan",
     "PlanOptions": "alpa_lite.planner.options",
     "PlanTarget": "alpa_lite.api",
+    "conversion": "alpa_lite.lowering.reshard",
     "graph": "alpa_lite.api",
     "load_plan": "alpa_lite.api",
     "parallelize": "alpa_lite.api",
     "pin": "alpa_lite.trace.pin_op",
     "plan": "alpa_lite.api",
+    "reshard": "alpa_lite.lowering.reshard",
     "register_rule": "alpa_lite.trace.user_op",
 }
 _MODULES = {"analysis": "alpa_lite.analysis", "rules": "alpa_lite.trace.rule_tools"}

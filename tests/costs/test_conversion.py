@@ -18,8 +18,10 @@ from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.core.spec import ShardingSpec
 from alpa_lite.costs.conventions import cost_model
 from alpa_lite.costs.conversion import Conversions, step_size_bytes
-from alpa_lite.lowering.collectives import keep_on_first, run_step, tile_index
+from alpa_lite.lowering.collectives import keep_on_first, permutation, run_step, tile_index
+from benchmarks.conversion_pairs import all_pairs, one_per_class
 from tests.compiling import QUICK_COMPILE
+from tests.conversion_runs import check_conversions
 from tests.harness import RandomCosts, device_mesh, jax_mesh
 
 Pair = tuple[ShardingSpec, ShardingSpec]
@@ -66,43 +68,49 @@ def run_all(cases: list[tuple[Pair, tuple[Step, ...]]], shape: tuple[int, ...], 
     return np.asarray(jax.jit(run, compiler_options=QUICK_COMPILE)(whole)).tolist()
 
 
-def check_pairs(pairs: list[Pair], shape: tuple[int, ...], made: Conversions) -> None:
-    cases = [(pair, made.steps(*pair, shape, 4)) for pair in pairs]
-    for start in range(0, len(cases), 128):
-        chunk = cases[start : start + 128]
-        for ((before, after), steps), error in zip(chunk, run_all(chunk, shape, made.mesh), strict=True):
-            shown = " ".join(f"{s.kind or 'slice'}{s.axes}:{s.after}" for s in steps)
-            assert error <= 1e-3, f"{before} -> {after} by {shown}: error {error}"
-
-
 def reachable(made: Conversions, shape: tuple[int, ...]) -> list[Pair]:
     specs, table = made.space(len(shape)).specs, made.table(shape, 4)
     return [(specs[i], specs[j]) for i, j in np.argwhere(np.isfinite(table)) if i != j]
 
 
-@pytest.mark.parametrize(("shape", "count"), [((8, 4), 11), pytest.param((4, 8, 8), 19, marks=pytest.mark.medium)])
-def test_all_pairs_of_reduced_specs_on_two_axes(shape, count):
-    made = conversions((2, 2))
-    specs = [s for s in made.space(len(shape)).specs if not s.unreduced]
-    assert len(specs) == count  # (x,y) and (y,x) on one dim are two specs
-    check_pairs([p for p in itertools.product(specs, specs) if p[0] != p[1]], shape, made)
+@pytest.mark.parametrize(("shape", "count"), [((8, 4), 11), ((4, 8, 8), 19)])
+def test_numbers_of_reduced_specs_on_two_axes(shape, count):
+    """(x,y) and (y,x) on one dim are two specs. All their pairs run in tests/acceptance/test_redistribution.py."""
+    assert sum(not s.unreduced for s in conversions((2, 2)).space(len(shape)).specs) == count
 
 
-@pytest.mark.parametrize("shape", [(8,), (8, 4)])
-def test_partial_sums_reach_everything_they_can(shape):
-    made = conversions((2, 2))
+def test_partial_sums_reach_everything_they_can():
+    made, shape = conversions((2, 2)), (8, 4)
     pairs = [p for p in reachable(made, shape) if p[0].unreduced]
-    assert all(set(after.unreduced) <= set(before.unreduced) for before, after in pairs)
-    check_pairs(pairs, shape, made)
+    assert set(pairs) == {p for p in all_pairs(made.mesh, 2) if p[0].unreduced and p[0] != p[1]}
+    rng = np.random.default_rng(0)
+    check_conversions(made, [pairs[i] for i in rng.choice(len(pairs), 10, replace=False)], shape)
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.medium) for n in (1, 2))])
-@pytest.mark.parametrize(("mesh", "shape"), [((2, 2, 2), (8, 16)), ((2, 4), (8, 8, 8)), ((2, 2, 2), (8, 8, 8, 8))])
-def test_samples_on_larger_meshes_under_random_prices(mesh, shape, seed):
-    made = conversions(mesh, RandomCosts(seed))
+@pytest.mark.parametrize(("mesh", "shape"), [((2, 2, 2), (8, 16)), ((2, 4), (8, 8, 8))])
+def test_samples_on_larger_meshes_under_random_prices(mesh, shape):
+    made = conversions(mesh, RandomCosts(0))
     pairs = reachable(made, shape)
-    rng = np.random.default_rng(seed)
-    check_pairs([pairs[i] for i in rng.choice(len(pairs), 20, replace=False)], shape, made)
+    rng = np.random.default_rng(0)
+    check_conversions(made, [pairs[i] for i in rng.choice(len(pairs), 6, replace=False)], shape)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [1, 2, 3, 4])
+@pytest.mark.parametrize("mesh", [(2,), (4,), (8,), (2, 2), (2, 4)])
+def test_every_pair(mesh, rank):
+    """All ordered pairs, partial sums as source too, by explicit collectives and by XLA."""
+    made = conversions(mesh)
+    pairs = [pair for pair in all_pairs(made.mesh, rank) if pair[0] != pair[1]]
+    check_conversions(made, pairs, (8, 16, 8, 8)[:rank])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [1, 2, 3, 4])
+def test_one_pair_of_every_class_on_three_axes(rank):
+    made = conversions((2, 2, 2))
+    pairs = [pair for pair in one_per_class(made.mesh, rank) if pair[0] != pair[1]]
+    check_conversions(made, pairs, (8, 16, 8, 8)[:rank])
 
 
 @pytest.mark.slow
@@ -111,7 +119,7 @@ def test_many_samples_on_larger_meshes(mesh, shape):
     made = conversions(mesh, RandomCosts(7))
     pairs = reachable(made, shape)
     rng = np.random.default_rng(7)
-    check_pairs([pairs[i] for i in rng.choice(len(pairs), min(600, len(pairs)), replace=False)], shape, made)
+    check_conversions(made, [pairs[i] for i in rng.choice(len(pairs), min(600, len(pairs)), replace=False)], shape)
 
 
 @pytest.mark.parametrize("mesh", [(4,), (2, 4), (2, 2, 2)])
@@ -157,6 +165,36 @@ def test_no_detour_is_cheaper(mesh, seed):
     finite = np.isfinite(table)
     assert (np.diag(table)[np.isfinite(np.diag(table))] == 0).all()
     assert (table[finite] <= through[finite] * (1 + 1e-9) + 1e-10).all()
+
+
+@pytest.mark.parametrize(("mesh", "rank"), [((8,), 4), ((2, 4), 1), ((2, 4), 3), ((2, 4), 4), ((2, 2, 2), 2)])
+def test_only_slices_and_doing_nothing_are_free(mesh, rank):
+    made = conversions(mesh)
+    specs, table = made.space(rank).specs, made.table((8, 16, 8, 8)[:rank], 4)
+    for (i, before), (j, after) in itertools.product(enumerate(specs), enumerate(specs)):
+        extends = all(new[: len(old)] == old for old, new in zip(before.dims, after.dims, strict=True))
+        sliced = before.unreduced == after.unreduced and extends
+        assert (table[i, j] == 0) == sliced, f"{before} -> {after} costs {table[i, j]}"
+
+
+def test_a_permute_cuts_the_part_that_is_wanted():
+    """[x,_] on (2,4) holds each half four times: the four holders send an eighth each, all different."""
+    made, shape = conversions((2, 4)), (8, 16)
+    before, after = ShardingSpec.parse("[x,_]"), ShardingSpec.parse("[y,x]")
+    (step,) = made.steps(before, after, shape, 4)
+    assert step.kind is CollectiveKind.COLLECTIVE_PERMUTE
+    assert step_size_bytes(step, shape, 4, made.mesh) == 8 * 16 * 4 // 8
+    pairs, parts = permutation(before, after, step.axes, made.mesh)
+    assert sorted(target for _, target in pairs) == sorted(source for source, _ in pairs) == list(range(8))
+    assert len({(source // 4, part) for (source, _), part in zip(pairs, parts, strict=True)}) == 8
+    assert run_all([((before, after), (step,))], shape, made.mesh) == [0]
+
+
+def test_of_equally_dear_gathers_the_larger_is_along_the_first_dim():
+    made = conversions((2, 2))
+    for before in ("[x,y]", "[y,x]"):
+        steps = made.steps(ShardingSpec.parse(before), ShardingSpec.replicated(2), (8, 8), 4)
+        assert [s.source_dim for s in steps] == [1, 0]
 
 
 def test_cheapest_sequences_are_the_known_ones():

@@ -65,7 +65,8 @@ def test_boxes_are_those_of_jax():
     mesh = device_mesh((2, 2, 2))
     for spec in specs(mesh, 2):
         sharding = jax.sharding.NamedSharding(
-            jax.make_mesh(mesh.shape, mesh.axis_names, axis_types=(jax.sharding.AxisType.Auto,) * 3), partition_spec(spec)
+            jax.make_mesh(mesh.shape, mesh.axis_names, axis_types=(jax.sharding.AxisType.Auto,) * 3),
+            partition_spec(spec),
         )
         theirs = {d.id: index for d, index in sharding.devices_indices_map((8, 16)).items()}
         for device, box in placement(spec, mesh).boxes((8, 16)).items():
@@ -122,7 +123,9 @@ def test_text():
 @pytest.mark.parametrize("change", ["drop", "twice", "wrong source", "wrong place", "bytes"])
 def test_the_verifier_notices(change):
     mesh = device_mesh((2,))
-    plan = plan_tiles((4,), 4, placement(ShardingSpec.parse("[x]"), mesh), placement(ShardingSpec.parse("[_]"), mesh, 4))
+    plan = plan_tiles(
+        (4,), 4, placement(ShardingSpec.parse("[x]"), mesh), placement(ShardingSpec.parse("[_]"), mesh, 4)
+    )
     first, *rest = plan.transfers
     broken = {
         "drop": rest,

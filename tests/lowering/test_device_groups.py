@@ -32,6 +32,8 @@ CUBE = DeviceMesh(shape=(2, 2, 2), axis_names=("x", "y", "z"))
         ("mesh['a'=8] {'a':(4)2}", ((0, 1), (2, 3), (4, 5), (6, 7))),
         ("mesh['a'=8] {'a':(1)2,'a':(4)2}", ((0, 1, 4, 5), (2, 3, 6, 7))),
         ("mesh[a=2,b=2], device_ids=(0,2,1,3) {b}", ((0, 2), (1, 3))),
+        ("mesh['a'=4,'b'=1,'c'=2], device_ids=([2,4]T(1,0)) {'a'}, dimensions={0}", ((0, 1, 2, 3), (4, 5, 6, 7))),
+        ("mesh['a'=2,'b'=2], device_ids=([4]) {'b'}", ((0, 1), (2, 3))),
     ],
 )
 def test_notations(text: str, groups: tuple[tuple[int, ...], ...]) -> None:

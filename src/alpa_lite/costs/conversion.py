@@ -24,7 +24,6 @@ is what runs.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -180,9 +179,7 @@ class Conversions:
             by_after = np.array([s.kind in _SIZED_BY_RESULT for s in space.steps], dtype=bool)
             tiles = np.where(by_after, space.shards[target], space.shards[source]) if len(source) else source
             alpha, beta = (np.array([x[i] for x in linear], dtype=np.float64) for i in (0, 1))
-            inner = [
-                (s.source_dim if s.kind is CollectiveKind.ALL_GATHER else s.target_dim) > 0 for s in space.steps
-            ]
+            inner = [(s.source_dim if s.kind is CollectiveKind.ALL_GATHER else s.target_dim) > 0 for s in space.steps]
             beta *= np.where(inner, _INNER_DIM, 1.0)
             self._arcs[rank] = (source, target, alpha, beta, tiles)
         return self._arcs[rank]

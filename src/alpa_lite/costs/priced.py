@@ -74,9 +74,7 @@ class PricedConversion:
     def collectives(self) -> tuple[Collective, ...]:
         """The steps that communicate, as the audit takes them."""
         return tuple(
-            Collective(
-                kind=s.step.kind, axes=self.mesh.sort_axes(s.step.axes), size_bytes=s.size_bytes, time_s=s.cost
-            )
+            Collective(kind=s.step.kind, axes=self.mesh.sort_axes(s.step.axes), size_bytes=s.size_bytes, time_s=s.cost)
             for s in self.steps
             if s.step.kind is not None
         )
@@ -105,7 +103,12 @@ class PricedConversion:
 
 
 def price_conversion(
-    conversions: Conversions, before: ShardingSpec, after: ShardingSpec, shape: tuple[int, ...], dtype: str, itemsize: int
+    conversions: Conversions,
+    before: ShardingSpec,
+    after: ShardingSpec,
+    shape: tuple[int, ...],
+    dtype: str,
+    itemsize: int,
 ) -> PricedConversion:
     """The steps that ``conversions`` chooses, each with its bytes and its price.
 
@@ -191,7 +194,9 @@ def read_spec(
             f"It was given to {where}; drop {len(dims) - len(shape)} of its entries."
         )
     used: dict[str, str] = {}
-    places = [(f"dim {d}", axis) for d, axes in enumerate(dims) for axis in axes] + [("unreduced", a) for a in unreduced]
+    places = [(f"dim {d}", axis) for d, axes in enumerate(dims) for axis in axes] + [
+        ("unreduced", a) for a in unreduced
+    ]
     for place, axis in places:
         if axis not in mesh.axis_names:
             raise SpecError(

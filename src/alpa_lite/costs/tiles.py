@@ -200,7 +200,9 @@ def check_tiles(plan: TilePlan) -> None:
         assert t.size_bytes == math.prod(hi - lo for lo, hi in t.box) * plan.itemsize, f"{t}: bytes"
         written[t.target][slices(t.target_box)] += 1
     for device, count in written.items():
-        assert (count == 1).all(), f"device {device}: parts of its tile are written {count.min()} to {count.max()} times"
+        assert (count == 1).all(), (
+            f"device {device}: parts of its tile are written {count.min()} to {count.max()} times"
+        )
 
 
 def move_tiles(plan: TilePlan, tiles: Mapping[int, np.ndarray]) -> dict[int, np.ndarray]:

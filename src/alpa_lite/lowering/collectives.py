@@ -19,7 +19,6 @@ from alpa_lite.core.conversion import Step
 from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.core.spec import ShardingSpec
 
-
 _MAX_PIECES = 16  # further ones make the program long for little
 
 

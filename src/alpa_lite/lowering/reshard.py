@@ -68,7 +68,8 @@ def conversion(
     made = Conversions(mesh=device_mesh, costs=cost_model(costs, cluster, device_mesh))
     kind = np.dtype(dtype)
     specs = (
-        _read(spec, shape, device_mesh, tensor, f"{where} ({side})") for side, spec in (("before", before), ("after", after))
+        _read(spec, shape, device_mesh, tensor, f"{where} ({side})")
+        for side, spec in (("before", before), ("after", after))
     )
     return price_conversion(made, *specs, shape, kind.name, kind.itemsize)
 
@@ -87,7 +88,7 @@ def reshard(x: jax.Array, sharding: NamedSharding, *, cluster: Cluster | None = 
     Example:
         >>> y = al.reshard(x, NamedSharding(x.sharding.mesh, P(None, "x")))
     """
-    has = getattr(x, "sharding", None) if not isinstance(x, jax.core.Tracer) else None
+    has = getattr(x, "sharding", None)  # of a traced value: None, or one on an abstract mesh
     if not isinstance(has, NamedSharding) or has.mesh != sharding.mesh:
         raise SpecError(
             f"al.reshard was given {_describe(x, has)}, to be laid out on {sharding.mesh}. It converts arrays with a "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import time
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import alpa_lite as al
 from alpa_lite.plan.cost_table import CostTable
+from benchmarks import encoders
 from tests.acceptance.models import (
     bert_layer,
     chain,
@@ -374,3 +376,22 @@ def test_dot_dump_of_another_program_is_refused():
     plan = plan_of(mlp, mlp_args(), "slapo-2023-05")
     with pytest.raises(al.AlpaLiteError, match="belongs to another program"):
         al.graph(mlp, *mlp_args(seq_len=512), plan=plan)
+
+
+@pytest.mark.parametrize("costs", ["slapo-head", "roofline"])
+@pytest.mark.parametrize("name", ["bert-large", "gpt-neo-1.3b"])
+def test_whole_hf_models(name, costs):
+    """All 24 layers plan in less than a minute, proven, and equal layers are decided equally."""
+    fn, args = encoders.make(name)
+    begin = time.process_time()
+    plan = plan_of(fn, args, costs, mesh_shape=(8,), memory_budget_bytes=float("inf"))
+    assert time.process_time() - begin < 60  # an idle machine takes 1 to 3 s
+    assert plan.status == "optimal" and plan.gap <= 1e-6
+    decided: dict[str, set[tuple[str, ...]]] = {}
+    for leaf in plan.inputs:
+        layer = re.fullmatch(r"0/layers/(\d+)/(.*)", leaf.path)
+        if layer:
+            decided.setdefault(layer[1], set()).add((layer[2], str(leaf.spec)))
+    assert len(decided) == 24
+    inner = [decided[str(i)] for i in range(1, 23)]  # the first and the last one have other neighbours
+    assert all(one == inner[0] for one in inner)

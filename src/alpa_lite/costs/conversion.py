@@ -180,7 +180,8 @@ class Conversions:
             tiles = np.where(by_after, space.shards[target], space.shards[source]) if len(source) else source
             alpha, beta = (np.array([x[i] for x in linear], dtype=np.float64) for i in (0, 1))
             inner = [(s.source_dim if s.kind is CollectiveKind.ALL_GATHER else s.target_dim) > 0 for s in space.steps]
-            beta *= np.where(inner, _INNER_DIM, 1.0)
+            if not self.costs.rules.whole:
+                beta *= np.where(inner, _INNER_DIM, 1.0)
             self._arcs[rank] = (source, target, alpha, beta, tiles)
         return self._arcs[rank]
 

@@ -25,9 +25,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
-        if "ray" in item.keywords and importlib.util.find_spec("ray") is None:
+        if item.get_closest_marker("ray") and importlib.util.find_spec("ray") is None:
             item.add_marker(pytest.mark.skip(reason="Ray is not installed: pip install 'alpa-lite[ray]'"))
-        if "gpu" in item.keywords and config.option.markexpr != "gpu":
+        if item.get_closest_marker("gpu") and config.option.markexpr != "gpu":
             item.add_marker(pytest.mark.skip(reason="GPU tests run alone: pytest -m gpu"))
 
 

@@ -18,8 +18,9 @@ _REDUCTIONS = frozenset(
     ["reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "reduce_prod", "argmax", "argmin"]
 )
 _BARRIERS = frozenset(["optimization_barrier", "pin", "copy_p"])
-# Elementwise, but too dear to compute once per reader.
-_EXPENSIVE = frozenset(
+# Elementwise, but too dear to compute once per reader. XLA:GPU weighs the time against that of the bytes, which it can spare
+# for the lighter ones; XLA:CPU never repeats any of them (``IsExpensive`` in xla/hlo/ir/hlo_instruction.cc).
+_COSTLY_ON_GPU = frozenset(
     [
         "acos",
         "acosh",
@@ -32,26 +33,33 @@ _EXPENSIVE = frozenset(
         "cos",
         "cosh",
         "digamma",
-        "div",
         "erf",
         "erf_inv",
         "erfc",
-        "exp",
-        "exp2",
-        "expm1",
         "lgamma",
-        "log",
-        "log1p",
-        "logistic",
         "pow",
-        "rem",
-        "rsqrt",
         "sin",
         "sinh",
-        "sqrt",
         "tan",
         "tanh",
     ]
+)
+_COSTLY = (
+    frozenset(
+        [
+            "div",
+            "exp",
+            "exp2",
+            "expm1",
+            "log",
+            "log1p",
+            "logistic",
+            "rem",
+            "rsqrt",
+            "sqrt",
+        ]
+    )
+    | _COSTLY_ON_GPU
 )
 
 
@@ -65,8 +73,9 @@ def joins_consumers(op: Op) -> bool:
     return op.primitive not in _BARRIERS and (op.elementwise or op.primitive in _SOURCES or op.primitive in _INDEXING)
 
 
-def fused_values(program: Program) -> tuple[bool, ...]:
-    """Per value of this program (not of its bodies): whether it never lies in memory."""
+def fused_values(program: Program, *, gpu: bool = False) -> tuple[bool, ...]:
+    """Per value of this program (not of its bodies): whether it never lies in memory. ``gpu``: as XLA:GPU fuses."""
+    costly = _COSTLY_ON_GPU if gpu else _COSTLY
     consumers: dict[int, list[bool]] = defaultdict(list)
     for op in program.ops:
         for value in set(op.inputs):
@@ -78,15 +87,15 @@ def fused_values(program: Program) -> tuple[bool, ...]:
         for value in op.outputs:
             if value >= 0 and joins_consumers(op) and value not in outputs:
                 uses = consumers[value]
-                fused[value] = bool(uses) and all(uses) and (len(uses) == 1 or _repeatable(op, program, made))
+                fused[value] = bool(uses) and all(uses) and (len(uses) == 1 or _repeatable(op, program, made, costly))
             if value >= 0:
                 made[value] = op.primitive
     return tuple(fused)
 
 
-def _repeatable(op: Op, program: Program, made: dict[int, str]) -> bool:
+def _repeatable(op: Op, program: Program, made: dict[int, str], costly: frozenset[str]) -> bool:
     """Whether XLA computes the op once per reader: cheap, and at most one operand as large as the result to read again."""
-    if op.primitive in _EXPENSIVE:
+    if op.primitive in costly:
         return False
     size = program.values[op.outputs[0]].size_bytes
     large = [i for i in set(op.inputs) if i >= 0 and made.get(i) not in _SOURCES]

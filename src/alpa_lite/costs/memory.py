@@ -5,7 +5,7 @@ followed: arguments and results have buffers of their own for the whole step (a 
 everything else is temporary and lives from the op that makes it to its last reader. Values that fusion never stores
 (``fusion.py``) have no bytes, but keep their operands alive until they are read themselves.
 
-XLA:GPU orders ops to need little memory, close to program order. XLA:CPU runs them breadth first, to keep its threads
+XLA:GPU runs side branches late (``late_order.py``). XLA:CPU runs them breadth first, to keep its threads
 busy: every op as soon as its operands exist, so what depends on arguments and constants alone is made at the start. For CPU
 this is what the ILP bounds; the profile of a decided plan follows XLA:CPU instruction by instruction (``buffers.py``).
 """
@@ -18,17 +18,23 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from alpa_lite.core.program import Op, Program
+from alpa_lite.costs.dim_order import reordering_ops
 from alpa_lite.costs.fusion import fused_values, reuses_operand
+from alpa_lite.costs.late_order import late_order
 
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A temporary: alive at times [lo, hi). ``region`` is the path prefix of its program ("" outer, "12.0." a body)."""
+    """A temporary: alive at times [lo, hi). ``region`` is the path prefix of its program ("" outer, "12.0." a body).
+
+    ``copy``: a second buffer of the value, whatever becomes of the first.
+    """
 
     region: str
     value: int
     lo: int
     hi: int
+    copy: bool = False
 
 
 @dataclass(eq=False, slots=True)
@@ -42,7 +48,8 @@ class Timeline:
         last_read: (region, value) -> end of life, for values with or without bytes.
         read_end: op path -> until when its operands must last (a fused op reads them where its result is read).
         made: (region, value) -> when it exists, for every value.
-        breadth_first: whether ops run as soon as they can; else in program order.
+        region_end: path prefix of a program -> time after its last op.
+        breadth_first: whether ops run as soon as they can; else side branches run late.
     """
 
     breadth_first: bool = False
@@ -54,6 +61,7 @@ class Timeline:
     num_times: int = 0
     last_read: dict[tuple[str, int], int] = field(default_factory=dict)
     read_end: dict[str, int] = field(default_factory=dict)
+    region_end: dict[str, int] = field(default_factory=dict)
 
 
 def timeline(program: Program, *, breadth_first: bool = False) -> Timeline:
@@ -66,13 +74,14 @@ def timeline(program: Program, *, breadth_first: bool = False) -> Timeline:
 
 
 def _number(program: Program, prefix: str, out: Timeline) -> None:
-    for index in _order(program) if out.breadth_first else range(len(program.ops)):
+    for index in _order(program) if out.breadth_first else late_order(program):
         op, path = program.ops[index], f"{prefix}{index}"
         out.start[path] = out.num_times
         out.num_times += 1
         for b, body in enumerate(op.bodies):
             _number(body, f"{path}.{b}.", out)
         out.end[path] = out.num_times
+    out.region_end[prefix] = out.num_times
 
 
 def _order(program: Program) -> list[int]:
@@ -89,7 +98,7 @@ def _order(program: Program) -> list[int]:
 
 def _live(program: Program, prefix: str, lo: int, hi: int, out: Timeline) -> None:
     """Intervals of one region that runs during [lo, hi)."""
-    fused = fused_values(program)
+    fused = fused_values(program, gpu=not out.breadth_first)
     last: dict[int, int] = {v: hi for v in program.outputs if v >= 0}
     for index in range(len(program.ops) - 1, -1, -1):
         op = program.ops[index]
@@ -119,6 +128,10 @@ def _live(program: Program, prefix: str, lo: int, hi: int, out: Timeline) -> Non
             if o < 0 or fused[o] or o in outside or _is_view(op):
                 continue
             out.intervals.append(Interval(prefix, o, begin, max(last.get(o, 0), out.start[path] + 1)))
+    if not out.breadth_first:
+        for index in reordering_ops(program):
+            start = out.start[f"{prefix}{index}"]
+            out.intervals.append(Interval(prefix, program.ops[index].outputs[0], start, start + 1, copy=True))
     out.last_read.update({(prefix, v): t for v, t in last.items()})
 
 

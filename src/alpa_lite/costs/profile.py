@@ -131,7 +131,7 @@ def _items(
             category = _category(scope, owner.values[interval.value].shape in parameter_shapes)
             key = (interval.region, interval.value)
             # A tensor that is converted dies in its first layout once the last reader of that layout is done.
-            hi = last.get((*key, spec), 0) if key in converted else interval.hi
+            hi = last.get((*key, spec), 0) if key in converted and not interval.copy else interval.hi
             items.append((interval.lo, max(hi, interval.lo + 1), size, f"{interval.region}%{interval.value}", category))
     stored = [c for c in conversions if (_region_of(c.op), c.value, c.target) not in unstored]
     return items + _converted(regions, line, mesh, stored, last)
@@ -187,7 +187,7 @@ def _converted(
     items = []
     for conversion in conversions:
         region = _region_of(conversion.op)
-        lo = _time_of(conversion, line, regions)
+        lo = _time_of(conversion, line)
         key = (region, conversion.value, conversion.target)
         hi = max(last.get(key, lo), lo + 1)
         size = _bytes(regions[region], conversion.value, conversion.target, mesh)
@@ -243,12 +243,11 @@ def _region_of(path: str) -> str:
     return f"{prefix}." if prefix else ""
 
 
-def _time_of(conversion: Conversion, line: Timeline, regions: dict[str, Program]) -> int:
+def _time_of(conversion: Conversion, line: Timeline) -> int:
     path, region = conversion.op, _region_of(conversion.op)
     if path in line.start:
         return line.start[path]
-    ops = len(regions[region].ops)
-    return line.end[f"{region}{ops - 1}"] - 1 if ops else max(0, line.num_times - 1)
+    return max(0, line.region_end[region] - 1)
 
 
 def _last_reads(
@@ -265,7 +264,7 @@ def _last_reads(
                 last[key] = max(last.get(key, 0), line.read_end[decision.path])
     for conversion in conversions:
         key = (_region_of(conversion.op), conversion.value, conversion.source)
-        last[key] = max(last.get(key, 0), _time_of(conversion, line, regions) + 1)
+        last[key] = max(last.get(key, 0), _time_of(conversion, line) + 1)
     return last
 
 

@@ -96,7 +96,8 @@ class _Region:
     def __init__(self, lowering: Lowering, flat: FlatJaxpr, prefix: str) -> None:
         self.lowering, self.flat, self.prefix = lowering, flat, prefix
         self.tiles: dict[int, dict[ShardingSpec, Any]] = {}
-        self.pending: list[int] = []  # gradients made since the last barrier
+        # Gradients made since the last barrier -> what they are a widening cast of, or -1 (see costs/late_order.py).
+        self.pending: dict[int, int] = {}
         self.last_reads = self.read_positions()
 
     def read_positions(self) -> dict[tuple[int, ShardingSpec], int]:
@@ -160,22 +161,26 @@ class _Region:
             members.append((op, self.lowering.decisions[path]))
             index += 1
         inputs = [self.read(op, decision)[0] for op, decision in members]
-        passing = {op.inputs[0] for op, _ in members}
-        results = {out for out in self.flat.outputs if not isinstance(out, Literal)}
-        kept = [
-            (value, spec)
-            for value in self.pending
-            if value not in passing
-            for spec in self.tiles[value]
-            if value in results or self.last_reads.get((value, spec), -1) >= index
-        ]
-        passed, held = lax.optimization_barrier([inputs, [self.tiles[value][spec] for value, spec in kept]])
+        held = self.finished(index, {op.inputs[0] for op, _ in members})
+        passed, kept = lax.optimization_barrier([inputs, [tile for *_, tile in held]])
         for (op, decision), tile in zip(members, passed, strict=True):
             self.write(op, decision, [tile])
-        for (value, spec), tile in zip(kept, held, strict=True):
-            self.tiles[value][spec] = tile
-        self.pending = []
+        for (value, spec, _), tile in zip(held, kept, strict=True):
+            dtype = self.flat.avals[value].dtype
+            self.tiles[value][spec] = tile if tile.dtype == dtype else tile.astype(dtype)
+        self.pending = {}
         return index
+
+    def finished(self, index: int, passing: set[Any]) -> list[tuple[int, ShardingSpec, Any]]:
+        """(value, layout, tile) of what is pending and read after op ``index``; the tile before a widening cast, which the
+        reader can repeat."""
+        results = {out for out in self.flat.outputs if not isinstance(out, Literal)}
+        found = []
+        for value, narrow in self.pending.items():
+            for spec, tile in self.tiles[value].items() if value not in passing else ():
+                if value in results or self.last_reads.get((value, spec), -1) >= index:
+                    found.append((value, spec, self.tiles[narrow].get(spec, tile) if narrow >= 0 else tile))
+        return found
 
     def read(self, op: FlatOp, decision: OpDecision) -> list[Any]:
         return [
@@ -188,7 +193,13 @@ class _Region:
             if value >= 0:
                 self.tiles[value] = {spec: result}
                 if "transpose(" in op.scope or not spec.dims:
-                    self.pending.append(value)
+                    self.pending[value] = self.widened(op)
+
+    def widened(self, op: FlatOp) -> int:
+        if op.name != "convert_element_type" or isinstance(op.inputs[0], Literal):
+            return -1
+        before, after = (self.flat.avals[v].dtype for v in (op.inputs[0], op.all_outputs[0]))
+        return op.inputs[0] if before.itemsize < after.itemsize else -1
 
     def convert(self, path: str) -> None:
         """Run the conversions that the plan places before ``path``."""

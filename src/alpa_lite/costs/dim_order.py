@@ -1,0 +1,54 @@
+"""Where XLA:GPU copies a tensor only to change the order of its dims in memory.
+
+A transpose of a stored tensor is a relabelling: its readers walk the buffer in its own order. That works until an elementwise
+op meets two large operands of different orders, as when the softmax of transposed scores meets the gradient of the
+probabilities, which comes from another product: one of the two, or what they are joined to, is written once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from alpa_lite.core.program import Op, Program
+
+_Order = tuple[int, ...]  # dims from the outermost to the innermost in memory, those of size 1 left out
+_FREE = frozenset(["iota", "broadcast_in_dim"])  # computed where they are read, in any order
+_PASSED_ON = frozenset(["reshape", "squeeze", "expand_dims", "transpose", "reduce_sum", "reduce_max", "reduce_min"])
+
+
+def reordering_ops(program: Program) -> Iterator[int]:
+    """Indices of the ops of this program (not of its bodies) that join large operands of different orders."""
+    orders: dict[int, _Order | None] = {}
+    for index, op in enumerate(program.ops):
+        operands = [i for i in op.inputs if i >= 0]
+        if op.primitive in _FREE:
+            orders.update((o, None) for o in op.outputs if o >= 0)
+        elif op.elementwise and op.outputs and op.outputs[0] >= 0:
+            shape = program.values[op.outputs[0]].shape
+            met = [_order_of(i, program, orders) for i in operands if program.values[i].shape == shape]
+            known = [order for order in met if order is not None]
+            orders[op.outputs[0]] = known[0] if known else None
+            if any(order != known[0] for order in known):
+                yield index
+        elif op.primitive in _PASSED_ON and operands:
+            orders[op.outputs[0]] = _passed_on(op, program, _order_of(operands[0], program, orders))
+
+
+def _order_of(value: int, program: Program, orders: dict[int, _Order | None]) -> _Order | None:
+    """None: any order will do."""
+    return orders[value] if value in orders else _default(program.values[value].shape)
+
+
+def _default(shape: Sequence[int]) -> _Order:
+    return tuple(dim for dim, size in enumerate(shape) if size > 1)
+
+
+def _passed_on(op: Op, program: Program, order: _Order | None) -> _Order | None:
+    """The operand's order in the result's dims, or the default order where dims are split or joined."""
+    if order is None or op.outputs[0] < 0:
+        return None
+    shape = program.values[op.outputs[0]].shape
+    place = {factors: dim for dim, factors in enumerate(op.rule.results[0]) if shape[dim] > 1 and factors}
+    moved = [place.get(op.rule.operands[0][dim], -1) for dim in order]
+    kept = tuple(dim for dim in moved if dim >= 0)
+    return kept if sorted(kept) == list(_default(shape)) else _default(shape)

@@ -1,0 +1,89 @@
+"""The order in which XLA:GPU runs a program's ops, as far as memory depends on it.
+
+Its latency hiding scheduler works backwards from the results (``xla/service/latency_hiding_scheduler.cc``) and minds memory
+only near the device's limit: an op that nothing urgent waits for, such as the product for a weight's gradient, runs as late
+as its reader allows, with all that it reads kept. The barriers of rematerialised layers bound that: lowering passes every
+finished gradient through the next barrier (``lowering/lower.py``), so that none is left for the end of the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from alpa_lite.core.program import Op, Program
+
+_BARRIER = "optimization_barrier"
+
+
+def late_order(program: Program) -> list[int]:
+    """Indices of the ops of this program (not of its bodies): depth first from each barrier and then from the results."""
+    emit = _Emitter(program)
+    last_read = {i: index for index, op in enumerate(program.ops) for i in op.inputs}
+    last_read.update(dict.fromkeys(program.outputs, len(program.ops)))
+    pending: list[int] = []
+    index = 0
+    while index < len(program.ops):
+        op = program.ops[index]
+        if op.primitive == _BARRIER:
+            group = _barrier_group(program, index)
+            index += len(group)
+            emit.demand(i for member in group for i in member.inputs)
+            emit.demand(value for value in pending if last_read.get(value, -1) >= index)
+            emit.demand(o for member in group for o in member.outputs)
+            pending = []
+        else:
+            if is_held_by_barriers(op, program):
+                pending += op.outputs
+            index += 1
+    emit.demand(program.outputs)
+    emit.rest()
+    return emit.order
+
+
+def is_held_by_barriers(op: Op, program: Program) -> bool:
+    """Whether lowering passes the op's results through the next barrier: gradients, and numbers such as the loss."""
+    return "transpose(" in op.scope or (op.outputs[:1] >= (0,) and not program.values[op.outputs[0]].shape)
+
+
+def _barrier_group(program: Program, index: int) -> list[Op]:
+    """The barrier ops that stand together: one per tensor of one joint barrier."""
+    group = []
+    for op in program.ops[index:]:
+        if op.primitive != _BARRIER:
+            break
+        group.append(op)
+    return group
+
+
+class _Emitter:
+    """Writes ops down after what they read. Operands from last to first: the newest chain runs first, side branches of
+    older tensors after it, as backward passes are scheduled."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.maker = {o: index for index, op in enumerate(program.ops) for o in op.outputs if o >= 0}
+        self.order: list[int] = []
+        self.done = [False] * len(program.ops)
+
+    def demand(self, values: Iterable[int]) -> None:
+        """Everything that these values need, in the order given."""
+        for value in values:
+            if value in self.maker:
+                self._visit(self.maker[value])
+
+    def _visit(self, root: int) -> None:
+        stack = [(root, False)]
+        while stack:
+            index, ready = stack.pop()
+            if self.done[index]:
+                continue
+            if ready:
+                self.done[index] = True
+                self.order.append(index)
+                continue
+            stack.append((index, True))
+            stack += [(self.maker[i], False) for i in self.program.ops[index].inputs if i in self.maker]
+
+    def rest(self) -> None:
+        """Ops that are kept for their effects alone."""
+        self.order += [index for index, done in enumerate(self.done) if not done]

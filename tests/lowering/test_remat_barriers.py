@@ -1,0 +1,67 @@
+"""Barriers of rematerialised layers carry the gradients that are finished, so that none is left for the end of the step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from alpa_lite.trace.program import trace
+from tests.harness import check, draw, jax_mesh
+
+LAYERS = 3
+
+
+def gradients(weights: list[jax.Array], x: jax.Array) -> Any:
+    def loss(weights: list[jax.Array], x: jax.Array) -> jax.Array:
+        layer = jax.checkpoint(lambda w, x: jnp.tanh(x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)).astype(x.dtype))
+        for w in weights:
+            x = layer(w, x)
+        return (x * x).sum()
+
+    return jax.value_and_grad(loss)(weights, x)
+
+
+def barriers(jaxpr: Any) -> Iterator[Any]:
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "optimization_barrier":
+            yield eqn
+        for inner in jax.tree.leaves(eqn.params, is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")):
+            if hasattr(inner, "eqns") or hasattr(inner, "jaxpr"):
+                yield from barriers(getattr(inner, "jaxpr", inner))
+
+
+def test_each_layers_gradient_passes_the_next_barrier_before_it_is_widened() -> None:
+    args = ([jnp.ones((16, 16))] * LAYERS, jnp.ones((8, 16)))
+    traced = trace(gradients, args, {})
+    (drawn,) = draw(traced, (2,), [0])
+    leaves = jax.tree.leaves(args)
+    found = [
+        [(v.aval.dtype.name, v.aval.ndim) for v in eqn.invars]
+        for eqn in barriers(jax.make_jaxpr(drawn.function(jax_mesh(drawn.mesh)))(*leaves).jaxpr)
+    ]
+    joint = [tensors for tensors in found if len(tensors) > 1]
+    assert len(joint) == LAYERS
+    # The layer's weight, its input and the cotangent; the first barrier holds the loss, each later one the gradient of the
+    # layer before, as bfloat16: a tile of bfloat16 is half of what its cast to float32 would keep in memory.
+    assert [("bfloat16", 2) in tensors for tensors in joint] == [False, True, True]
+    assert ("float32", 0) in joint[0]
+
+
+def test_results_are_unchanged() -> None:
+    keys = jax.random.split(jax.random.key(0), LAYERS + 1)
+    weights = [jax.random.normal(k, (16, 16)) / 4 for k in keys[1:]]
+
+    def step(weights: list[jax.Array], x: jax.Array) -> Any:
+        layer = jax.checkpoint(lambda w, x: jnp.tanh(x @ w))
+
+        def loss(weights: list[jax.Array], x: jax.Array) -> jax.Array:
+            for w in weights:
+                x = layer(w, x)
+            return (x * x).sum()
+
+        return jax.value_and_grad(loss)(weights, x)
+
+    check(step, (weights, jax.random.normal(keys[0], (8, 16))), (2, 2))

@@ -66,7 +66,8 @@ def seconds(num_pairs: int, num_rounds: int = 5) -> tuple[int, float, int]:
     """(pairs, median CPU seconds of one analysis, pairs that need resharding) on one core."""
     program = chain(num_pairs)
     specs = random_specs(program)
-    times, found = [], al.analysis.needs_resharding(program, specs, MESH)
+    times: list[float] = []
+    found = al.analysis.needs_resharding(program, specs, MESH)
     for _ in range(num_rounds):
         gc.collect()
         start_s = time.process_time()

@@ -64,12 +64,14 @@ class FactorMap:
         blocked: factors that prove nothing: not splittable, or without a counterpart.
         summed: factors whose partial results add up or are otherwise joined.
         operand_factors: per operand the factors that it has.
+        operand_dims: per operand the dim of each of its factors.
     """
 
     rule: OpShardingRule
     blocked: frozenset[int]
     summed: frozenset[int]
     operand_factors: tuple[frozenset[int], ...]
+    operand_dims: tuple[Mapping[int, int], ...]
 
     @classmethod
     def of(cls, rule: OpShardingRule) -> FactorMap:
@@ -84,6 +86,7 @@ class FactorMap:
             blocked=frozenset(fixed | unjoined | (read - made - summed)),
             summed=summed,
             operand_factors=operand_factors,
+            operand_dims=tuple({f: d for d, dim in enumerate(tensor) for f in dim} for tensor in rule.operands),
         )
 
     def places(
@@ -137,6 +140,11 @@ class FactorMap:
                 pieces.append(Piece(factors[at], before, extent, stride))
                 before *= extent
             found[axis] = Place(tuple(pieces), blocked=blocked)
+
+    def dims_split(self, operand: int, place: Place) -> tuple[int, ...]:
+        """Dims of an operand that a place splits."""
+        dims = self.operand_dims[operand]
+        return tuple(sorted({dims[piece.factor] for piece in place.pieces if piece.factor in dims}))
 
     def needed(self, operand: int, result: Place) -> Place:
         """Where an axis must lie on an operand so that the op makes ``result``, not partial, without communication."""

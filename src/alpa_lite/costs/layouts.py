@@ -64,7 +64,8 @@ def layouts_of(program: Program, specs: Mapping[int | str, Any], mesh: DeviceMes
             )
         made = _layout(key, given, mesh, len(program.values[value].shape))
         _check(program, value, key, made)
-        made = replace(made, spec=without_trivial_axes(made.spec, made.mesh))
+        if 1 in made.mesh.shape:
+            made = replace(made, spec=without_trivial_axes(made.spec, made.mesh))
         if found.setdefault(value, made) != made:
             raise ArgumentsError(
                 f"specs gives %{value} twice, as {found[value]} and, by the key {key!r}, as {made}. A tensor has one "
@@ -101,6 +102,8 @@ def _layout(key: int | str, given: Any, mesh: DeviceMesh | None, rank: int) -> T
     """One entry of ``specs``; a ``PartitionSpec`` may leave trailing dims out."""
     if isinstance(given, TensorLayout):
         return given
+    if isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], DeviceMesh):
+        mesh, given = given
     if mesh is None:
         raise ArgumentsError(
             f"specs[{key!r}] is {given!r} and `mesh` is not given. A spec means something on a mesh only. In `specs`. Give "
@@ -118,7 +121,7 @@ def _layout(key: int | str, given: Any, mesh: DeviceMesh | None, rank: int) -> T
     except (TypeError, ValueError) as error:
         raise ArgumentsError(
             f"specs[{key!r}] is {given!r}, which is no spec: {error}. Allowed are a ShardingSpec, its text such as "
-            "'[x,_]', a PartitionSpec or an al.analysis.TensorLayout. In `specs`. Write one of these."
+            "'[x,_]', a PartitionSpec, (mesh, one of these) or an al.analysis.TensorLayout. In `specs`. Write one of these."
         ) from error
     return TensorLayout(spec=spec, mesh=mesh)
 

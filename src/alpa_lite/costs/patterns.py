@@ -6,8 +6,10 @@ that what is documented is what is done. What is not supported is listed by name
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from enum import StrEnum
+from types import MappingProxyType
 
 from alpa_lite.errors import UnsupportedPattern
 
@@ -278,6 +280,15 @@ REFUSED: tuple[Refused, ...] = (
 )
 
 
+# The few patterns that a change can be of, by its sides: looking through all of them takes a third of the analysis.
+_BY_SIDES = MappingProxyType(
+    {
+        (have, need): tuple(p for p in SUPPORTED if have in p.have and need in p.need)
+        for have, need in itertools.product(Side, Side)
+    }
+)
+
+
 def _needed(pattern: Pattern) -> str:
     """The side that the result needs, with the conditions that tell it from other patterns."""
     if pattern.result_split is not None:
@@ -293,7 +304,8 @@ def _needed(pattern: Pattern) -> str:
 
 def pattern_of(change: Change) -> Pattern:
     """The one pattern that a change is of (no change is of two)."""
-    found = next((pattern for pattern in SUPPORTED if pattern.applies(change)), None)
+    offers = _BY_SIDES.get((change.have, change.need), ())
+    found = next((pattern for pattern in offers if pattern.applies(change)), None)
     assert found is not None, f"no pattern for {change}"
     return found
 

@@ -243,28 +243,29 @@ class _Question:
         return best
 
     def _difference(self, i: int, axis: str, changed: list[str], have: Places, need: Places) -> Difference:
-        dims = self.op.rule.operands[i]
         place, wanted = have.get(axis, WHOLE), need.get(axis, WHOLE)
         result = self.result.get(axis, WHOLE)
-        if wanted is PARTIAL:
+        if wanted.partial:
             raise unsupported(
                 "whole to partial sums",
                 f"the operand %{self.op.inputs[i]} lies as {self.layouts[i]} and the result as {self.made}",
                 f"{self.path} {self.op.primitive} ({self.op.source})",
             )
-        here, there = _dims_of(dims, place), _dims_of(dims, wanted)
-        opposite = [b for b in changed if b != axis and _dims_of(dims, have.get(b, WHOLE)) == there]
+        dims_split = self.factors.dims_split
+        here, there = dims_split(i, place), dims_split(i, wanted)
         change = Change(
             have=self._side(place, result),
             need=Side.UNMAPPED if result.blocked else self._side(wanted, PARTIAL),
             result_split=bool(result.pieces) or result.blocked,
             same_dim=here == there,
-            swapped=any(_dims_of(dims, need.get(b, WHOLE)) == here for b in opposite),
+            swapped=any(
+                dims_split(i, have.get(b, WHOLE)) == there and dims_split(i, need.get(b, WHOLE)) == here
+                for b in changed
+                if b != axis
+            ),
         )
-        pattern = pattern_of(change)
-        return Difference(
-            axes=(axis,), pattern=pattern.name, text=f"{_words(change.have, here)}, needed {_words(change.need, there)}"
-        )
+        text = f"{_words(change.have, here)}, needed {_words(change.need, there)}"
+        return Difference(axes=(axis,), pattern=pattern_of(change).name, text=text)
 
     def _side(self, place: Place, result: Place) -> Side:
         """A split of a summed dim is a split like any other where the result holds the partial sums."""
@@ -307,12 +308,6 @@ def _ways(places: Iterable[Place]) -> dict[int, int]:
         for piece in place.pieces:
             ways[piece.factor] = ways.get(piece.factor, 1) * piece.extent
     return ways
-
-
-def _dims_of(dims: TensorDims, place: Place) -> tuple[int, ...]:
-    """Dims of a tensor that a place splits."""
-    factors = {piece.factor for piece in place.pieces}
-    return tuple(d for d, own in enumerate(dims) if factors & set(own))
 
 
 def _words(side: Side, dims: tuple[int, ...]) -> str:

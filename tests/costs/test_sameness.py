@@ -223,7 +223,7 @@ def _loop(x: jax.Array) -> jax.Array:
 
 
 def _own_layout(x: jax.Array) -> jax.Array:
-    mesh = jax.sharding.AbstractMesh((4,), ("z",))
+    mesh = jax.sharding.AbstractMesh((4,), ("z",), axis_types=(jax.sharding.AxisType.Auto,))
     return jax.shard_map(lambda y: y * 2, mesh=mesh, in_specs=P("z"), out_specs=P("z"))(x)
 
 
@@ -350,7 +350,7 @@ def test_every_strategy_of_the_planner_is_proven_the_same():
 
 
 def test_a_shard_map_is_compared_with_its_own_layout():
-    mesh = jax.sharding.AbstractMesh((2, 2), ("x", "y"))
+    mesh = jax.sharding.AbstractMesh((2, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 
     def fn(a: jax.Array) -> jax.Array:
         return jax.shard_map(lambda y: y * 2, mesh=mesh, in_specs=P("x"), out_specs=P("x"))(a)

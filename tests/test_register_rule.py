@@ -53,6 +53,7 @@ def assert_runs(fn, plain, args, pins=None, label="user_op:", options=OPTIONS):
     return plan
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("pins", "kinds"),
     [({"0": P("x")}, []), ({"0": P(None, "x"), "1": P("x"), "out": P()}, ["all-reduce"]),
@@ -73,12 +74,14 @@ def test_without_a_rule_it_is_replicated_and_the_report_says_so():
     assert "replicated: 1 pallas_call" in str(plan)
 
 
+@pytest.mark.medium
 def test_a_max_is_joined_inside_of_the_op():
     (x,) = data((64, 16))
     plan = assert_runs(column_max, lambda x: x.max(0), [x], {"0": P("x"), "out": P()}, options=NO_GATHER)
     assert [c.kind.value for c in plan.collectives] == ["all-reduce"]
 
 
+@pytest.mark.medium
 def test_in_a_scan_body():
     def step(x, ws, mm=ruled):
         return lax.scan(lambda h, w: (jnp.tanh(mm(h, w)), h.sum()), x, ws)
@@ -108,6 +111,7 @@ def test_gradient_goes_through_custom_vjp_with_registered_kernels():
     assert len(decisions(plan, "user_op:matmul")) == 2  # forward and the gradient of w
 
 
+@pytest.mark.medium
 def test_a_jax_primitive_by_name_and_its_saved_plan(tmp_path):
     """Shardy has no rule for argmax, so it stays whole, until the user says better; the plan file remembers that."""
 

@@ -10,6 +10,8 @@ import alpa_lite as al
 from alpa_lite.trace.program import trace
 from tests.acceptance.models import resnet18, resnet18_shapes
 
+pytestmark = pytest.mark.medium
+
 
 def struct(*shape):
     return jax.ShapeDtypeStruct(shape, jnp.float32)

@@ -64,6 +64,7 @@ def test_layouts_found(case):
     assert set(found[1:]) == want and len(found) == len(want) + 1
 
 
+@pytest.mark.medium
 def test_pallas_kernel():
     def kernel(x_ref, w_ref, o_ref):
         o_ref[...] = x_ref[...] @ w_ref[...]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -114,3 +116,16 @@ def test_nothing_is_registered_globally():
     (op,) = trace(lambda x: jnp.argmax(x, 1), (X,), {}).program.ops
     assert op.rule.origin != "user"
     assert not any(o.rule.origin == "user" for o in trace(dense.__wrapped__, (X, W), {}).program.ops)
+
+
+def test_arrays_as_keywords_are_refused_with_advice():
+    with pytest.raises(al.AlpaLiteError, match="Keyword arguments of a registered function are static") as caught:
+        dense(X, W, activation=X)
+    assert "the keyword 'activation' of type" in str(caught.value) and "Pass arrays by position" in str(caught.value)
+
+
+def test_partials_take_a_rule_too():
+    half = al.register_rule(functools.partial(jnp.multiply, 0.5), "i j -> i j")
+    (op,) = trace(half, (X,), {}).program.ops
+    assert op.primitive == "user_op:partial"
+    np.testing.assert_allclose(half(X), X / 2)

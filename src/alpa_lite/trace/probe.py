@@ -27,6 +27,7 @@ from alpa_lite.trace.tiles import JOINS, TileRun, smallest_split
 
 Shapes = Sequence[tuple[int, ...]]
 _MOST_TILES = 1024
+_MOST_CHOICES = 4096  # of dims to split together; beyond, for functions of very many operands, dims stay whole
 _MOST_BYTES = 2**28  # of all partial results at once
 
 
@@ -79,31 +80,29 @@ class _Probe:
         self.fn, self.compiled, self.sampler = fn, jax.jit(fn), sampler
         self.num_shards, self.same_code = num_shards, same_code
         self.operands: Shapes = sampler.shapes
+        self.found: list[Found] = []
         self.results: Shapes = [np.shape(r) for r in self.compiled(*sampler.draw())]
         self.seen: Influence = influence(self.compiled, sampler, self.results, num_shards)
 
     def rule(self, reason: str) -> OpShardingRule:
-        found: list[Found] = []
-        for candidate in itertools.chain(self.following(found), self.mixing(found)):
-            if self.clash(found, candidate):
-                continue
-            if self.holds(candidate):
-                found.append(self.grown(candidate))
-        return replace(self.together(found), origin="probed", reason=reason)
+        for candidate in itertools.chain(self.following(), self.mixing()):
+            if self.is_free(candidate) and self.holds(candidate):
+                self.found.append(self.grown(candidate))
+        return replace(self.together(self.found), origin="probed", reason=reason)
 
     # -- candidates -----------------------------------------------------------------------------------------------------
 
-    def following(self, found: list[Found]) -> Iterator[Found]:
+    def following(self) -> Iterator[Found]:
         """Result dims with the operand dims that follow them, most operands first."""
         for results in itertools.product(*([None, *self.divisible(shape)] for shape in self.results)):
             targets = [(r, d) for r, d in enumerate(results) if d is not None]
-            if not targets:
+            if not targets or any(old.results[r] == d for old in self.found for r, d in targets):
                 continue
             for operands in self.choices(lambda place, t=targets: self.may_follow(place, t)):
                 places = [(a, d) for a, d in enumerate(operands) if d is not None]
                 moved = all(any(self.seen.reaches(p, r) for p in places) for r, _ in targets)
-                free = not self.same_code and not places and all(t in self.seen.constant for t in targets)
-                if moved or free:
+                constant = not self.same_code and not places and all(t in self.seen.constant for t in targets)
+                if moved or constant:
                     yield Found(operands=operands, results=results, size=self.num_shards)
 
     def may_follow(self, place: Place, targets: list[Place]) -> bool:
@@ -111,21 +110,21 @@ class _Probe:
         whole = (r for r in range(len(self.results)) if r not in split)
         return all(self.seen.follows(place, t) for t in targets) and not any(self.seen.reaches(place, r) for r in whole)
 
-    def mixing(self, found: list[Found]) -> Iterator[Found]:
+    def mixing(self) -> Iterator[Found]:
         """Operand dims of which every block reaches the same elements: sums, maxima, minima, products."""
         for operands in self.choices(self.seen.mixes):
-            if any(d is not None for d in operands):
-                for reduce_op in JOINS:
-                    none = (None,) * len(self.results)
-                    yield Found(operands=operands, results=none, reduce_op=reduce_op, size=self.num_shards)
+            none = (None,) * len(self.results)
+            partial = [Found(operands=operands, results=none, reduce_op=op, size=self.num_shards) for op in JOINS]
+            if any(d is not None for d in operands) and (not self.same_code or self.fits(partial[0])):
+                yield from partial
 
     def choices(self, allowed: Callable[[Place], bool]) -> list[tuple[int | None, ...]]:
-        """Per operand an allowed dim or None; those that split most operands that matter first."""
-        options: list[list[int | None]] = [[None] for _ in self.operands]
-        for place in self.seen.masks:
-            if allowed(place):
-                options[place[0]].append(place[1])
-        chosen = list(itertools.product(*options))
+        """Per operand an allowed dim that has no factor yet, or None; those that split most operands that matter first."""
+        options: list[list[int | None]] = [[] for _ in self.operands]
+        for a, d in self.seen.masks:
+            if allowed((a, d)) and not any(old.operands[a] == d for old in self.found):
+                options[a].append(d)
+        chosen = itertools.islice(itertools.product(*([*dims, None] for dims in options)), _MOST_CHOICES)
 
         def rank(dims: tuple[int | None, ...]) -> tuple[int, int]:
             places = [(a, d) for a, d in enumerate(dims) if d is not None]
@@ -137,15 +136,15 @@ class _Probe:
     def divisible(self, shape: tuple[int, ...]) -> list[int]:
         return [d for d, n in enumerate(shape) if self.num_shards > 1 and n % self.num_shards == 0]
 
-    def clash(self, found: list[Found], new: Found) -> bool:
-        """A dim has one factor, and partial results one way to be joined."""
-        for old in found:
+    def is_free(self, new: Found) -> bool:
+        """Whether its dims have no factor yet, and its partial results are joined like others; a rule holds no more."""
+        for old in self.found:
             pairs = zip((*old.operands, *old.results), (*new.operands, *new.results), strict=True)
             if any(a is not None and a == b for a, b in pairs):
-                return True
+                return False
             if old.reduce_op and new.reduce_op and old.reduce_op != new.reduce_op:
-                return True
-        return False
+                return False
+        return True
 
     # -- tests ----------------------------------------------------------------------------------------------------------
 
@@ -153,26 +152,25 @@ class _Probe:
         """Whether tiles give the values of the whole, on fresh data."""
         if not self.same_code:
             return all(embedded_agrees(self.compiled, self.sampler, candidate) for _ in range(ROUNDS))
-        rule = self.together([candidate], checked=True)
-        return self.fits(rule) and self.agrees(rule, {0: candidate.size})
+        rule = build_rule([candidate], self.operands, self.results)
+        return self.fits(candidate) and self.agrees(rule, {0: candidate.size})
 
-    def fits(self, rule: OpShardingRule) -> bool:
+    def fits(self, candidate: Found) -> bool:
         """Whether JAX accepts the tile's shapes at all; cheap, and it rules out most wrong combinations."""
-        parts = rule.factors[0].size
 
-        def shapes(tensors: Any, whole: Shapes) -> list[tuple[int, ...]]:
+        def shapes(split: Sequence[int | None], whole: Shapes) -> list[tuple[int, ...]]:
             return [
-                tuple(n // parts if 0 in dim else n for n, dim in zip(shape, dims, strict=True))
-                for dims, shape in zip(tensors, whole, strict=True)
+                tuple(n // candidate.size if d == dim else n for d, n in enumerate(shape))
+                for dim, shape in zip(split, whole, strict=True)
             ]
 
-        local = shapes(rule.operands, self.operands)
+        local = shapes(candidate.operands, self.operands)
         structs = [jax.ShapeDtypeStruct(s, d) for s, d in zip(local, self.sampler.dtypes, strict=True)]
         try:
             made = jax.eval_shape(self.fn, *structs)
         except Exception:
             return False
-        return [tuple(m.shape) for m in made] == shapes(rule.results, self.results)
+        return [tuple(m.shape) for m in made] == shapes(candidate.results, self.results)
 
     def agrees(self, rule: OpShardingRule, parts: dict[int, int]) -> bool:
         return not compare(self.compiled, TileRun(self.fn, rule, parts), self.sampler)
@@ -195,10 +193,10 @@ class _Probe:
 
     # -- one rule of all factors ----------------------------------------------------------------------------------------
 
-    def together(self, found: Sequence[Found], checked: bool = False) -> OpShardingRule:
+    def together(self, found: Sequence[Found]) -> OpShardingRule:
         """The factors as one rule; one that does not hold beside the others, on fresh data, stays whole."""
         rule = build_rule(found, self.operands, self.results)
-        if checked or not self.same_code or len(found) < 2:
+        if not self.same_code or len(found) < 2:
             return rule
         parts: dict[int, int] = {}
         for number in range(len(found)):

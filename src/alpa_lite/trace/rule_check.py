@@ -58,9 +58,13 @@ def flat_function(fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[list[A
 
     def flat(*given: Any) -> list[Any]:
         results = jax.tree_util.tree_leaves(fn(*jax.tree_util.tree_unflatten(tree, given)))
-        return [jax.random.key_data(r) if jax.dtypes.issubdtype(r.dtype, jax.dtypes.prng_key) else r for r in results]
+        return [jax.random.key_data(r) if _is_key(r) else jax.numpy.asarray(r) for r in results]
 
     return leaves, flat
+
+
+def _is_key(x: Any) -> bool:
+    return hasattr(x, "dtype") and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def check_values(fn: Callable[..., list[Any]], rule: OpShardingRule, sampler: Sampler, name: str) -> None:

@@ -52,18 +52,27 @@ class RuledFunction:
     """A function that stays one op in a plan; made by ``register_rule``. Keyword arguments are static values."""
 
     def __init__(self, fn: Callable[..., Any], rule: RuleText, check: bool) -> None:
-        self.__wrapped__ = fn
         self.rule, self._check = rule, check
         self._flat: dict[Any, tuple[UserOp, list[Any]]] = {}  # so that a repeated call compiles once
-        functools.update_wrapper(self, fn, updated=())
+        functools.update_wrapper(self, fn, updated=())  # sets __wrapped__
+        self.__name__ = getattr(fn, "__name__", type(fn).__name__)  # a partial has none
 
     def __call__(self, *args: Any, **static: Any) -> Any:
         leaves, tree = jax.tree_util.tree_flatten(args)
         key = (tree, tuple(sorted(static.items())))
-        if key not in self._flat:
+        try:
+            known = key in self._flat
+        except TypeError as error:
+            name = next((k for k, v in static.items() if getattr(v, "__hash__", None) is None), next(iter(static)))
+            raise RuleError(
+                f"{self.__name__} was called with the keyword {name!r} of type {type(static[name]).__name__}. "
+                "Keyword arguments of a registered function are static: hashable Python values. Pass arrays by position, one term of the rule "
+                f"{self.rule.text!r} per leaf."
+            ) from error
+        if not known:
             self._flat[key] = self._flatten(tree, static)
         op, out_tree = self._flat[key]
-        results = user_op_p.bind(*map(jax.numpy.asarray, leaves), op=op)
+        results = user_op_p.bind(*leaves, op=op)
         return jax.tree_util.tree_unflatten(out_tree[0], results)
 
     def _flatten(self, tree: Any, static: dict[str, Any]) -> tuple[UserOp, list[Any]]:
@@ -75,8 +84,7 @@ class RuledFunction:
             results, out_tree[0] = jax.tree_util.tree_flatten(made)
             return results
 
-        name = getattr(self.__wrapped__, "__name__", type(self.__wrapped__).__name__)
-        return UserOp(flat, name, self.rule, self._check), out_tree
+        return UserOp(flat, self.__name__, self.rule, self._check), out_tree
 
     def __repr__(self) -> str:
         return f"<al.register_rule({self.rule.to_text()!r}) of {self.__wrapped__}>"

@@ -179,9 +179,7 @@ def test_ilp_with_memory_budget_the_model_is_the_published_one():
 
 @pytest.mark.parametrize(("num_devices", "least"), [(2, 0.924), (4, 0.616)])
 def test_ilp_with_memory_budget(num_devices, least):
-    plan = al.plan(
-        resnet18, SHAPES, IMAGES, cluster=al.Cluster.parse(f"1x{num_devices}:cpu"), options=resnet_options()
-    )
+    plan = al.plan(resnet18, SHAPES, IMAGES, cluster=al.Cluster.parse(f"1x{num_devices}:cpu"), options=resnet_options())
     assert plan.status == "optimal" and plan.gap == 0 and plan.unit == "bytes"
     weights = [leaf for leaf in plan.inputs if leaf.path.startswith("0/")]
     split = sum(leaf.value.size_bytes for leaf in weights if not leaf.spec.is_replicated)
@@ -213,9 +211,7 @@ def test_ilp_without_a_budget_keeps_everything_whole():
 @pytest.mark.parametrize("num_devices", [2, 4])
 def test_ilp_with_memory_budget_output_equals_unsharded(num_devices):
     params, images = random_like(SHAPES), random_like(IMAGES, seed=1)
-    step = al.parallelize(
-        resnet18, cluster=al.Cluster.parse(f"1x{num_devices}:cpu"), options=resnet_options()
-    )
+    step = al.parallelize(resnet18, cluster=al.Cluster.parse(f"1x{num_devices}:cpu"), options=resnet_options())
     expected = np.asarray(jax.jit(resnet18)(params, images))
     assert np.abs(expected).max() > 1
     np.testing.assert_allclose(np.asarray(step(params, images)), expected, atol=1e-4)

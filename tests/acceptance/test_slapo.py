@@ -28,7 +28,7 @@ from tests.acceptance.models import (
 )
 
 RR, RS, SR = "[_,_,_]", "[_,_,x]", "[_,x,_]"
-WEIGHTS = {"RRxRS": P(None, "x"), "RSxSR": P("x", None), "SRxRR": P()}  # what the weight's layout is, per way of a Linear
+WEIGHTS = {"RRxRS": P(None, "x"), "RSxSR": P("x", None), "SRxRR": P()}  # the weight's layout, per way of a Linear
 # Ways of fc1 and fc2, then: into fc1, fc1 itself, gelu's edge, fc2 itself, out, total; as in the pull request.
 ASSIGNMENTS = [
     ("SRxRR", "SRxRR", 0, 0, 0, 0, 131072, 131072),

@@ -1,7 +1,8 @@
 """Conventions that count what moves instead of predicting seconds: slapo, hidet and plain ring bytes.
 
 A price is a factor times what the convention counts of the tensor as the collective sees it (``core/collective.py``: the
-larger side), in slapo and hidet cut to a whole number. There is no latency, and compute is free. With V the whole tensor and n the devices along the axis:
+larger side), in slapo and hidet cut to a whole number. There is no latency, and compute is free. With V the whole tensor
+and n the devices along the axis:
 
 ==================  ===============  ==========  ================
                     slapo            hidet       ring
@@ -115,7 +116,7 @@ class CountedCosts:
 
     def collective(self, kind: CollectiveKind, axes: tuple[str, ...], size_bytes: Size) -> Size:
         price = linear_price(self.linear(kind, axes), size_bytes)
-        return np.floor(price) if self.rules.whole else price
+        return np.floor(price) if self.rules.whole else price  # pyrefly: ignore[bad-return]
 
     def compute(self, flops: Size, size_bytes: Size, dtype: str, heavy: bool) -> Size:
         return linear_price((0.0, 0.0), flops)

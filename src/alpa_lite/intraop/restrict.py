@@ -45,9 +45,7 @@ def _narrowed(op: Op, rules: SearchRules) -> OpShardingRule:
         fixed |= set(rule.reduction_factors)
     if rules.matrix_dims and op.primitive == "dot_general":
         fixed |= _batch_factors(rule)
-    factors = tuple(
-        replace(f, kind=FactorKind.REPLICATED) if i in fixed else f for i, f in enumerate(rule.factors)
-    )
+    factors = tuple(replace(f, kind=FactorKind.REPLICATED) if i in fixed else f for i, f in enumerate(rule.factors))
     return replace(rule, factors=factors, linear=() if rules.reduced_at_once else rule.linear)
 
 
@@ -79,7 +77,7 @@ def weight_positions(program: Program, roles: Sequence[LeafRole]) -> frozenset[i
     if state:
         return frozenset(state)
     left, right = _contracted(program)
-    weights = {i for i in right - left}
+    weights = right - left
     vectors = {
         i
         for i, v in enumerate(program.inputs)

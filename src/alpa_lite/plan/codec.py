@@ -194,7 +194,13 @@ class _Table(Generic[H]):
         return self.items.setdefault(item, len(self.items))
 
 
-_ROWS: dict[str, type[_Row]] = {"search": _SearchRow, "inputs": _LeafRow, "outputs": _LeafRow, "ops": _OpRow, "steps": _StepRow}
+_ROWS: dict[str, type[_Row]] = {
+    "search": _SearchRow,
+    "inputs": _LeafRow,
+    "outputs": _LeafRow,
+    "ops": _OpRow,
+    "steps": _StepRow,
+}
 _STAGE_ROWS: dict[str, type[_Row]] = {"collectives": _CollectiveRow, "conversions": _ConversionRow}
 _COLUMNS = {table: list(kind.__struct_fields__) for table, kind in (_ROWS | _STAGE_ROWS).items()}
 

@@ -102,11 +102,9 @@ def _restricted(task: MeshTask, chosen: set[tuple[str, int | str]]) -> MeshTask:
         outputs=keep(pins.outputs, len(pins.inputs)),
         ties=tuple(tie for i, tie in enumerate(pins.ties) if (_TIE, i) in chosen),
     )
-    options = replace(
-        task.options,
-        forbid=task.options.forbid if (_FORBID, "") in chosen else (),
-        require_sharded_contractions=task.options.require_sharded_contractions if (_CONTRACTIONS, "") in chosen else False,
-    )
+    strict = task.options.require_sharded_contractions if (_CONTRACTIONS, "") in chosen else False
+    forbid = task.options.forbid if (_FORBID, "") in chosen else ()
+    options = replace(task.options, forbid=forbid, require_sharded_contractions=strict)
     pin_ops = [path for path, _, op in task.program.walk() if op.primitive == "pin"]
     return replace(
         task,

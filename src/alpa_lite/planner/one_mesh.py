@@ -118,9 +118,7 @@ def plan_on_mesh(task: MeshTask, cluster: Cluster, mesh: DeviceMesh, *, cutoff: 
     )
     weights = weight_positions(program, task.roles)
     placed = frozenset(program.inputs[i] for i in weights) if rules.placed_weights else frozenset()
-    pricer = Pricer(
-        program=program, graph=graph, costs=costs, state_inputs=_state_ports(task, graph), placed=placed
-    )
+    pricer = Pricer(program=program, graph=graph, costs=costs, state_inputs=_state_ports(task, graph), placed=placed)
     allowed = allowed_choices(program, graph, task.pins, task.ignored_pin_ops)
     if rules.replicated_ends:
         _replicate_ends(task, graph, weights, allowed)
@@ -139,7 +137,8 @@ def plan_on_mesh(task: MeshTask, cluster: Cluster, mesh: DeviceMesh, *, cutoff: 
         if result.peak is None or limit is None or result.used_bytes <= task.budget:
             return result
         best = result
-        limit -= max(1, math.ceil(result.used_bytes - task.budget)) if constrained else 0
+        if constrained:  # the next answer must need less than this one, by the solver's own count
+            limit = min(limit, solution.peak_bytes) - max(1, math.ceil(result.used_bytes - task.budget))
         constrained = True
         if limit <= 0:
             break

@@ -248,17 +248,18 @@ class Pricer:
         out: list[Usage] = []
         links = {(k.region, k.value): k for k in self.graph.links}
         donated = {o for i, o in self.program.aliases if self.program.donated and self.program.donated[i]}
-        leaves = [*zip(self.graph.inputs, self.program.inputs, strict=True)]
+        leaves = [(node, value, 0) for node, value in zip(self.graph.inputs, self.program.inputs, strict=True)]
+        # Before a result exists, XLA:CPU puts temporaries into its memory.
         leaves += [
-            (node, value)
+            (node, value, timeline.made.get(("", value), 0) if timeline.breadth_first else 0)
             for o, (node, value) in enumerate(zip(self.graph.outputs, self.program.outputs, strict=True))
             if o not in donated and value >= 0
         ]
-        for port, value in leaves:
+        for port, value, lo in leaves:
             node = self.graph.nodes[port]
             assert node.specs is not None
             itemsize = self.program.values[value].itemsize
-            out.append(self.usage(port, 0, timeline.num_times, node.shape, itemsize, node.specs))
+            out.append(self.usage(port, lo, timeline.num_times, node.shape, itemsize, node.specs))
         for interval in timeline.intervals:
             link = links.get((interval.region, interval.value))
             if link is None:

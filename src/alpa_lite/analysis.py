@@ -16,7 +16,7 @@ from alpa_lite.costs.layouts import TensorLayout as TensorLayout
 from alpa_lite.costs.patterns import Patterns as Patterns
 from alpa_lite.costs.patterns import patterns as patterns
 from alpa_lite.costs.placement import PlacedConversion as PlacedConversion
-from alpa_lite.costs.placement import Placement as Placement
+from alpa_lite.costs.placement import PlacedConversions as PlacedConversions
 from alpa_lite.costs.placement import place_conversions as place_conversions
 from alpa_lite.costs.sameness import Judge as Judge
 from alpa_lite.costs.sameness import needs_resharding as needs_resharding

@@ -13,7 +13,7 @@ import pytest
 
 from alpa_lite.analysis import (
     Judge,
-    Placement,
+    PlacedConversions,
     Program,
     ShardingSpec,
     TensorLayout,
@@ -25,6 +25,7 @@ from alpa_lite.analysis import (
 )
 from alpa_lite.core.collective import CollectiveKind
 from alpa_lite.costs.conversion import Conversions
+from alpa_lite.costs.tiles import check_tiles
 from alpa_lite.errors import ArgumentsError
 from benchmarks import sameness_time
 from tests.harness import RandomCosts, device_mesh
@@ -37,7 +38,7 @@ def traced(fn: Callable[..., Any], *all_shapes: tuple[int, ...]) -> Program:
     return trace(fn, *[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in all_shapes])
 
 
-def check(program: Program, specs: Any, placement: Placement, mesh: Any = MESH) -> None:
+def check(program: Program, specs: Any, placement: PlacedConversions, mesh: Any = MESH) -> None:
     """Every op runs on what lies on its devices, reads only what is there by then, and results end as the specs say."""
     judge = Judge(program=program)
     layouts = {v: TensorLayout(spec=s, mesh=mesh) if isinstance(s, ShardingSpec) else s for v, s in specs.items()}
@@ -62,27 +63,6 @@ def check(program: Program, specs: Any, placement: Placement, mesh: Any = MESH) 
             there.add((first.value, first.target))
         assert all((v, layouts[v]) in there for v in op.outputs if v >= 0)
     assert not done
-
-
-def test_insertion_before_or_after():
-    """Row: add(t, t) converts once; a converted value is read by all its consumers; "after" is for one input, or forced."""
-    program = traced(lambda t: t + t, SQUARE)
-    specs = {"0": "[x,_]", "out": "[_,x]"}
-    (before,) = place_conversions(program, specs, MESH).conversions
-    assert (before.side, before.value, before.readers) == ("before", 0, (("0", 0), ("0", 1)))
-    assert [s.kind for s in before.steps] == [CollectiveKind.ALL_TO_ALL]
-    (after,) = place_conversions(program, specs, MESH, place="after").conversions
-    assert (after.side, after.value, after.readers) == ("after", 1, ())
-
-    one_input = traced(lambda t: -t, SQUARE)
-    assert [c.side for c in place_conversions(one_input, specs, MESH).conversions] == ["after"]
-    assert [c.side for c in place_conversions(one_input, specs, MESH, place="before").conversions] == ["before"]
-
-    shared = traced(lambda t: (jnp.exp(t), jnp.tanh(t)), SQUARE)
-    specs = {"0": "[x,_]", "out/0": "[_,x]", "out/1": "[_,x]"}
-    (only,) = place_conversions(shared, specs, MESH, place="before").conversions
-    assert only.readers == (("0", 0), ("1", 0))
-    assert only.time_s == place_conversions(shared, specs, MESH, place="before").time_s
 
 
 def test_two_inputs_with_other_layouts_are_converted_before_or_after_as_is_cheaper():
@@ -168,9 +148,10 @@ def test_between_meshes_a_tensor_is_sent_once():
     here = TensorLayout(spec=ShardingSpec.parse("[_,_]+{x}"), mesh=MESH)
     there = TensorLayout(spec=ShardingSpec.parse("[x,_]"), mesh=device_mesh((4,)), stage=1)
     joined, sent = place_conversions(program, {"0": here, "out/0": there, "out/1": there}).conversions
-    assert not joined.across_meshes and [s.kind for s in joined.steps] == [CollectiveKind.ALL_REDUCE]
-    assert sent.across_meshes and sent.target == there and len(sent.readers) == 3
-    assert "by sent, read by 0#0, 0#1, 1#0" in str(sent)
+    assert joined.tiles is None and [s.kind for s in joined.steps] == [CollectiveKind.ALL_REDUCE]
+    assert sent.tiles is not None and sent.target == there and len(sent.readers) == 3
+    check_tiles(sent.tiles)
+    assert sent.tiles.moved_bytes == 8 * 8 * 4 and "by sending 256 B, read by 0#0, 0#1, 1#0" in str(sent)
 
 
 def test_partial_sums_cannot_be_asked_for():

@@ -13,7 +13,7 @@ from alpa_lite.analysis import ShardingSpec, place_conversions
 from alpa_lite.core.conversion import Conversion
 from alpa_lite.core.program import Program
 from alpa_lite.costs.conversion import Conversions
-from alpa_lite.costs.placement import Placement
+from alpa_lite.costs.placement import PlacedConversions
 from alpa_lite.lowering.lower import Lowering, named_shardings
 from alpa_lite.plan.records import OpDecision
 from alpa_lite.trace.program import Traced, trace
@@ -47,7 +47,7 @@ def random_specs(program: Program, seed: int) -> dict[int, ShardingSpec]:
     return specs
 
 
-def lowered(traced: Traced, specs: dict[int, ShardingSpec], placement: Placement) -> Any:
+def lowered(traced: Traced, specs: dict[int, ShardingSpec], placement: PlacedConversions) -> Any:
     """The placement as a plan's decisions and conversions."""
     program = traced.program
     decisions = []
@@ -98,7 +98,7 @@ def test_a_missing_conversion_is_noticed():
     traced = trace(step, args, {})
     specs = random_specs(traced.program, 0)
     placement = place_conversions(traced.program, specs, MESH)
-    cut = Placement(conversions=placement.conversions[1:], reads=placement.reads, makes=placement.makes)
+    cut = PlacedConversions(conversions=placement.conversions[1:], reads=placement.reads, makes=placement.makes)
     run, shardings = lowered(traced, specs, cut)
     with pytest.raises(KeyError):
         jax.jit(run)(*jax.device_put(list(args), shardings))

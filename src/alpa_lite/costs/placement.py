@@ -1,10 +1,10 @@
 """Where the conversions of an annotated program go: before or after the op, each once, shared by all that read it.
 
-In: a program, the layout of each tensor, one conversion engine per mesh. Out: a ``Placement``. The ops are taken in order. For
-an op whose pairs are not all the same, the layouts in which it could run without communication are listed (``ways``),
-each proven by the sameness analysis, and the one whose conversions cost least is taken; a conversion that is already
-there costs nothing again. Prices and steps come from the engine that the solver and lowering use. Only conversions are
-priced, not the work that an op repeats; the planner weighs both.
+In: a program, the layout of each tensor, one conversion engine per mesh. Out: ``PlacedConversions``. The ops are taken in
+order. For an op whose pairs are not all the same, the layouts in which it could run without communication are listed
+(``ways``), each proven by the sameness analysis, and the one whose conversions cost least is taken; a conversion that is
+already there costs nothing again. Prices and steps come from the engine that the solver and lowering use. Only conversions
+are priced, not the work that an op repeats; the planner weighs both.
 """
 
 from __future__ import annotations
@@ -24,8 +24,11 @@ from alpa_lite.costs.conversion import Conversions, step_price
 from alpa_lite.costs.layouts import TensorLayout, ends, layouts_of, require_layouts
 from alpa_lite.costs.patterns import unsupported
 from alpa_lite.costs.sameness import Judge
+from alpa_lite.costs.tiles import Placement as Side
+from alpa_lite.costs.tiles import TilePlan, plan_tiles
 from alpa_lite.costs.ways import Way, proven, ways
 from alpa_lite.errors import ArgumentsError
+from alpa_lite.units import format_bytes
 
 Place = Literal["cheaper", "before", "after"]
 DEFAULT_DEVICE = "h100-sxm"  # of meshes for which no engine is given
@@ -41,7 +44,8 @@ class PlacedConversion:
         side: "before" that op, or "after" it.
         value: the tensor.
         source, target: its layouts.
-        steps: on one mesh, what is done; between meshes none, the tensor is sent.
+        steps: on one mesh, what is done.
+        tiles: between meshes, which part goes where; None on one mesh. Stages are taken to share no device.
         time_s: of the steps, in the cost model's unit.
         readers: (op, operand) that read it.
     """
@@ -52,21 +56,20 @@ class PlacedConversion:
     source: TensorLayout
     target: TensorLayout
     steps: tuple[Step, ...]
+    tiles: TilePlan | None
     time_s: float
     readers: tuple[tuple[str, int], ...] = ()
 
-    @property
-    def across_meshes(self) -> bool:
-        return not self.source.same_devices(self.target)
-
     def __str__(self) -> str:
-        how = "sent" if self.across_meshes else ", ".join(str(s.kind or "slice") for s in self.steps)
+        how = ", ".join(str(s.kind or "slice") for s in self.steps)
+        if self.tiles is not None:
+            how = f"sending {format_bytes(self.tiles.moved_bytes)}"
         readers = f", read by {', '.join(f'{op}#{i}' for op, i in self.readers)}" if self.readers else ""
         return f"{self.side} {self.op}: %{self.value} {self.source.spec} -> {self.target.spec} by {how}{readers}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
+class PlacedConversions:
     """All conversions of a program; prints one line each.
 
     Attributes:
@@ -95,7 +98,7 @@ def place_conversions(
     *,
     conversions: Iterable[Conversions] = (),
     place: Place = "cheaper",
-) -> Placement:
+) -> PlacedConversions:
     """Where to convert so that every op runs on what lies on its device.
 
     Args:
@@ -131,7 +134,7 @@ def place_conversions(
     )
     for index, op in enumerate(program.ops):
         placer.visit(str(index), op)
-    return Placement(conversions=tuple(placer.placed), reads=placer.reads, makes=placer.makes)
+    return PlacedConversions(conversions=tuple(placer.placed), reads=placer.reads, makes=placer.makes)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -146,6 +149,7 @@ class _Placer:
     placed: list[PlacedConversion] = field(default_factory=list)
     reads: dict[tuple[str, int], TensorLayout] = field(default_factory=dict)
     makes: dict[tuple[str, int], TensorLayout] = field(default_factory=dict)
+    _plans: dict[tuple[int, TensorLayout, TensorLayout], TilePlan] = field(default_factory=dict)
     _copies: dict[int, dict[TensorLayout, int]] = field(default_factory=dict)  # per value: layout -> index in `placed`
 
     def visit(self, path: str, op: Op) -> None:
@@ -176,17 +180,21 @@ class _Placer:
                     self._convert(path, "after", value, made, self.layouts[value])
 
     def _rank(self, op: Op, way: Way, given: Way) -> tuple[float, ...]:
-        """Smallest first; ties as nvFuser: after an op of one operand, before one of several."""
-        time_s, num_before, num_after = self._costs(op, way, given)
-        if self.place == "before":
-            return (math.isinf(time_s), num_after, time_s, num_before)
-        if self.place == "after":
-            return (math.isinf(time_s), num_before, time_s, num_after)
-        single = sum(v >= 0 for v in op.inputs) == 1
-        return (time_s, num_before + num_after, num_before if single else num_after)
+        """Smallest first: what is sent between meshes, whose links are the slower ones, then time.
 
-    def _costs(self, op: Op, way: Way, given: Way) -> tuple[float, int, int]:
-        """Time and number of the conversions that a way adds before and after the op."""
+        Ties as nvFuser: after an op of one operand, before one of several.
+        """
+        time_s, moved_bytes, num_before, num_after = self._costs(op, way, given)
+        price = (math.isinf(time_s), moved_bytes, time_s)
+        if self.place == "before":
+            return (price[0], num_after, *price, num_before)
+        if self.place == "after":
+            return (price[0], num_before, *price, num_after)
+        single = sum(v >= 0 for v in op.inputs) == 1
+        return (*price, num_before + num_after, num_before if single else num_after)
+
+    def _costs(self, op: Op, way: Way, given: Way) -> tuple[float, int, int, int]:
+        """Time, bytes between meshes, and number before and after the op, of the conversions that a way adds."""
         wanted = dict.fromkeys((v, w) for v, w in zip(op.inputs, way.operands, strict=True) if w is not None)
         new = [(v, w) for v, w in wanted if w not in self._available(v)]
         made = [
@@ -194,8 +202,10 @@ class _Placer:
             for v, m, g in zip(op.outputs, way.results, given.results, strict=True)
             if m is not None and g is not None and m != g
         ]
-        before_s = sum(self._time_s(v, self._source(v, w), w) for v, w in new)
-        return before_s + sum(self._time_s(v, m, g) for v, m, g in made), len(new), len(made)
+        moves = [(v, self._source(v, w), w) for v, w in new] + made
+        time_s = sum(self._time_s(*move) for move in moves)
+        tiles = [self._tiles(*move) for move in moves if math.isfinite(time_s)]
+        return time_s, sum(t.moved_bytes for t in tiles if t is not None), len(new), len(made)
 
     def _available(self, value: int) -> dict[TensorLayout, int]:
         return {self.layouts[value]: NOT_CONVERTED} | self._copies.get(value, {})
@@ -206,7 +216,7 @@ class _Placer:
         return min(near, key=lambda copy: self._time_s(value, copy, wanted), default=self.layouts[value])
 
     def _time_s(self, value: int, source: TensorLayout, target: TensorLayout) -> float:
-        """Of the steps on one mesh; what is sent between meshes is priced by those who know the links."""
+        """Of the steps on one mesh, inf if there are none; what is sent between meshes has no price here."""
         tensor = self.program.values[value]
         if not source.same_devices(target):
             joined = replace(source, spec=ShardingSpec(source.spec.dims))
@@ -220,6 +230,23 @@ class _Placer:
             return math.inf
         # Summed up here, because the engine's table holds epsilons for slices, which must not decide between ways.
         return sum(step_price(step, tensor.shape, tensor.itemsize, engine.mesh, engine.costs) for step in steps)
+
+    def _tiles(self, value: int, source: TensorLayout, target: TensorLayout) -> TilePlan | None:
+        """What goes where, once partial sums are joined; None on one mesh."""
+        if source.same_devices(target):
+            return None
+        key = (value, source, target)
+        if key not in self._plans:
+            tensor = self.program.values[value]
+            num_source, num_target = source.mesh.num_devices, target.mesh.num_devices
+            first = 0 if source.stage == target.stage else num_source
+            self._plans[key] = plan_tiles(
+                tensor.shape,
+                tensor.itemsize,
+                Side(spec=ShardingSpec(source.spec.dims), mesh=source.mesh, devices=tuple(range(num_source))),
+                Side(spec=target.spec, mesh=target.mesh, devices=tuple(range(first, first + num_target))),
+            )
+        return self._plans[key]
 
     def _engine(self, mesh: DeviceMesh) -> Conversions:
         if mesh not in self.engines:
@@ -257,6 +284,7 @@ class _Placer:
             source=source,
             target=target,
             steps=steps,
+            tiles=self._tiles(value, source, target),
             time_s=self._time_s(value, source, target),
         )
         self._copies.setdefault(value, {})[target] = len(self.placed)

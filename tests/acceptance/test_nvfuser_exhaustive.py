@@ -1,4 +1,4 @@
-"""The exhaustive space: no pair is called the same whose device-to-index maps differ."""
+"""Fuser 1656, the row "conservative rule": no pair is called the same whose device-to-index maps differ."""
 
 from __future__ import annotations
 

@@ -18,10 +18,10 @@ class CoverageRow:
     Attributes:
         primitive: its name.
         count: how many ops.
-        origin: "shardy", "own" (ours, because Shardy has none) or "none" (unknown: replicated).
+        origin: "shardy", "own" (ours, because Shardy has none), "user" (registered) or "none" (unknown: replicated).
         splittable: how many of the ops have a factor that may be split.
         example: one rule.
-        reason: for "own" and "none".
+        reason: for all but "shardy".
     """
 
     primitive: str

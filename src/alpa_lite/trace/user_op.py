@@ -54,7 +54,8 @@ class RuledFunction:
     def __init__(self, fn: Callable[..., Any], rule: RuleText, check: bool) -> None:
         self.rule, self._check = rule, check
         self._flat: dict[Any, tuple[UserOp, list[Any]]] = {}  # so that a repeated call compiles once
-        functools.update_wrapper(self, fn, updated=())  # sets __wrapped__
+        functools.update_wrapper(self, fn, updated=())
+        self.__wrapped__ = fn
         self.__name__ = getattr(fn, "__name__", type(fn).__name__)  # a partial has none
 
     def __call__(self, *args: Any, **static: Any) -> Any:
@@ -66,8 +67,8 @@ class RuledFunction:
             name = next((k for k, v in static.items() if getattr(v, "__hash__", None) is None), next(iter(static)))
             raise RuleError(
                 f"{self.__name__} was called with the keyword {name!r} of type {type(static[name]).__name__}. "
-                "Keyword arguments of a registered function are static: hashable Python values. Pass arrays by position, one term of the rule "
-                f"{self.rule.text!r} per leaf."
+                "Keyword arguments of a registered function are static: hashable Python values. Pass arrays by position, one "
+                f"term of the rule {self.rule.text!r} per leaf."
             ) from error
         if not known:
             self._flat[key] = self._flatten(tree, static)

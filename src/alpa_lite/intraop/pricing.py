@@ -30,14 +30,14 @@ class Pricer:
 
     Attributes:
         state_inputs: ports of state, which some conventions charge for being whole everywhere.
-        placed: values of the outer program that may not be converted (weights, under some conventions).
+        placed: (region, value) pairs that may not be converted (weights, under some conventions).
     """
 
     program: Program
     graph: DecisionGraph
     costs: CostModel
     state_inputs: frozenset[int] = frozenset()
-    placed: frozenset[int] = frozenset()
+    placed: frozenset[tuple[str, int]] = frozenset()
     _node_cache: dict[tuple[object, ...], np.ndarray] = field(default_factory=dict)
     _edge_cache: dict[tuple[object, ...], np.ndarray] = field(default_factory=dict)
     _fused: dict[int, tuple[bool, ...]] = field(default_factory=dict)
@@ -215,7 +215,7 @@ class Pricer:
         if node == producer.node:
             return
         unique = {e.key: e for e in ends}
-        placed = not link.region and link.value in self.placed
+        placed = (link.region, link.value) in self.placed
         key = (placed, link.shape, link.itemsize, link.weight, producer.key, *unique)
         if key not in self._edge_cache:
             if placed:

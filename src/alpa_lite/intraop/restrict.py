@@ -70,11 +70,11 @@ def _batch_factors(rule: OpShardingRule) -> set[int]:
 def weight_positions(program: Program, roles: Sequence[LeafRole]) -> frozenset[int]:
     """Positions of the arguments that are weights.
 
-    The state, where the step returns one. Otherwise what a contraction reads on its right or a gather as its table, vectors
+    The state of a step that differentiates. Otherwise what a contraction reads on its right or a gather as its table, vectors
     of floats, and all other leaves of an argument that holds such weights and nothing that a contraction reads on its left.
     """
     state = {i for i, role in enumerate(roles) if role in (LeafRole.PARAMETER, LeafRole.OPTIMIZER_STATE)}
-    if state:
+    if state and any("jvp(" in op.scope for _, _, op in program.walk()):
         return frozenset(state)
     left, right = _contracted(program)
     weights = right - left
@@ -90,6 +90,22 @@ def weight_positions(program: Program, roles: Sequence[LeafRole]) -> frozenset[i
         i for members in arguments.values() if weights & set(members) and not left & set(members) for i in members
     }
     return frozenset(weights | (vectors - left) | siblings)
+
+
+def values_of(program: Program, positions: frozenset[int]) -> frozenset[tuple[str, int]]:
+    """The arguments at these positions as (region, value), also where a scan hands them or their slices to its body."""
+    found: set[tuple[str, int]] = set()
+
+    def visit(owner: Program, region: str, values: set[int]) -> None:
+        found.update((region, v) for v in values)
+        for index, op in enumerate(owner.ops):
+            if op.primitive == "scan" and values & set(op.inputs):
+                carried = range(op.num_consts, op.num_consts + op.num_carry)
+                handed = {op.bodies[0].inputs[i] for i, v in enumerate(op.inputs) if v in values and i not in carried}
+                visit(op.bodies[0], f"{region}{index}.0.", handed)
+
+    visit(program, "", {program.inputs[i] for i in positions})
+    return frozenset(found)
 
 
 def _contracted(program: Program) -> tuple[set[int], set[int]]:

@@ -26,7 +26,7 @@ from alpa_lite.intraop.decisions import DecisionGraph, build_graph
 from alpa_lite.intraop.pricing import Pricer
 from alpa_lite.intraop.problem import IntraOpProblem, Solution, scaled
 from alpa_lite.intraop.repeats import node_classes
-from alpa_lite.intraop.restrict import restricted, weight_positions
+from alpa_lite.intraop.restrict import restricted, values_of, weight_positions
 from alpa_lite.intraop.solve import solve
 from alpa_lite.plan.pins import PinnedDims, ResolvedPins, parse_dims
 from alpa_lite.plan.records import LeafRole
@@ -117,7 +117,7 @@ def plan_on_mesh(task: MeshTask, cluster: Cluster, mesh: DeviceMesh, *, cutoff: 
         per_reader=rules.per_reader,
     )
     weights = weight_positions(program, task.roles)
-    placed = frozenset(program.inputs[i] for i in weights) if rules.placed_weights else frozenset()
+    placed = values_of(program, weights) if rules.placed_weights else frozenset()
     pricer = Pricer(program=program, graph=graph, costs=costs, state_inputs=_state_ports(task, graph), placed=placed)
     allowed = allowed_choices(program, graph, task.pins, task.ignored_pin_ops)
     if rules.replicated_ends:

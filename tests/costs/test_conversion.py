@@ -278,3 +278,23 @@ def test_slices_of_integers_survive_xla():
     whole, split = jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec(("x", "y"))
     run = jax.shard_map(body, mesh=jax_mesh(mesh), in_specs=(whole,), out_specs=split, check_vma=False)
     np.testing.assert_array_equal(jax.jit(run)(np.arange(8, dtype=np.int32)), np.arange(8) * 3)
+
+
+def test_cuts_of_integers_survive_xla():
+    """The same in a permute that cuts."""
+    mesh = device_mesh((2, 4))
+    texts = ("[_]", "[x]", "[y.x]")
+    first, second = (
+        Step(kind=kind, axes=axes, target_dim=0, before=ShardingSpec.parse(b), after=ShardingSpec.parse(c))
+        for kind, axes, b, c in (
+            (None, ("x",), *texts[:2]),
+            (CollectiveKind.COLLECTIVE_PERMUTE, ("x", "y"), *texts[1:]),
+        )
+    )
+
+    def body(n: jax.Array) -> jax.Array:
+        return run_step(run_step(n, first, mesh) * 3, second, mesh)
+
+    whole, split = jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec(("y", "x"))
+    run = jax.shard_map(body, mesh=jax_mesh(mesh), in_specs=(whole,), out_specs=split, check_vma=False)
+    np.testing.assert_array_equal(jax.jit(run)(np.arange(8, dtype=np.int32)), np.arange(8) * 3)

@@ -63,12 +63,11 @@ def run_step(x: jax.Array, step: Step, mesh: DeviceMesh) -> jax.Array:
     """One step on the local tile ``x`` (laid out as ``step.before``); returns the tile under ``step.after``."""
     match step.kind:
         case None:
-            size = x.shape[step.target_dim] // mesh.axes_size(step.axes)
-            if size == 1 and jnp.issubdtype(x.dtype, jnp.integer):
-                # XLA (jaxlib 0.10.2 to 0.12) drops an integer multiplication by a constant between two dynamic slices
-                # when the second takes one element.
-                x = lax.optimization_barrier(x)
-            return lax.dynamic_slice_in_dim(x, tile_index(step.axes, mesh) * size, size, step.target_dim)
+            sizes = list(x.shape)
+            sizes[step.target_dim] //= mesh.axes_size(step.axes)
+            starts: list[Any] = [0] * x.ndim
+            starts[step.target_dim] = tile_index(step.axes, mesh) * sizes[step.target_dim]
+            return _cut(x, starts, sizes)
         case CollectiveKind.ALL_GATHER:
             return lax.all_gather(x, step.axes, axis=step.source_dim, tiled=True)
         case CollectiveKind.ALL_TO_ALL:
@@ -90,6 +89,15 @@ def tile_index(axes: tuple[str, ...], mesh: DeviceMesh) -> jax.Array | int:
     return index
 
 
+def _cut(x: jax.Array, starts: list[Any], sizes: list[int]) -> jax.Array:
+    """The part of ``x`` that begins at ``starts``."""
+    if jnp.issubdtype(x.dtype, jnp.integer) and any(new == 1 < old for new, old in zip(sizes, x.shape, strict=True)):
+        # XLA (jaxlib 0.10.2 to 0.12) drops an integer multiplication by a constant between two dynamic slices when the
+        # second takes one element.
+        x = lax.optimization_barrier(x)
+    return lax.dynamic_slice(x, starts, sizes)
+
+
 def _permute(x: jax.Array, step: Step, mesh: DeviceMesh) -> jax.Array:
     """Each device cuts out the part of its tile that another one wants, then the parts change places."""
     pairs, parts = permutation(step.before, step.after, step.axes, mesh)
@@ -99,7 +107,7 @@ def _permute(x: jax.Array, step: Step, mesh: DeviceMesh) -> jax.Array:
     if (cuts > 1).any():
         sizes = [size // cut for size, cut in zip(x.shape, cuts.tolist(), strict=True)]
         starts = jnp.asarray(np.array(parts) * sizes, dtype=jnp.int32)[tile_index(step.axes, mesh)]
-        x = lax.dynamic_slice(x, [starts[d] for d in range(x.ndim)], sizes)
+        x = _cut(x, list(starts), sizes)
     return lax.ppermute(x, step.axes, pairs)
 
 

@@ -111,6 +111,7 @@ def test_mesh_axes_per_dim_view_is_the_inverse_of_the_other():
 # -- connect ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("n", [2, 4])
 def test_connect_kind_and_cost_of_every_pair(n):
     """Bytes per device: a slice moves nothing, a gather V(n-1)/n, an all-to-all V(n-1)/n^2."""
@@ -141,6 +142,7 @@ def test_connect_under_hidet_gathers_and_slices():
     assert int(conversions.time_s(before, after, (16, 32), 4)) == 4 * 16 * 32
 
 
+@pytest.mark.medium
 def test_connect_results_equal_the_reference():
     value = np.arange(16 * 32, dtype=np.float32).reshape(16, 32)
     for before, after in itertools.product((P(), P("x"), P(None, "x")), repeat=2):
@@ -177,6 +179,7 @@ def test_ilp_with_memory_budget_the_model_is_the_published_one():
     assert round(TOTAL / MIB, 1) == 44.6
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("num_devices", "least"), [(2, 0.924), (4, 0.616)])
 def test_ilp_with_memory_budget(num_devices, least):
     plan = al.plan(resnet18, SHAPES, IMAGES, cluster=al.Cluster.parse(f"1x{num_devices}:cpu"), options=resnet_options())
@@ -323,6 +326,7 @@ def tied_variables(num_layers: int) -> int:
     return sum(len(states) for states in first.values())
 
 
+@pytest.mark.medium
 def test_solver_speed_variables_do_not_grow_with_layers():
     few, many = tied_variables(4), tied_variables(32)
     assert 100 < few <= many <= 1.2 * few

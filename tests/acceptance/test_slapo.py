@@ -219,6 +219,7 @@ def test_schedule_out_names_sharded_weights():
 SPECS = {"RR": P(), "RS": P(None, "x"), "SR": P("x", None)}
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("num_devices", [2, 4, 8])
 def test_nine_pairwise_reshards(num_devices):
     """Every ordered pair, on real values."""
@@ -247,6 +248,7 @@ HAND_SCHEMES = {
 }
 
 
+@pytest.mark.medium
 def test_eight_hand_schemes():
     """The same output whichever scheme; the predicted ranking is printed, the measured one needs an accelerator."""
     shapes, x = mlp_args(seq_len=64, width=32, batch_size=1)
@@ -378,6 +380,7 @@ def test_dot_dump_of_another_program_is_refused():
         al.graph(mlp, *mlp_args(seq_len=512), plan=plan)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("costs", ["slapo-head", "roofline"])
 @pytest.mark.parametrize("name", ["bert-large", "gpt-neo-1.3b"])
 def test_whole_hf_models(name, costs):

@@ -46,6 +46,7 @@ def train_args() -> tuple[Any, jax.Array]:
     return {"up": up, "bias": bias, "down": down}, x
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("costs", COUNTED)
 def test_a_training_step_runs_as_planned(costs):
     args = train_args()
@@ -56,6 +57,7 @@ def test_a_training_step_runs_as_planned(costs):
         np.testing.assert_allclose(np.asarray(got), np.asarray(want), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("costs", COUNTED)
 def test_a_loop_counts_every_iteration(costs):
     weights, x = values((6, 16, 16), (4, 8, 16))

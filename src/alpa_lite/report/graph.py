@@ -6,6 +6,7 @@ user's code: a layer with its bias is one step, not three ops. Weights stand und
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ from alpa_lite.core.program import Op, Program, Value
 from alpa_lite.core.spec import ShardingSpec
 from alpa_lite.plan.plan import Plan
 
+_COLUMN = re.compile(r"(:\d+):\d+")  # JAX's "file:line:column (function)"
 _HEADINGS = ("name", "op", "target", "shape", "dtype")
 
 
@@ -188,7 +190,7 @@ def _steps(ops: tuple[Op, ...]) -> Iterator[tuple[str, list[int]]]:
 
 
 def _place(op: Op) -> tuple[str, str]:
-    return (op.scope, "") if op.scope else ("", op.source)
+    return (op.scope, "") if op.scope else ("", _COLUMN.sub(r"\1", op.source))
 
 
 def _step_name(op: Op) -> str:

@@ -154,6 +154,24 @@ def test_between_meshes_a_tensor_is_sent_once():
     assert sent.tiles.moved_bytes == 8 * 8 * 4 and "by sending 256 B, read by 0#0, 0#1, 1#0" in str(sent)
 
 
+def test_partial_sums_over_an_axis_that_the_other_mesh_does_not_have():
+    program = traced(lambda t: t + t, SQUARE)
+    here = TensorLayout(spec=ShardingSpec.parse("[x,_]+{y}"), mesh=MESH)
+    there = TensorLayout(spec=ShardingSpec.parse("[_,x]"), mesh=device_mesh((4,)), stage=1)
+    joined, sent = place_conversions(program, {"0": here, "out": there}).conversions
+    assert str(joined.target.spec) == "[x,_]" and sent.target == there
+
+
+def test_a_shard_map_is_read_as_the_user_wrote_it():
+    types = (jax.sharding.AxisType.Auto,) * 2
+    mesh = jax.sharding.AbstractMesh((1, 4), ("x", "y"), axis_types=types)
+    split = jax.sharding.PartitionSpec(("x", "y"))
+    program = traced(jax.shard_map(lambda t: t * 2, mesh=mesh, in_specs=split, out_specs=split), SQUARE)
+    specs = follow(program, {"0": "[_,y]"}, device_mesh((1, 4)))
+    (made,) = place_conversions(program, specs).conversions
+    assert (made.side, str(made.target.spec), str(specs[1].spec)) == ("before", "[y,_]", "[y,_]")
+
+
 def test_partial_sums_cannot_be_asked_for():
     program = traced(lambda a, b: a + b, SQUARE, SQUARE)
     with pytest.raises(UnsupportedPattern, match="whole to partial sums"):

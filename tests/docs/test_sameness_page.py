@@ -40,6 +40,7 @@ def test_the_picture_shows_what_jax_and_the_oracle_say(page):
             assert sorted(devices) == np.flatnonzero(held[:, row, column]).tolist()
 
 
+@pytest.mark.medium
 def test_the_picture_is_drawn(page, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(page, "PICTURE", tmp_path / "images" / "map.png")

@@ -24,13 +24,12 @@ from alpa_lite.costs.conversion import Conversions, step_price
 from alpa_lite.costs.layouts import TensorLayout, ends, layouts_of, require_layouts
 from alpa_lite.costs.patterns import unsupported
 from alpa_lite.costs.sameness import Judge
-from alpa_lite.costs.tiles import Placement as Side
-from alpa_lite.costs.tiles import TilePlan, plan_tiles
+from alpa_lite.costs.tiles import Placement, TilePlan, plan_tiles
 from alpa_lite.costs.ways import Way, proven, ways
 from alpa_lite.errors import ArgumentsError
 from alpa_lite.units import format_bytes
 
-Place = Literal["cheaper", "before", "after"]
+Where = Literal["cheaper", "before", "after"]
 DEFAULT_DEVICE = "h100-sxm"  # of meshes for which no engine is given
 NOT_CONVERTED = -1
 
@@ -97,7 +96,7 @@ def place_conversions(
     mesh: DeviceMesh | None = None,
     *,
     conversions: Iterable[Conversions] = (),
-    place: Place = "cheaper",
+    place: Where = "cheaper",
 ) -> PlacedConversions:
     """Where to convert so that every op runs on what lies on its device.
 
@@ -144,7 +143,7 @@ class _Placer:
     program: Program
     layouts: Mapping[int, TensorLayout]
     engines: dict[DeviceMesh, Conversions]
-    place: Place
+    place: Where
     judge: Judge
     placed: list[PlacedConversion] = field(default_factory=list)
     reads: dict[tuple[str, int], TensorLayout] = field(default_factory=dict)
@@ -185,13 +184,13 @@ class _Placer:
         Ties as nvFuser: after an op of one operand, before one of several.
         """
         time_s, moved_bytes, num_before, num_after = self._costs(op, way, given)
-        price = (math.isinf(time_s), moved_bytes, time_s)
+        unreachable = math.isinf(time_s)
         if self.place == "before":
-            return (price[0], num_after, *price, num_before)
+            return (unreachable, num_after, moved_bytes, time_s, num_before)
         if self.place == "after":
-            return (price[0], num_before, *price, num_after)
+            return (unreachable, num_before, moved_bytes, time_s, num_after)
         single = sum(v >= 0 for v in op.inputs) == 1
-        return (*price, num_before + num_after, num_before if single else num_after)
+        return (unreachable, moved_bytes, time_s, num_before + num_after, num_before if single else num_after)
 
     def _costs(self, op: Op, way: Way, given: Way) -> tuple[float, int, int, int]:
         """Time, bytes between meshes, and number before and after the op, of the conversions that a way adds."""
@@ -243,8 +242,8 @@ class _Placer:
             self._plans[key] = plan_tiles(
                 tensor.shape,
                 tensor.itemsize,
-                Side(spec=ShardingSpec(source.spec.dims), mesh=source.mesh, devices=tuple(range(num_source))),
-                Side(spec=target.spec, mesh=target.mesh, devices=tuple(range(first, first + num_target))),
+                Placement(spec=ShardingSpec(source.spec.dims), mesh=source.mesh, devices=tuple(range(num_source))),
+                Placement(spec=target.spec, mesh=target.mesh, devices=tuple(range(first, first + num_target))),
             )
         return self._plans[key]
 

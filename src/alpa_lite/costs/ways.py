@@ -15,6 +15,7 @@ from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.core.program import Op, Program
 from alpa_lite.core.spec import ShardingSpec
 from alpa_lite.costs.layouts import TensorLayout, ends, layouts_of
+from alpa_lite.costs.priced import without_trivial_axes
 from alpa_lite.costs.sameness import Judge
 from alpa_lite.errors import ArgumentsError, UnsupportedPattern
 
@@ -48,23 +49,20 @@ def ways(judge: Judge, path: str, op: Op, given: Way) -> list[Way]:
     """Ways that the given layouts suggest, without duplicates; the last resort, everything whole, is always among them."""
     home = next(layout for layout in given.results if layout is not None)
     if op.layout is not None:
-        return [_fixed(op, given, home)]
+        return [_on(home, given, *shard_map_specs(op, home.mesh))]  # as the user wrote it
     maker = _Maker(judge=judge, path=path, op=op, given=given, home=home)
     return [way for way in dict.fromkeys(maker.all()) if proven(judge, path, op, way)]
 
 
-def _fixed(op: Op, given: Way, home: TensorLayout) -> Way:
-    """As the user's shard_map says."""
-    assert op.layout is not None
-    return Way(
-        operands=tuple(
-            None if g is None else replace(home, spec=s)
-            for g, s in zip(given.operands, op.layout.operands, strict=True)
-        ),
-        results=tuple(
-            None if g is None else replace(home, spec=s) for g, s in zip(given.results, op.layout.results, strict=True)
-        ),
-    )
+def _on(home: TensorLayout, given: Way, operands: Iterable[ShardingSpec], results: Iterable[ShardingSpec]) -> Way:
+    """These specs on the devices of ``home``, wherever there is a tensor."""
+
+    def laid(
+        layouts: tuple[TensorLayout | None, ...], specs: Iterable[ShardingSpec]
+    ) -> tuple[TensorLayout | None, ...]:
+        return tuple(g and replace(home, spec=s) for g, s in zip(layouts, specs, strict=True))
+
+    return Way(operands=laid(given.operands, operands), results=laid(given.results, results))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +108,8 @@ class _Maker:
         used = {axis for axes in splits.values() for axis in axes}
         yield self._way(splits, made, (), ())
         for group in self.op.rule.linear:
-            held = [layout.spec.unreduced for i in group if (layout := self.given.operands[i]) is not None]
+            layouts = [layout for i in group if (layout := self.given.operands[i]) is not None]
+            held = [layout.spec.unreduced for layout in layouts if layout.same_devices(self.home)]
             common = tuple(a for a in (held[0] if held else ()) if all(a in h for h in held) and a not in used)
             if common:
                 yield self._way(splits, made, group, common)
@@ -122,16 +121,16 @@ class _Maker:
             for i, dims in enumerate(self.op.rule.operands)
         ]
         results = [factors.spec(dims, splits, made + passed, mesh) for dims in self.op.rule.results]
-        return Way(
-            operands=tuple(
-                None if g is None else replace(self.home, spec=s)
-                for g, s in zip(self.given.operands, operands, strict=True)
-            ),
-            results=tuple(
-                None if g is None else replace(self.home, spec=s)
-                for g, s in zip(self.given.results, results, strict=True)
-            ),
-        )
+        return _on(self.home, self.given, operands, results)
+
+
+def shard_map_specs(op: Op, mesh: DeviceMesh) -> tuple[list[ShardingSpec], list[ShardingSpec]]:
+    """Of the operands and results of a user's ``shard_map``."""
+    assert op.layout is not None
+    operands, results = (
+        [without_trivial_axes(spec, mesh) for spec in side] for side in (op.layout.operands, op.layout.results)
+    )
+    return operands, results
 
 
 def merged(parts: Iterable[Splits]) -> Splits:
@@ -180,7 +179,7 @@ def follow(
                 layouts[value] = read[i] = replace(home, spec=spec)
         for j, value in enumerate(op.outputs):
             if value >= 0 and value not in layouts:
-                made = op.layout.results[j] if op.layout is not None else None
+                made = shard_map_specs(op, home.mesh)[1][j] if op.layout is not None else None
                 spec = made or _following(judge, str(index), op, read, home, op.rule.results[j])
                 layouts[value] = replace(home, spec=spec)
     return {**layouts}

@@ -12,6 +12,7 @@ import pytest
 import alpa_lite as al
 from alpa_lite.core.rule_text import parse_rule
 from alpa_lite.errors import RuleError
+from alpa_lite.trace.tiles import smallest_split
 from alpa_lite.trace.user_rules import check_tile_shapes
 
 N = 4  # one size for all dims, so that a wrong rule mostly fits in shape and only its values betray it
@@ -119,6 +120,18 @@ def test_minor_factors_are_checked_under_their_major_ones():
     al.rules.check(lambda x: x.reshape(-1, min(4, x.size)), "(a b) -> a b", whole)
     with pytest.raises(RuleError):
         al.rules.check(lambda x: x.reshape(4, -1).T, "(a b) -> a b", whole)
+
+
+def test_factors_before_a_split_one_are_split_completely_in_every_dim():
+    rule = parse_rule("(a b) -> (b a)", a=2).resolve([(8,)], [(8,)])
+    assert smallest_split(rule, 0) == smallest_split(rule, 1) == {0: 2, 1: 4}
+    plain = parse_rule("(a b) c -> a b c", a=2).resolve([(8, 3)], [(2, 4, 3)])
+    assert [smallest_split(plain, f) for f in range(3)] == [{0: 2}, {1: 2, 0: 2}, {2: 3}]
+    whole = parse_rule("(a b) -> a b", a=2, need_replication="a").resolve([(8,)], [(2, 4)])
+    assert smallest_split(whole, 1) is None
+    al.rules.check(
+        lambda x: x.reshape(2, -1), "(a b) -> a b", jax.ShapeDtypeStruct((8,), jnp.float32), need_replication="a"
+    )
 
 
 def test_integers_are_drawn_from_the_arguments_own_values():

@@ -200,9 +200,10 @@ class _Probe:
             return rule
         parts: dict[int, int] = {}
         for number in range(len(found)):
-            more = parts | smallest_split(rule, number)
-            if self.agrees(rule, more):
-                parts = more
+            least = smallest_split(rule, number)
+            assert least is not None, "found factors are the major ones of their dims"
+            if self.agrees(rule, parts | least):
+                parts |= least
         kept = [f for number, f in enumerate(found) if number in parts]
         return rule if len(kept) == len(found) else build_rule(kept, self.operands, self.results)
 

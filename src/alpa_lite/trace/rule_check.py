@@ -5,18 +5,19 @@ Used by ``al.rules.check``, by ``al.rules.probe`` for what it found, and for fun
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from alpa_lite.core.rule import FactorKind, OpShardingRule
+from alpa_lite.core.rule import OpShardingRule
 from alpa_lite.core.rule_text import parse_rule
 from alpa_lite.errors import RuleError
 from alpa_lite.trace.flatten import FlatJaxpr
 from alpa_lite.trace.samples import Sampler
-from alpa_lite.trace.tiles import TileRun, TilesDisagree, difference, smallest_split
+from alpa_lite.trace.tiles import TileRun, TilesDisagree, contiguous, difference, smallest_split
 from alpa_lite.trace.user_rules import operand_structs
 
 ROUNDS = 3
@@ -92,17 +93,19 @@ def compare(whole_run: Callable[..., Sequence[Any]], tile_run: TileRun, sampler:
 
 def _splits(rule: OpShardingRule) -> Iterator[dict[int, int]]:
     """Every factor split as little and as far as possible, then all factors at once."""
-    free = [i for i, f in enumerate(rule.factors) if f.kind is not FactorKind.REPLICATED and f.size > 1]
     together: dict[int, int] = {}
-    for factor in free:
+    for factor in range(len(rule.factors)):
         least = smallest_split(rule, factor)
+        if least is None:
+            continue
         yield least
         together |= {f: n for f, n in least.items() if together.get(f, 1) < n}
-        size = rule.factors[factor].size
-        if size > least[factor] and size <= _MOST_TILES:
-            yield least | {factor: size}
-    if len(free) > 1 and np.prod(list(together.values())) <= _MOST_TILES:
-        yield together
+        most = least | {factor: rule.factors[factor].size}
+        if most != least and math.prod(most.values()) <= _MOST_TILES:
+            yield most
+    joint = contiguous(rule, together)
+    if joint is not None and len(joint) > 1 and math.prod(joint.values()) <= _MOST_TILES:
+        yield joint
 
 
 _MOST_TILES = 256

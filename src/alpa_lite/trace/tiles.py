@@ -33,14 +33,34 @@ class TilesDisagree(Exception):
     """The op on tiles is not the op on whole arrays; the message says how."""
 
 
-def smallest_split(rule: OpShardingRule, factor: int) -> dict[int, int]:
-    """The fewest parts of ``factor``; factors in front of it in a dim are split completely, so that tiles are contiguous."""
-    parts = {factor: _smallest_prime(rule.factors[factor].size)}
-    for dims in (*rule.operands, *rule.results):
-        for dim in dims:
-            if factor in dim:
-                parts |= {f: rule.factors[f].size for f in dim[: dim.index(factor)]}
-    return parts
+def smallest_split(rule: OpShardingRule, factor: int) -> dict[int, int] | None:
+    """The fewest parts of ``factor``, with what must be split beside it; None if it can never be split."""
+    size = rule.factors[factor].size
+    if size < 2 or rule.factors[factor].kind is FactorKind.REPLICATED:
+        return None
+    return contiguous(rule, {factor: _smallest_prime(size)})
+
+
+def contiguous(rule: OpShardingRule, parts: Parts) -> dict[int, int] | None:
+    """``parts``, and every factor that stands before a split one in some dim split completely, or tiles would have gaps.
+
+    None if one of those must stay whole.
+    """
+    out = dict(parts)
+    while True:
+        before = {
+            f
+            for tensor in (*rule.operands, *rule.results)
+            for dim in tensor
+            for last in [max((n for n, f in enumerate(dim) if f in out), default=0)]
+            for f in dim[:last]
+        }
+        if any(rule.factors[f].kind is FactorKind.REPLICATED for f in before):
+            return None
+        more = out | {f: rule.factors[f].size for f in before}
+        if more == out:
+            return out
+        out = more
 
 
 def _smallest_prime(size: int) -> int:

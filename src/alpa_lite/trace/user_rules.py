@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from alpa_lite._jax_compat import Literal
-from alpa_lite.core.rule import FactorKind, OpShardingRule
+from alpa_lite.core.rule import OpShardingRule
 from alpa_lite.core.rule_text import NamedRule, RuleText
 from alpa_lite.errors import RuleError
 from alpa_lite.trace.flatten import FlatJaxpr, FlatOp
@@ -83,10 +83,10 @@ def check_tile_shapes(
     Raises:
         RuleError: they are not those that the rule says, or the op refuses the tile.
     """
-    for number, factor in enumerate(rule.factors):
-        if factor.kind is FactorKind.REPLICATED or factor.size == 1:
-            continue
+    for number in range(len(rule.factors)):
         parts = smallest_split(rule, number)
+        if parts is None:
+            continue
         local = [
             jax.ShapeDtypeStruct(tile_shape(rule, dims, parts, a.shape), a.dtype)
             for dims, a in zip(rule.operands, operands, strict=True)

@@ -190,6 +190,15 @@ def test_a_permute_cuts_the_part_that_is_wanted():
     assert run_all([((before, after), (step,))], shape, made.mesh) == [0]
 
 
+@pytest.mark.parametrize("shape", [(64, 64), (24, 56), (1000, 3000)])
+def test_of_equally_dear_ways_the_shortest_is_taken(shape):
+    mesh = device_mesh((2, 4))
+    made = Conversions(mesh=mesh, costs=cost_model("ring", Cluster.parse("1x8:cpu"), mesh))
+    for before in ("[x.y,_]", "[_,y.x]"):
+        (step,) = made.steps(ShardingSpec.parse(before), ShardingSpec.replicated(2), shape, 4)
+        assert set(step.axes) == {"x", "y"}
+
+
 def test_of_equally_dear_gathers_the_larger_is_along_the_first_dim():
     made = conversions((2, 2))
     for before in ("[x,y]", "[y,x]"):

@@ -42,6 +42,7 @@ _SLICE_S = 1e-12  # a slice moves nothing between devices; the epsilon prefers f
 # Among equal prices, the larger tensor moves along its first dim: along any other one its result has to be copied together.
 _INNER_DIM = 1 + 1e-8
 TIE = 2.0**-16  # the same where prices are whole numbers: sums stay exact, and thousands of slices stay below one unit
+_LESS = 1 - 4e-15  # sums in another order differ by this much
 _SIZED_BY_RESULT = (CollectiveKind.ALL_GATHER, CollectiveKind.COLLECTIVE_PERMUTE)
 
 
@@ -250,7 +251,7 @@ class Conversions:
             offers = best[source[arcs]] + times
             round_best = np.full(len(space.specs), np.inf)
             np.minimum.at(round_best, target[arcs], offers)
-            better = round_best < best - 1e-18
+            better = round_best < best * _LESS - 1e-18
             if not better.any():
                 return via
             winners = np.flatnonzero(better[target[arcs]] & (offers == round_best[target[arcs]]))[::-1]

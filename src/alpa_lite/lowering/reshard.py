@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from alpa_lite.cluster.cluster import Cluster
 from alpa_lite.cluster.hardware import device_name_of_kind
@@ -107,7 +107,9 @@ def _run(
     return jax.shard_map(run, mesh=mesh, in_specs=(before,), out_specs=after, check_vma=False)(x)
 
 
-def conversion_function(chosen: PricedConversion, mesh: Mesh, first: int = 0) -> Callable[[jax.Array], jax.Array]:
+def conversion_function(
+    chosen: PricedConversion, mesh: Mesh | AbstractMesh, first: int = 0
+) -> Callable[[jax.Array], jax.Array]:
     """A conversion as a function of a whole tensor, to be called under ``jax.jit``.
 
     A tensor that is unreduced is represented with a leading dim, split over its unreduced axes, with one partial sum per

@@ -21,7 +21,8 @@ class PlanOptions:
         mesh_shape: shape of the logical device mesh, e.g. (2, 4); None tries every factorisation of the cluster.
         axis_names: names of the mesh axes; None takes those that pins use, else ("x", "y", "z").
         max_axes: number of axes up to which meshes are tried when ``mesh_shape`` is None.
-        memory_budget_bytes: hard limit on the predicted peak per device; None = 0.9 of the device's memory, ``inf`` = none.
+        memory_budget_bytes: hard limit on the predicted peak per device (under "hidet", on the bytes of the weights); None =
+            0.9 of the device's memory, ``inf`` = none.
         costs: cost convention: "roofline" (seconds), "measured" (the same on a calibrated cluster), "alpa", "slapo-2023-05",
             "slapo-head", "hidet" or "ring".
         compute: whether ops are priced beside what is moved; None = the convention's own (only seconds know compute).

@@ -211,7 +211,10 @@ def _search(best: MeshResult) -> tuple[SearchStep, ...]:
     if best.solution is None:
         return ()
     *earlier, end = best.solution.trace
-    falling = tuple(s for s in earlier if s.objective > best.objective)
+    falling: list[SearchStep] = []
+    for step in earlier:  # two that differ in their slices alone may cost the same
+        if step.objective > best.objective and (not falling or step.objective < falling[-1].objective):
+            falling.append(step)
     return (*falling, replace(end, objective=best.objective, lower_bound=best.lower_bound))
 
 

@@ -10,6 +10,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import alpa_lite as al
+from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.errors import AlpaLiteError, SpecError
 
 CLUSTER = al.Cluster.parse("1x8:h100-sxm")
@@ -40,6 +41,8 @@ def test_specs_may_be_given_in_three_forms_and_axes_of_size_one_do_nothing():
     }
     assert len(texts) == 1
     assert al.conversion("[one,_]", P(), (8, 8), mesh=sizes, cluster=CLUSTER).steps == ()
+    device_mesh = DeviceMesh(shape=(2, 1, 4), axis_names=("x", "one", "y"))
+    assert texts == {str(al.conversion("[x,_]+{y}", P("y"), (8, 8), mesh=device_mesh, cluster=CLUSTER))}
 
 
 def test_prices_follow_the_dtype_and_the_cluster():

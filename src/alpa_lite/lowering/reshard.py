@@ -7,7 +7,7 @@ Both ask the engine that the planner asks (``costs/conversion.py``) and run the 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -46,7 +46,7 @@ def conversion(
     Args:
         before, after: ``PartitionSpec``, or the text of a spec like ``"[x,_]+{y}"`` (unreduced over y).
         shape, dtype: of the whole tensor.
-        mesh: sizes by axis name, ``{"x": 2, "y": 4}``, or a ``jax.sharding.Mesh``.
+        mesh: sizes by axis name, ``{"x": 2, "y": 4}``, a ``DeviceMesh``, or a ``jax.sharding.Mesh``.
         cluster: whose links are priced; may be left out for a ``jax.sharding.Mesh``, whose devices are then taken.
         costs: the cost convention, as ``PlanOptions.costs``.
         tensor: its name in error messages.
@@ -62,9 +62,12 @@ def conversion(
         total                             448 KiB  7.27 us
     """
     where = "al.conversion"
-    device_mesh = read_mesh(dict(mesh.shape) if hasattr(mesh, "shape") else mesh, f"{where} (mesh)")
+    if isinstance(mesh, DeviceMesh):
+        device_mesh = mesh
+    else:
+        device_mesh = read_mesh(dict(mesh.shape) if hasattr(mesh, "shape") else mesh, f"{where} (mesh)")
     if cluster is None:
-        cluster = _cluster_of(mesh)
+        cluster = _cluster_of(mesh, device_mesh)
     made = Conversions(mesh=device_mesh, costs=cost_model(costs, cluster, device_mesh))
     kind = np.dtype(dtype)
     old = _read(before, shape, device_mesh, tensor, f"{where} (before)")
@@ -158,22 +161,18 @@ def _read(spec: SpecLike, shape: tuple[int, ...], mesh: DeviceMesh, tensor: str,
     return read_spec(entries, sorted(spec.unreduced), shape, mesh, tensor, where)
 
 
-def _cluster_of(mesh: Any) -> Cluster:
+def _cluster_of(mesh: Any, device_mesh: DeviceMesh) -> Cluster:
     """The devices of a ``jax.sharding.Mesh`` as a cluster, hosts being processes."""
     if not isinstance(mesh, Mesh):
         raise SpecError(
-            f"al.conversion was given the mesh {mesh} and no cluster. Prices need links: give a jax.sharding.Mesh of real "
-            f"devices, or name the cluster. Add for example cluster=al.Cluster.parse('1x{math.prod(_sizes(mesh))}:h100-sxm')."
+            f"al.conversion was given the mesh {device_mesh} and no cluster. Prices need links: give a jax.sharding.Mesh "
+            f"of real devices, or name the cluster. Add for example "
+            f"cluster=al.Cluster.parse('1x{device_mesh.num_devices}:h100-sxm')."
         )
     devices = mesh.devices.flatten()
     hosts = len({d.process_index for d in devices})
     name = device_name_of_kind(devices[0].platform, devices[0].device_kind)
     return Cluster.of(name, num_hosts=hosts, devices_per_host=math.ceil(len(devices) / hosts))
-
-
-def _sizes(mesh: Any) -> tuple[int, ...]:
-    shape: Mapping[str, int] = mesh.shape if hasattr(mesh, "shape") else mesh
-    return tuple(shape.values())
 
 
 def _describe(x: Any, sharding: Any) -> str:

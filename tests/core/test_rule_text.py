@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from jax.experimental.custom_partitioning import custom_partitioning
 
-from alpa_lite.core.rule_text import NamedRule, RuleText, parse_rule, suggest
+from alpa_lite.core.rule_source import suggest
+from alpa_lite.core.rule_text import NamedRule, RuleText, parse_rule
 from alpa_lite.errors import AlpaLiteError, RuleError
 
 

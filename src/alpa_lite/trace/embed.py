@@ -7,18 +7,31 @@ The shard stands in its place in a whole operand; everything outside is noise (f
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
+from alpa_lite.core.rule import FactorKind
 from alpa_lite.trace.influence import block_slice
 from alpa_lite.trace.samples import Sampler
 from alpa_lite.trace.tiles import JOINS, close
 
-if TYPE_CHECKING:
-    from alpa_lite.trace.probe import Found
-
 _BLOCKS = 6  # of a fine split that are looked at
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """One factor under test: the dim of each operand and result that it splits (None: whole), and what joins the parts."""
+
+    operands: tuple[int | None, ...]
+    results: tuple[int | None, ...]
+    reduce_op: str = ""
+    size: int
+
+    @property
+    def kind(self) -> FactorKind:
+        return FactorKind.REDUCTION if self.reduce_op else FactorKind.PASS_THROUGH
 
 
 def embedded_agrees(fn: Callable[..., Sequence[Any]], sampler: Sampler, found: Found) -> bool:

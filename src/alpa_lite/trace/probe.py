@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ import numpy as np
 
 from alpa_lite.core.rule import Factor, FactorKind, OpShardingRule
 from alpa_lite.errors import RuleError
-from alpa_lite.trace.embed import embedded_agrees
+from alpa_lite.trace.embed import Found, embedded_agrees
 from alpa_lite.trace.influence import Influence, Place, influence
 from alpa_lite.trace.rule_check import ROUNDS, compare, flat_function
 from alpa_lite.trace.samples import Sampler
@@ -29,20 +29,6 @@ Shapes = Sequence[tuple[int, ...]]
 _MOST_TILES = 1024
 _MOST_CHOICES = 4096  # of dims to split together; beyond, for functions of very many operands, dims stay whole
 _MOST_BYTES = 2**28  # of all partial results at once
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
-    """One factor under test: the dim of each operand and result that it splits (None: whole), and what joins the parts."""
-
-    operands: tuple[int | None, ...]
-    results: tuple[int | None, ...]
-    reduce_op: str = ""
-    size: int
-
-    @property
-    def kind(self) -> FactorKind:
-        return FactorKind.REDUCTION if self.reduce_op else FactorKind.PASS_THROUGH
 
 
 def probe(

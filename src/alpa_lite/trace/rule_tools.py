@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from alpa_lite.core.one_axis import OneAxisRule, enumerate_sharded
-from alpa_lite.core.rule_text import suggest
+from alpa_lite.core.rule_source import suggest
 from alpa_lite.trace.coverage import Coverage, CoverageRow, coverage
 from alpa_lite.trace.probe import probe
 from alpa_lite.trace.rule_check import check

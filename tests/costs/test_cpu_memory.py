@@ -211,6 +211,7 @@ def num_copies(g: InstructionGraph) -> int:
         ("bmk,bkn->bmn", (3, 8, 4), (3, 4, 6), 0),
         ("bsd,df->bsf", (3, 8, 4), (4, 6), 0),
         ("bsd,bsf->df", (3, 8, 4), (3, 8, 6), 1),  # the gradient of a kernel contracts leading dims
+        ("bsd,bsf->df", (1, 8, 4), (1, 8, 6), 0),  # which are one here
         ("bshd,bthd->bhst", (2, 3, 4, 5), (2, 6, 4, 5), 2),  # heads stand between the dims of the matmul
     ],
 )

@@ -83,9 +83,8 @@ class _Run:
             if position >= 0 and (position in self.donated if self.donated is not None else self.in_place(root, free)):
                 continue
             result = position >= 0 and self.donated is not None
-            lo = min(
-                [lo, *(self.start[o] for o in self.fusions[root].reads if self.nodes[o].bodies)]
-            )  # branches write it
+            branches = [o for o in self.fusions[root].reads if self.nodes[o].bodies]  # they write their result
+            lo = min([lo, *(self.start[o] for o in branches)])
             self.buffers.append(Buffer(self.nodes[root], lo, max(free[root], lo + 1), size, result))
         return time
 

@@ -20,6 +20,7 @@ from alpa_lite.core.conversion import Conversion, Step
 from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.core.program import Op, Program
 from alpa_lite.core.spec import ShardingSpec
+from alpa_lite.costs.dim_orders import conv_orders, dot_orders
 from alpa_lite.plan.records import OpDecision
 
 _VIEWS = frozenset(["reshape", "squeeze", "expand_dims", "stop_gradient", "pin", "copy", "optimization_barrier"])
@@ -268,7 +269,7 @@ class _Region:
 
     def contraction(self, op: Op, decision: OpDecision, reads: list[int]) -> None:
         """A matmul or convolution reads its operands in the library's order of dims, transposed first where need be."""
-        orders = _dot_orders(op) if op.primitive == "dot_general" else _conv_orders(op, self.program)
+        orders = dot_orders(op) if op.primitive == "dot_general" else conv_orders(op, self.program)
         for position, order in enumerate(orders[:2]):
             if order != tuple(range(len(order))):
                 value, spec = op.inputs[position], decision.operands[position]
@@ -387,60 +388,3 @@ def _first_carry(op: Op) -> int:
 
 def _drop_leading(spec: ShardingSpec) -> ShardingSpec:
     return ShardingSpec(spec.dims[1:], spec.unreduced)
-
-
-def _dot_orders(op: Op) -> tuple[tuple[int, ...], ...]:
-    """How the dims of both operands are reordered: batch first, then kept dims and contracted ones."""
-    left, right = ([frozenset(dim) for dim in dims] for dims in op.rule.operands)
-    result = [frozenset(dim) for dim in op.rule.results[0]]
-
-    def roles(mine: list[frozenset[int]], other: list[frozenset[int]]) -> tuple[list[int], list[int], list[int]]:
-        batch = [i for dim in result for i, own in enumerate(mine) if own and own == dim and own in other]
-        contracted = [i for i, own in enumerate(mine) if own and own in other and own not in result]
-        kept = [i for i in range(len(mine)) if i not in batch and i not in contracted]
-        return batch, kept, contracted
-
-    (batch, kept, contracted), (batch_r, kept_r, contracted_r) = roles(left, right), roles(right, left)
-    contracted_r = [right.index(left[i]) for i in contracted]
-    same = tuple(range(len(result)))
-
-    def order(size: int, batch: list[int], kept: list[int], contracted: list[int], swap: bool) -> tuple[int, ...]:
-        # One kept and one contracted dim behind the batch: the library reads either order (``TransposeFolding``).
-        if batch == list(range(len(batch))) and len(kept) <= 1 and len(contracted) == 1:
-            return tuple(range(size))
-        return (*batch, *contracted, *kept) if swap else (*batch, *kept, *contracted)
-
-    return (
-        order(len(left), batch, kept, contracted, swap=False),
-        order(len(right), batch_r, kept_r, contracted_r, swap=True),
-        same,
-    )
-
-
-def _conv_orders(op: Op, program: Program) -> tuple[tuple[int, ...], ...]:
-    """Images lie as (batch, space, features), kernels as (space, in, out).
-
-    A kernel that covers more space than the image changes places with it and is reversed
-    (``AlgebraicSimplifierVisitor::SwapConvOperands``).
-    """
-    image, kernel, result = ([frozenset(dim) for dim in dims] for dims in (*op.rule.operands, op.rule.results[0]))
-
-    def of(mine: list[frozenset[int]], other: list[frozenset[int]], third: list[frozenset[int]]) -> list[int]:
-        return [i for i, own in enumerate(mine) if own and own in other and own not in third][:1]
-
-    def order(rank: int, first: list[int], last: list[int]) -> tuple[int, ...]:
-        return (*first, *(i for i in range(rank) if i not in first and i not in last), *last)
-
-    shapes = [program.values[i].shape if i >= 0 else () for i in (*op.inputs, *op.outputs)]
-    ends = [
-        (of(image, result, kernel), of(image, kernel, result)),
-        ([], [*of(kernel, image, result), *of(kernel, result, image)]),
-        (of(result, image, kernel), of(result, kernel, image)),
-    ]
-    space = [
-        math.prod(n for i, n in enumerate(s) if i not in (*e[0], *e[1])) for s, e in zip(shapes, ends, strict=True)
-    ]
-    if space[1] > space[0]:
-        same = tuple(range(len(image)))
-        return same, same[::-1], same
-    return tuple(order(len(s), *e) for s, e in zip(shapes, ends, strict=True))

@@ -136,7 +136,9 @@ def test_required_sharding_of_contractions(name):
 
 
 def test_unknown_convention_and_unknown_kind():
-    with pytest.raises(AlpaLiteError, match=r"costs='magic' is not a cost convention.*'roofline', .*'alpa'.*PlanOptions"):
+    with pytest.raises(
+        AlpaLiteError, match=r"costs='magic' is not a cost convention.*'roofline', .*'alpa'.*PlanOptions"
+    ):
         cost_model("magic", CLUSTER, line(8))
     with pytest.raises(AlpaLiteError, match=r"forbid contains 'allgather'.*all-gather.*PlanOptions.forbid"):
         cost_model("roofline", CLUSTER, line(8), forbid=("allgather",))

@@ -18,7 +18,8 @@ from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.core.spec import ShardingSpec
 from alpa_lite.costs.conventions import cost_model
 from alpa_lite.costs.conversion import Conversions, step_size_bytes
-from alpa_lite.lowering.collectives import keep_on_first, permutation, run_step, tile_index
+from alpa_lite.costs.permutes import permutation
+from alpa_lite.lowering.collectives import keep_on_first, run_step, tile_index
 from benchmarks.conversion_pairs import all_pairs, one_per_class
 from tests.compiling import QUICK_COMPILE
 from tests.conversion_runs import check_conversions
@@ -184,7 +185,7 @@ def test_a_permute_cuts_the_part_that_is_wanted():
     (step,) = made.steps(before, after, shape, 4)
     assert step.kind is CollectiveKind.COLLECTIVE_PERMUTE
     assert step_size_bytes(step, shape, 4, made.mesh) == 8 * 16 * 4 // 8
-    pairs, parts = permutation(before, after, step.axes, made.mesh)
+    pairs, parts = permutation(before, after, made.mesh)
     assert sorted(target for _, target in pairs) == sorted(source for source, _ in pairs) == list(range(8))
     assert len({(source // 4, part) for (source, _), part in zip(pairs, parts, strict=True)}) == 8
     assert run_all([((before, after), (step,))], shape, made.mesh) == [0]
@@ -197,6 +198,14 @@ def test_of_equally_dear_ways_the_shortest_is_taken(shape):
     for before in ("[x.y,_]", "[_,y.x]"):
         (step,) = made.steps(ShardingSpec.parse(before), ShardingSpec.replicated(2), shape, 4)
         assert set(step.axes) == {"x", "y"}
+
+
+def test_a_permute_names_the_axes_that_it_crosses():
+    """All of them change a dim that z splits, but tiles may travel along other axes only."""
+    steps = {(str(s.before), str(s.after)): s for s in conversions((2, 2, 2)).space(1).steps}
+    assert steps["[x.y.z]", "[y.x.z]"].axes == ("x", "y")
+    assert steps["[x.y.z]", "[x.z.y]"].axes == ("y", "z")
+    assert steps["[x.y.z]", "[z.x.y]"].axes == ("x", "y", "z")
 
 
 def test_of_equally_dear_gathers_the_larger_is_along_the_first_dim():

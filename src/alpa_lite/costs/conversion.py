@@ -10,7 +10,7 @@ all-gather          drop the last axes of a dim                 all-gather over 
 all-to-all          move the last axes of a dim behind another  all-to-all over them
 all-reduce          drop unreduced axes                         all-reduce over them
 reduce-scatter      move unreduced axes behind a dim            reduce-scatter over them
-collective-permute  other tiles, whole or cut from the old ones collective-permute over the axes that changed
+collective-permute  other tiles, whole or cut from the old ones collective-permute over the axes crossed
 =================== =========================================== =============================================
 
 A collective-permute moves tiles of the new spec: where the old tiles are larger, each of the devices that hold the same
@@ -34,6 +34,7 @@ from alpa_lite.core.collective import CollectiveKind
 from alpa_lite.core.conversion import Step
 from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.core.spec import ShardingSpec
+from alpa_lite.costs.permutes import moved_axes
 
 if TYPE_CHECKING:
     from alpa_lite.costs.model import CostModel
@@ -81,13 +82,16 @@ class SpecSpace:
     def _permutes(self) -> Iterator[Step]:
         kinds = {spec.unreduced: i for i, spec in enumerate(self.specs)}
         unreduced = np.array([kinds[spec.unreduced] for spec in self.specs])
+        known: dict[tuple[object, ...], tuple[str, ...]] = {}  # the order of dims does not matter
         finer = (self.parts[None] % self.parts[:, None] == 0).all(axis=2) & (unreduced[:, None] == unreduced[None])
         for a, b in np.argwhere(finer):
             before, after = self.specs[a], self.specs[b]
-            changed = [pair for pair in zip(before.dims, after.dims, strict=True) if pair[0] != pair[1]]
+            changed = sorted(pair for pair in zip(before.dims, after.dims, strict=True) if pair[0] != pair[1])
             if all(new[: len(old)] == old for old, new in changed):
                 continue  # slices do it
-            axes = self.mesh.sort_axes({x for old, new in changed for x in old + new})
+            axes = known.get(key := tuple(changed))
+            if axes is None:
+                axes = known[key] = moved_axes(before, after, self.mesh)
             yield Step(kind=CollectiveKind.COLLECTIVE_PERMUTE, axes=axes, before=before, after=after)
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -17,7 +15,7 @@ from jax import lax
 from alpa_lite.core.collective import CollectiveKind
 from alpa_lite.core.conversion import Step
 from alpa_lite.core.mesh import DeviceMesh
-from alpa_lite.core.spec import ShardingSpec
+from alpa_lite.costs.permutes import changed_axes, permutation
 
 _MAX_PIECES = 16  # further ones make the program long for little
 
@@ -100,57 +98,16 @@ def _cut(x: jax.Array, starts: list[Any], sizes: list[int]) -> jax.Array:
 
 def _permute(x: jax.Array, step: Step, mesh: DeviceMesh) -> jax.Array:
     """Each device cuts out the part of its tile that another one wants, then the parts change places."""
-    pairs, parts = permutation(step.before, step.after, step.axes, mesh)
+    pairs, parts = permutation(step.before, step.after, mesh)
+    axes = changed_axes(step.before, step.after, mesh)
     cuts = np.array(
         [mesh.axes_size(a) // mesh.axes_size(b) for a, b in zip(step.after.dims, step.before.dims, strict=True)]
     )
     if (cuts > 1).any():
         sizes = [size // cut for size, cut in zip(x.shape, cuts.tolist(), strict=True)]
-        starts = jnp.asarray(np.array(parts) * sizes, dtype=jnp.int32)[tile_index(step.axes, mesh)]
+        starts = jnp.asarray(np.array(parts) * sizes, dtype=jnp.int32)[tile_index(axes, mesh)]
         x = _cut(x, list(starts), sizes)
-    return lax.ppermute(x, step.axes, pairs)
-
-
-def permutation(
-    before: ShardingSpec, after: ShardingSpec, axes: tuple[str, ...], mesh: DeviceMesh
-) -> tuple[list[tuple[int, int]], list[tuple[int, ...]]]:
-    """How tiles of ``before`` become tiles of ``after``, each of which lies inside one of ``before``.
-
-    Returns:
-        (source, target) pairs of devices, numbered along ``axes``: a bijection, in which devices keep their tile where
-        they can and the rest are paired in order. And per source, which part of its tile it sends, counted per dim.
-    """
-    sizes = [mesh.axis_size(a) for a in axes]
-    cuts = [mesh.axes_size(a) // mesh.axes_size(b) for a, b in zip(after.dims, before.dims, strict=True)]
-    holders: dict[Any, list[int]] = defaultdict(list)
-    wanting: dict[Any, list[int]] = defaultdict(list)
-    wanted = []
-    for number, coords in enumerate(itertools.product(*map(range, sizes))):
-        at = dict(zip(axes, coords, strict=True))
-        holders[_tile(before, at, mesh)].append(number)
-        wanted.append(_tile(after, at, mesh))
-        wanting[tuple(i // cut for i, cut in zip(wanted[-1], cuts, strict=True))].append(number)
-    pairs = []
-    for tile, targets in wanting.items():
-        sources = holders[tile]
-        stay = set(sources) & set(targets)
-        pairs += [(d, d) for d in stay]
-        moved = zip([s for s in sources if s not in stay], [t for t in targets if t not in stay], strict=True)
-        pairs += list(moved)
-    pairs.sort()
-    parts = [tuple(i % cut for i, cut in zip(wanted[target], cuts, strict=True)) for _, target in pairs]
-    return pairs, parts
-
-
-def _tile(spec: ShardingSpec, at: dict[str, int], mesh: DeviceMesh) -> tuple[int, ...]:
-    """Tile coordinates of a device; axes that do not take part in the permutation count as 0."""
-    tile = []
-    for dim in spec.dims:
-        index = 0
-        for axis in dim:
-            index = index * mesh.axis_size(axis) + at.get(axis, 0)
-        tile.append(index)
-    return tuple(tile)
+    return lax.ppermute(x, axes, pairs)
 
 
 def keep_on_first(x: jax.Array, axes: tuple[str, ...], mesh: DeviceMesh) -> jax.Array:

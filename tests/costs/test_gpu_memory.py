@@ -13,7 +13,7 @@ from alpa_lite.core.program import Program
 from alpa_lite.costs.dim_order import reordering_ops
 from alpa_lite.costs.fusion import fused_values
 from alpa_lite.costs.late_order import late_order
-from alpa_lite.costs.memory import timeline
+from alpa_lite.costs.memory import Order, timeline
 from alpa_lite.trace.program import trace
 
 
@@ -94,19 +94,25 @@ def test_reordering_adds_a_second_buffer_for_a_moment() -> None:
     program = softmax_gradient(transposed=True)
     copies = [i for i in timeline(program).intervals if i.copy]
     assert copies and all(i.hi == i.lo + 1 for i in copies)
-    assert not [i for i in timeline(program, breadth_first=True).intervals if i.copy]
+    assert not [i for i in timeline(program, Order.BREADTH_FIRST).intervals if i.copy]
 
 
-def test_gpu_repeats_exp_but_not_tanh() -> None:
+@pytest.mark.parametrize(
+    ("dtype", "size", "exp_kept", "tanh_kept"),
+    [("bfloat16", 2048, False, True), ("bfloat16", 16, False, False), ("float32", 2048, False, False)],
+)
+def test_gpu_keeps_only_large_dear_values_in_half_precision(
+    dtype: str, size: int, exp_kept: bool, tanh_kept: bool
+) -> None:
     def fn(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        y = jnp.sin(x @ x)
+        y = x @ x
         e, t = jnp.exp(y), jnp.tanh(y)
-        return (e.sum(0) + e.sum(1), t.sum(0) + t.sum(1))
+        return (e.max(0) + e.max(1), t.max(0) + t.max(1))
 
-    program = program_of(fn, (16, 16))
+    program = trace(fn, (jax.ShapeDtypeStruct((size, size), dtype),), {}).program
     made = {op.primitive: op.outputs[0] for op in program.ops}
     on_gpu, on_cpu = fused_values(program, gpu=True), fused_values(program)
-    assert on_gpu[made["exp"]] and not on_gpu[made["tanh"]]
+    assert (on_gpu[made["exp"]], on_gpu[made["tanh"]]) == (not exp_kept, not tanh_kept)
     assert not on_cpu[made["exp"]] and not on_cpu[made["tanh"]]
 
 

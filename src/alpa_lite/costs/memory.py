@@ -5,15 +5,17 @@ followed: arguments and results have buffers of their own for the whole step (a 
 everything else is temporary and lives from the op that makes it to its last reader. Values that fusion never stores
 (``fusion.py``) have no bytes, but keep their operands alive until they are read themselves.
 
-XLA:GPU runs side branches late (``late_order.py``). XLA:CPU runs them breadth first, to keep its threads
+XLA:GPU runs side branches late (``late_order.py``) where there are collectives to hide, else about in program order, which
+needs little memory. XLA:CPU runs them breadth first, to keep its threads
 busy: every op as soon as its operands exist, so what depends on arguments and constants alone is made at the start. For CPU
 this is what the ILP bounds; the profile of a decided plan follows XLA:CPU instruction by instruction (``buffers.py``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 import numpy as np
 
@@ -21,6 +23,18 @@ from alpa_lite.core.program import Op, Program
 from alpa_lite.costs.dim_order import reordering_ops
 from alpa_lite.costs.fusion import fused_values, reuses_operand
 from alpa_lite.costs.late_order import late_order
+
+
+class Order(StrEnum):
+    """In which order a compiler runs the ops of a program."""
+
+    PROGRAM = "program"
+    LATE = "late"  # XLA:GPU with collectives
+    BREADTH_FIRST = "breadth-first"  # XLA:CPU
+
+    @property
+    def on_cpu(self) -> bool:
+        return self is Order.BREADTH_FIRST
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +63,10 @@ class Timeline:
         read_end: op path -> until when its operands must last (a fused op reads them where its result is read).
         made: (region, value) -> when it exists, for every value.
         region_end: path prefix of a program -> time after its last op.
-        breadth_first: whether ops run as soon as they can; else side branches run late.
+        order: in which ops run.
     """
 
-    breadth_first: bool = False
+    order: Order
     made: dict[tuple[str, int], int] = field(default_factory=dict)
 
     start: dict[str, int] = field(default_factory=dict)
@@ -64,9 +78,9 @@ class Timeline:
     region_end: dict[str, int] = field(default_factory=dict)
 
 
-def timeline(program: Program, *, breadth_first: bool = False) -> Timeline:
+def timeline(program: Program, order: Order = Order.PROGRAM) -> Timeline:
     """Times and temporaries of a whole program."""
-    result = Timeline(breadth_first=breadth_first)
+    result = Timeline(order=order)
     _number(program, "", result)
     result.num_times = max(result.num_times, 1)
     _live(program, "", 0, result.num_times, result)
@@ -74,7 +88,7 @@ def timeline(program: Program, *, breadth_first: bool = False) -> Timeline:
 
 
 def _number(program: Program, prefix: str, out: Timeline) -> None:
-    for index in _order(program) if out.breadth_first else late_order(program):
+    for index in _ORDERS[out.order](program):
         op, path = program.ops[index], f"{prefix}{index}"
         out.start[path] = out.num_times
         out.num_times += 1
@@ -84,7 +98,7 @@ def _number(program: Program, prefix: str, out: Timeline) -> None:
     out.region_end[prefix] = out.num_times
 
 
-def _order(program: Program) -> list[int]:
+def _breadth_first(program: Program) -> list[int]:
     """Ops by the number of stored results on the longest way to them; fused ops go with what they read."""
     fused = fused_values(program)
     depth: dict[int, int] = {}
@@ -96,9 +110,16 @@ def _order(program: Program) -> list[int]:
     return sorted(range(len(level)), key=level.__getitem__)
 
 
+_ORDERS: dict[Order, Callable[[Program], Iterable[int]]] = {
+    Order.PROGRAM: lambda program: range(len(program.ops)),
+    Order.LATE: late_order,
+    Order.BREADTH_FIRST: _breadth_first,
+}
+
+
 def _live(program: Program, prefix: str, lo: int, hi: int, out: Timeline) -> None:
     """Intervals of one region that runs during [lo, hi)."""
-    fused = fused_values(program, gpu=not out.breadth_first)
+    fused = fused_values(program, gpu=not out.order.on_cpu)
     last: dict[int, int] = {v: hi for v in program.outputs if v >= 0}
     for index in range(len(program.ops) - 1, -1, -1):
         op = program.ops[index]
@@ -122,13 +143,13 @@ def _live(program: Program, prefix: str, lo: int, hi: int, out: Timeline) -> Non
             _live(body, f"{path}.{b}.", out.start[path] + 1, out.end[path], out)
         for position, o in enumerate(op.outputs):
             # What a scan stacks up is written into a buffer of zeros, which depends on nothing.
-            stacked = out.breadth_first and op.primitive == "scan" and position >= op.num_carry
+            stacked = out.order.on_cpu and op.primitive == "scan" and position >= op.num_carry
             begin = lo if stacked else out.start[path]
             out.made[(prefix, o)] = min(out.end[path], out.num_times - 1)
             if o < 0 or fused[o] or o in outside or _is_view(op):
                 continue
             out.intervals.append(Interval(prefix, o, begin, max(last.get(o, 0), out.start[path] + 1)))
-    if not out.breadth_first:
+    if not out.order.on_cpu:
         for index in reordering_ops(program):
             start = out.start[f"{prefix}{index}"]
             out.intervals.append(Interval(prefix, program.ops[index].outputs[0], start, start + 1, copy=True))

@@ -51,7 +51,7 @@ def memory_profile(
     totals = _totals(program, mesh, in_specs, out_specs, roles)
     shapes = {program.values[v].shape for v, r in zip(program.inputs, roles, strict=True) if r is LeafRole.PARAMETER}
     base = sum(totals.values())
-    if line.breadth_first:
+    if line.order.on_cpu:
         graph = instruction_graph(
             program, mesh, in_specs=in_specs, out_specs=out_specs, decisions=decisions, conversions=conversions
         )

@@ -251,7 +251,7 @@ class Pricer:
         leaves = [(node, value, 0) for node, value in zip(self.graph.inputs, self.program.inputs, strict=True)]
         # Before a result exists, XLA:CPU puts temporaries into its memory.
         leaves += [
-            (node, value, timeline.made.get(("", value), 0) if timeline.breadth_first else 0)
+            (node, value, timeline.made.get(("", value), 0) if timeline.order.on_cpu else 0)
             for o, (node, value) in enumerate(zip(self.graph.outputs, self.program.outputs, strict=True))
             if o not in donated and value >= 0
         ]
@@ -293,7 +293,7 @@ class Pricer:
         node = self.graph.nodes[link.copy]
         assert node.pairs is not None
         lo = timeline.start.get(link.consumers[0].path, timeline.num_times - 1)
-        if timeline.breadth_first:
+        if timeline.order.on_cpu:
             lo = timeline.made.get((link.region, link.value), lo)
         hi = timeline.last_read.get((link.region, link.value), lo + 1)
         key = ("copy", id(node.pairs), link.shape, link.itemsize)

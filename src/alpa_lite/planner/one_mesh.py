@@ -19,7 +19,7 @@ from alpa_lite.core.program import Program
 from alpa_lite.core.spec import ShardingSpec
 from alpa_lite.costs.conventions import cost_model
 from alpa_lite.costs.conversion import TIE, Conversions
-from alpa_lite.costs.memory import Timeline
+from alpa_lite.costs.memory import Order, Timeline, timeline
 from alpa_lite.costs.model import CostModel
 from alpa_lite.costs.profile import PeakReport, memory_profile
 from alpa_lite.intraop.decisions import DecisionGraph, build_graph
@@ -125,7 +125,7 @@ def plan_on_mesh(task: MeshTask, cluster: Cluster, mesh: DeviceMesh, *, cutoff: 
     limit = None if math.isinf(task.budget) else int(task.budget)
     best: MeshResult | None = None
     # For CPU the constraint is an estimate of what is then counted, so that what fits without it is taken first.
-    constrained = not task.line.breadth_first
+    constrained = not task.line.order.on_cpu
     for _ in range(_MEMORY_ROUNDS + (not constrained)):
         line = task.line if limit is not None and constrained and rules.budget == "peak" else None
         problem = pricer.problem(allowed=allowed, timeline=line, usage_limit=limit)
@@ -254,9 +254,10 @@ def _write_out(
             budgeted=costs.rules.budget,
         )
     written = realise(task.program, graph, solution.choice, costs)
+    late = task.line.order is Order.LATE
     peak = memory_profile(
         task.program,
-        task.line,
+        timeline(task.program) if late and not written.collectives else task.line,
         mesh,
         in_specs=written.in_specs,
         out_specs=written.out_specs,

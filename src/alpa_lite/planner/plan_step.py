@@ -15,7 +15,7 @@ from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.core.program import Program, Value
 from alpa_lite.core.rule import FactorKind
 from alpa_lite.costs.counted import SINGLE_AXIS
-from alpa_lite.costs.memory import timeline
+from alpa_lite.costs.memory import Order, timeline
 from alpa_lite.costs.profile import roles_of
 from alpa_lite.errors import AlpaLiteError, PinError, SolverError
 from alpa_lite.plan.check import check_plan
@@ -59,7 +59,7 @@ def plan_step(
     """
     budget = options.memory_budget_bytes
     budget = BUDGET_SHARE * cluster.device.memory_bytes if budget is None else budget
-    line = timeline(program, breadth_first=cluster.device.platform == "cpu")
+    line = timeline(program, Order.BREADTH_FIRST if cluster.device.platform == "cpu" else Order.LATE)
     task = MeshTask(program=program, line=line, roles=roles_of(program), pins=pins, options=options, budget=budget)
     results: list[MeshResult] = []
     tried: dict[DeviceMesh, MeshCandidate] = {}

@@ -108,6 +108,7 @@ HAND_SCHEMES = {
 }
 
 
+@pytest.mark.medium
 def test_slapo_eight_hand_schemes():
     """The same output whichever scheme; predicted and measured ranking are printed (-s)."""
     keys = jax.random.split(jax.random.key(0), 3)
@@ -197,6 +198,7 @@ def test_tvm_partial_to_replicated_and_to_split():
     assert (names(scattered), scattered.sent_bytes) == (["reduce-scatter"], volume * (n - 1) // n)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("rank", "coarse", "fine"), [(2, 81, 121), (3, 256, 361)])
 def test_tvm_meshes_of_two_axes(rank, coarse, fine):
     """All ordered pairs on 2x2, run; ``coarse`` counts (x,y) and (y,x) on one dim as one spec."""
@@ -297,6 +299,7 @@ def test_tvm_reference_lowering_llama_attention(length):
 # nvFuser, table 1.5
 
 
+@pytest.mark.medium
 def test_nvfuser_two_axes_at_once():
     """A priced sequence for every pair that changes two axes, (x,y)->(y,x) too; the runs are those of TVM's row."""
     for rank in (2, 3):

@@ -1,4 +1,7 @@
-"""Conversions between specs: every pair executed on 8 virtual devices, and laws of the price table."""
+"""Conversions between specs: pairs run on 8 virtual devices, and laws of the price table.
+
+The fast tests run at most 500 pairs, nearly all of them in tests/acceptance/test_redistribution.py; ``-m slow`` runs all.
+"""
 
 from __future__ import annotations
 
@@ -85,15 +88,7 @@ def test_partial_sums_reach_everything_they_can():
     pairs = [p for p in reachable(made, shape) if p[0].unreduced]
     assert set(pairs) == {p for p in all_pairs(made.mesh, 2) if p[0].unreduced and p[0] != p[1]}
     rng = np.random.default_rng(0)
-    check_conversions(made, [pairs[i] for i in rng.choice(len(pairs), 10, replace=False)], shape)
-
-
-@pytest.mark.parametrize(("mesh", "shape"), [((2, 2, 2), (8, 16)), ((2, 4), (8, 8, 8))])
-def test_samples_on_larger_meshes_under_random_prices(mesh, shape):
-    made = conversions(mesh, RandomCosts(0))
-    pairs = reachable(made, shape)
-    rng = np.random.default_rng(0)
-    check_conversions(made, [pairs[i] for i in rng.choice(len(pairs), 6, replace=False)], shape)
+    check_conversions(made, [pairs[i] for i in rng.choice(len(pairs), 3, replace=False)], shape)
 
 
 @pytest.mark.slow

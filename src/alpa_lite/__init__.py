@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from alpa_lite.api import ParallelStep as ParallelStep
     from alpa_lite.api import PlanTarget as PlanTarget
     from alpa_lite.api import graph as graph
+    from alpa_lite.api import load_export as load_export
     from alpa_lite.api import load_plan as load_plan
     from alpa_lite.api import parallelize as parallelize
     from alpa_lite.api import plan as plan
@@ -46,6 +47,7 @@ _PUBLIC = {
     "PlanTarget": "alpa_lite.api",
     "conversion": "alpa_lite.lowering.reshard",
     "graph": "alpa_lite.api",
+    "load_export": "alpa_lite.api",
     "load_plan": "alpa_lite.api",
     "parallelize": "alpa_lite.api",
     "pin": "alpa_lite.trace.pin_op",

@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,6 +20,8 @@ from alpa_lite.core.spec import ShardingSpec
 from alpa_lite.costs.profile import roles_of
 from alpa_lite.errors import AlpaLiteError, ArgumentsError, TraceError
 from alpa_lite.executor.calibrate import local_cluster
+from alpa_lite.executor.export import check_target, write_export
+from alpa_lite.executor.load_export import ExportedPart, load_part
 from alpa_lite.executor.local import CompiledStep, RunnableStep, SignatureChanged, local_mesh, runnable
 from alpa_lite.executor.verify_plan import VerifyReport, verify_plan
 from alpa_lite.intraop.restrict import weight_positions
@@ -77,7 +80,13 @@ class _Trees:
 
     in_tree: Any = None
     out_tree: Any = None
-    jit: Any = None
+    in_shapes: tuple[jax.ShapeDtypeStruct, ...] = ()
+
+    @classmethod
+    def of(cls, traced: Traced) -> _Trees:
+        avals = [traced.flat.avals[v] for v in traced.flat.inputs]
+        shapes = (jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=getattr(a, "weak_type", False)) for a in avals)
+        return cls(traced.in_tree, traced.out_tree, tuple(shapes))
 
     def partition_spec(self, spec: ShardingSpec) -> Any:
         return partition_spec(spec)
@@ -95,17 +104,31 @@ class _Trees:
     def _known(self, tree: Any) -> Any:
         if tree is None:
             raise AlpaLiteError(
-                "this plan was read from a file, which holds paths but no pytrees. Its in_specs and out_specs exist once "
-                "it is bound. Use `plan.specs_by_path`, or `plan = plan.bind(fn, *args)` first."
+                "this plan was read from a file, which holds paths but no pytrees. Its in_specs and out_specs, and an export "
+                "without arguments, exist once it is bound. Use `plan.specs_by_path`, or `plan = plan.bind(fn, *args)` first."
             )
         return tree
 
     def bind(self, plan: Plan, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
         traced = _traced_for(plan, fn, args, kwargs)
-        return replace(plan, trees=_Trees(traced.in_tree, traced.out_tree))
+        return replace(plan, trees=_Trees.of(traced))
 
     def verify(self, plan: Plan, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> VerifyReport:
         return verify_plan(plan, _traced_for(plan, fn, args, kwargs))
+
+    def export(
+        self, plan: Plan, fn: Any, out_dir: Path, args: tuple[Any, ...], kwargs: dict[str, Any], overwrite: bool
+    ) -> None:
+        check_target(out_dir, overwrite=overwrite)
+        settings = dict(plan.options)
+        static: Any = settings.get("static_argnums", ())
+        names: Any = settings.get("static_argnames", ())
+        if not args and not kwargs and not static and not names:
+            args, kwargs = jax.tree_util.tree_unflatten(self._known(self.in_tree), self.in_shapes)
+        traced = _traced_for(plan, fn, args, kwargs)
+        dynamic = [a for i, a in enumerate(args) if i not in static]
+        dynamic += [kwargs[k] for k in sorted(kwargs) if k not in names]
+        write_export(plan, traced, jax.tree_util.tree_leaves(dynamic), out_dir, overwrite=overwrite)
 
 
 _JIT_SETTINGS = ("static_argnums", "static_argnames", "donate_argnums")
@@ -303,7 +326,7 @@ class _Request:
         )
         settings = tuple((name, getattr(self, name)) for name in _JIT_SETTINGS if getattr(self, name))
         made = replace(made, options=(*made.options, *settings))
-        return traced, replace(made, trees=_Trees(traced.in_tree, traced.out_tree))
+        return traced, replace(made, trees=_Trees.of(traced))
 
     def resolve(self, traced: Traced, source: str, annotations: Mapping[str, Any] | None) -> ResolvedPins:
         program = traced.program
@@ -484,7 +507,7 @@ class ParallelStep:
         if key not in self._planned:
             if self._given is not None:
                 traced = self._trace_given(self._given, args, kwargs)
-                given = replace(self._given, trees=_Trees(traced.in_tree, traced.out_tree))
+                given = replace(self._given, trees=_Trees.of(traced))
                 self._planned[key] = (traced, given)
             else:
                 self._planned[key] = self._plan_for(args, kwargs, None, None, None, None)
@@ -556,4 +579,18 @@ def load_plan(path: str | PathLike[str]) -> Plan:
     return replace(read_plan(path), trees=_Trees())
 
 
-__all__ = ["Cluster", "ParallelStep", "PlanTarget", "load_plan", "parallelize", "plan"]
+def load_export(out_dir: str | PathLike[str], rank: int) -> ExportedPart:
+    """Read one rank's part of a folder that ``plan.export`` wrote: the step, this rank's slices, the layouts.
+
+    Raises:
+        ExportError: there is no export, a file is missing or changed, it is of another version, or has no such rank.
+
+    Example:
+        >>> part = al.load_export("out", rank=jax.process_index())
+        >>> step = part.step(part.mesh())  # leaves in, leaves out, in the order of part.plan.input_paths
+    """
+    part = load_part(Path(out_dir), rank)
+    return replace(part, plan=replace(part.plan, trees=_Trees()))
+
+
+__all__ = ["Cluster", "ParallelStep", "PlanTarget", "load_export", "load_plan", "parallelize", "plan"]

@@ -57,3 +57,11 @@ class SpecError(AlpaLiteError):
 
 class RuleError(AlpaLiteError):
     """A sharding rule is malformed, does not fit the op, or gives other values than the op."""
+
+
+class ExportError(AlpaLiteError):
+    """A folder cannot be exported to, or is no whole export of this version."""
+
+
+class LaunchError(AlpaLiteError):
+    """The local ranks of an export did not start, or did not end well."""

@@ -17,11 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.errors import AlpaLiteError
 from alpa_lite.executor.gpu_targets import gpu_target
+from alpa_lite.executor.serialize import serialize_step
 
 _WORKER = Path(__file__).with_name("verify_worker.py")
 _INSTALL = "pip install 'alpa-lite[aot]'"
@@ -68,22 +67,13 @@ def export_step(step: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     Raises:
         VerificationError: the step holds what cannot be exported (host callbacks), or ``flatbuffers`` is missing.
     """
-    from jax import export
-
-    leaves, tree = jax.tree.flatten(args)
-
-    def flat(*values: Any) -> tuple[Any, ...]:
-        return tuple(jax.tree.leaves(step(*jax.tree.unflatten(tree, values))))
-
     try:
-        exported = export.export(jax.jit(flat, keep_unused=True), platforms=["cuda"])(*leaves)
+        return serialize_step(step, args, ("cuda",))
     except (ValueError, NotImplementedError) as error:
         raise VerificationError(
             f"the step cannot be lowered for CUDA here: {error}\nAllowed is what jax.export takes: no host callbacks "
             f"such as jax.debug.print, no custom calls without a stability promise. Leave them out to verify the step."
         ) from error
-    try:
-        return bytes(exported.serialize())
     except ImportError as error:
         raise _not_installed(str(error)) from error
 

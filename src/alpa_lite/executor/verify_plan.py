@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import jax
-from jax.sharding import AbstractMesh, AxisType, NamedSharding
-
 from alpa_lite.cluster.cluster import Cluster
-from alpa_lite.executor.local import runnable
+from alpa_lite.executor.serialize import abstract_step
 from alpa_lite.executor.verify import TargetCompile, compile_for_target, export_step
 from alpa_lite.lowering.audit import AuditReport, audit
-from alpa_lite.lowering.lower import partition_spec
 from alpa_lite.plan.plan import Plan
 from alpa_lite.trace.program import Traced
 from alpa_lite.units import format_bytes
@@ -60,18 +56,7 @@ def verify_plan(plan: Plan, traced: Traced) -> VerifyReport:
         ClusterError: the cluster's device has no deviceless compiler (only NVIDIA GPUs have).
     """
     cluster = Cluster.parse(plan.identity.cluster)
-    # Explicit is the default of abstract meshes from JAX 0.12 on; the step is fully manual either way.
-    auto = (AxisType.Auto,) * len(plan.mesh.shape)
-    mesh = AbstractMesh(plan.mesh.shape, plan.mesh.axis_names, axis_types=auto)
-    step = runnable(traced, plan, (), mesh)
-    leaves = [
-        jax.ShapeDtypeStruct(
-            leaf.value.shape, traced.flat.avals[v].dtype, sharding=NamedSharding(mesh, partition_spec(leaf.spec))
-        )
-        for leaf, v in zip(plan.inputs, traced.flat.inputs, strict=True)
-    ]
-    args, kwargs = jax.tree_util.tree_unflatten(traced.in_tree, leaves)
-    exported = export_step(step.run, (*args, *(kwargs[k] for k in sorted(kwargs))))
+    exported = export_step(*abstract_step(traced, plan))
     donated = tuple(i for i, d in enumerate(traced.program.donated) if d)
     target = compile_for_target(
         exported, device=cluster.device.name, mesh=plan.mesh, devices_per_host=cluster.devices_per_host, donated=donated

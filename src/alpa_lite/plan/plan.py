@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from os import PathLike
+from pathlib import Path
 from typing import Any, Protocol
 
 from alpa_lite.core.collective import Collective
@@ -35,6 +36,10 @@ class PlanTrees(Protocol):
     def bind(self, plan: Plan, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan: ...
 
     def verify(self, plan: Plan, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+
+    def export(
+        self, plan: Plan, fn: Any, out_dir: Path, args: tuple[Any, ...], kwargs: dict[str, Any], overwrite: bool
+    ) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,6 +158,26 @@ class Plan:
     def verify(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
         """Compiles the planned step for the plan's cluster, without its devices, and compares (an audit report)."""
         return self._bound().verify(self, fn, args, kwargs)
+
+    def export(self, fn: Any, out_dir: str | PathLike[str], *args: Any, overwrite: bool = False, **kwargs: Any) -> None:
+        """Writes the plan, the step as one SPMD program, and every rank's part into a folder, whole or not at all.
+
+        Args:
+            fn: the function that was planned.
+            out_dir: a new or empty folder; see ``docs/export.md`` for what it will hold.
+            args, kwargs: the function's arguments. The values of arrays are stored, sliced by rank; a
+                ``jax.ShapeDtypeStruct`` leaves its value out. Without any, only shapes are known, from planning or binding.
+            overwrite: replace an earlier export.
+
+        Raises:
+            ExportError: ``out_dir`` is not empty, or the step cannot be exported.
+            PlanFileError: the plan is for another program.
+
+        Example:
+            >>> plan.export(train_step, "out", state, batch_shapes)
+            >>> part = al.load_export("out", rank=0)
+        """
+        self._bound().export(self, fn, Path(out_dir), args, kwargs, overwrite)
 
     def cost_table(self) -> CostTable:
         """What the objective is made of, op by op and conversion by conversion; ``print`` it.

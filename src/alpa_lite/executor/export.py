@@ -1,0 +1,183 @@
+"""``plan.export``: a plan, its step and its arguments as a folder that others can read and any rank can run from.
+
+In: a plan, the traced function, and its argument leaves (arrays, or only their shapes). Out: a folder that is there whole
+or not at all. ``docs/export.md`` lists the files; ``load_export.py`` reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from alpa_lite.cluster.cluster import Cluster
+from alpa_lite.costs.tiles import Box, Placement, slices
+from alpa_lite.errors import ExportError
+from alpa_lite.executor.serialize import abstract_step, serialize_step
+from alpa_lite.plan.answers import logical_axis_rules, partition_specs, shardy_text
+from alpa_lite.plan.files import folder_at_once
+from alpa_lite.plan.json_text import json_text
+from alpa_lite.plan.manifest import Manifest, digests, is_export, write_manifest
+from alpa_lite.plan.plan import Plan
+from alpa_lite.plan.records import Leaf
+from alpa_lite.trace.program import Traced
+
+PLAN, STEP, SLICES = "plan.json", "step.jax_export", "slices.json"
+_INSTALL = "pip install 'alpa-lite[export]'"
+
+
+def write_export(plan: Plan, traced: Traced, leaves: Sequence[Any], out_dir: Path, *, overwrite: bool) -> None:
+    """Writes the folder.
+
+    Args:
+        leaves: per argument leaf an array, whose slices are stored, or a ``jax.ShapeDtypeStruct``.
+        overwrite: whether ``out_dir`` may be an earlier export, which is replaced.
+
+    Raises:
+        ExportError: ``out_dir`` is not empty or not writable, the step cannot be exported, or a leaf is not here.
+    """
+    check_target(out_dir, overwrite=overwrite)
+    stored = tuple(i for i, leaf in enumerate(leaves) if not isinstance(leaf, jax.ShapeDtypeStruct))
+    step, platforms = _lowered(plan, traced)
+    try:
+        with folder_at_once(out_dir) as folder:
+            (folder / STEP).write_bytes(step)
+            plan.save(folder / PLAN)
+            for name, text in _texts(plan, traced).items():
+                (folder / name).write_text(text, encoding="utf-8")
+            _write_ranks(plan, {i: leaves[i] for i in stored}, folder)
+            manifest = Manifest(
+                fingerprint=plan.identity.fingerprint,
+                num_ranks=plan.mesh.num_devices,
+                platforms=platforms,
+                donated=tuple(i for i, donated in enumerate(traced.program.donated) if donated),
+                state=traced.program.aliases,
+                stored=stored,
+                jax_version=jax.__version__,
+                alpa_lite_version=plan.identity.alpa_lite_version,
+                files=digests(folder),
+            )
+            write_manifest(folder, manifest)
+    except OSError as error:
+        raise ExportError(
+            f"the plan cannot be exported to {str(out_dir)!r}: {error.strerror or error}. It must be a new or empty folder in "
+            "an existing one that you may write to, on a disk with room. Nothing was written. Correct the path."
+        ) from error
+
+
+def check_target(out_dir: Path, *, overwrite: bool) -> None:
+    """Refuses a folder that holds something, unless it is an export and may be replaced."""
+    if out_dir.is_dir():
+        found = sorted(entry.name for entry in out_dir.iterdir())
+        if not found or (overwrite and is_export(out_dir)):
+            return
+        given = f"the folder {str(out_dir)!r} is not empty ({', '.join(found[:3])}{', ...' if len(found) > 3 else ''})"
+    elif out_dir.exists() or out_dir.is_symlink():
+        given = f"{str(out_dir)!r} is not a folder"
+    else:
+        return
+    advice = "Give another folder."
+    if is_export(out_dir):
+        advice = "Give another folder, or plan.export(..., overwrite=True) to replace this export."
+    raise ExportError(
+        f"{given}. A plan is exported to a new or an empty folder; with overwrite=True it replaces an earlier export, never "
+        f"anything else. It was given as out_dir. {advice}"
+    )
+
+
+def _lowered(plan: Plan, traced: Traced) -> tuple[bytes, tuple[str, ...]]:
+    """The step for CPU, where an export can be tried, and for the cluster's own platform; else for the latter alone."""
+    device = Cluster.parse(plan.identity.cluster).device.name
+    own = device if device == "cpu" else "tpu" if device.startswith("tpu") else "cuda"
+    choices: list[tuple[str, ...]] = [("cpu",)] if own == "cpu" else [("cpu", own), (own,)]
+    step, args = abstract_step(traced, plan)
+    for platforms in choices:
+        try:
+            return serialize_step(step, args, platforms), platforms
+        except ImportError as error:
+            raise ExportError(
+                f"jax.export cannot write the step: {error}. It needs the package flatbuffers. In the environment that runs "
+                f"alpa-lite: {_INSTALL}"
+            ) from error
+        except (ValueError, NotImplementedError) as error:
+            if platforms != choices[-1]:
+                continue
+            raise ExportError(
+                f"the step cannot be exported: {error}\nAllowed is what jax.export takes: no host callbacks such as "
+                "jax.debug.print, no custom calls without a stability promise. Leave them out of the function to export it."
+            ) from error
+    raise AssertionError("the last choice returns or raises")
+
+
+def _texts(plan: Plan, traced: Traced) -> dict[str, str]:
+    return {
+        "program.txt": str(traced.program),
+        "scheme.txt": f"{plan}\nSchedule\n{plan.layout_schedule()}",
+        "partition_specs.json": partition_specs(plan),
+        "shardings.mlir": shardy_text(plan),
+        "logical_axis_rules.json": logical_axis_rules(plan),
+    }
+
+
+# -- one part per rank -------------------------------------------------------------------------------------------------
+
+
+def rank_folder(rank: int) -> str:
+    return f"rank_{rank}"
+
+
+def _write_ranks(plan: Plan, stored: dict[int, Any], folder: Path) -> None:
+    """Per rank: which slice of every argument is its, and those whose values are known as ``.npy``."""
+    ranks = range(plan.mesh.num_devices)
+    boxes = [
+        Placement(spec=leaf.spec, mesh=plan.mesh, devices=tuple(ranks)).boxes(leaf.value.shape) for leaf in plan.inputs
+    ]
+    for rank in ranks:
+        part = folder / rank_folder(rank)
+        part.mkdir()
+        rows = {
+            leaf.path: {
+                "slice": [list(bounds) for bounds in boxes[i][rank]],
+                "file": f"{i}.npy" if i in stored else None,
+            }
+            for i, leaf in enumerate(plan.inputs)
+        }
+        (part / SLICES).write_text(json_text(rows), encoding="utf-8")
+    for i, value in stored.items():
+        _write_slices(raw_array(value, plan.inputs[i]), boxes[i], f"{i}.npy", folder)
+
+
+def _write_slices(array: np.ndarray, boxes: dict[int, Box], name: str, folder: Path) -> None:
+    """One leaf to all ranks; ranks that hold the same slice share a file where the file system can."""
+    written: dict[Box, Path] = {}
+    for rank, box in boxes.items():
+        path = folder / rank_folder(rank) / name
+        if box in written:
+            try:
+                path.hardlink_to(written[box])
+                continue
+            except OSError:
+                pass  # no hard links here: write it again
+        np.save(path, array[slices(box)], allow_pickle=False)
+        written[box] = path
+
+
+def raw_array(value: Any, leaf: Leaf) -> np.ndarray:
+    """The values as a type that ``.npy`` knows: keys as their words, bfloat16 and such as unsigned integers.
+
+    Raises:
+        ExportError: the array's parts are on other processes.
+    """
+    if isinstance(value, jax.Array) and not value.is_fully_addressable:
+        raise ExportError(
+            f"the argument {leaf.path!r} is spread over several processes. An export is written by one process, which must "
+            "hold all values. Pass jax.ShapeDtypeStruct for it, or gather it first (multihost_utils.process_allgather)."
+        )
+    if leaf.value.dtype.startswith("key<"):
+        return np.asarray(jax.random.key_data(value))
+    array = np.asarray(value)
+    array = array if str(array.dtype) == leaf.value.dtype else array.astype(leaf.value.dtype)
+    return array if array.dtype.isbuiltin == 1 else array.view(f"uint{8 * array.dtype.itemsize}")

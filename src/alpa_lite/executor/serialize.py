@@ -1,0 +1,48 @@
+"""A planned step as a ``jax.export`` artefact, lowered on an abstract mesh: no device of any kind is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+
+from alpa_lite.executor.local import runnable
+from alpa_lite.lowering.lower import partition_spec
+from alpa_lite.plan.plan import Plan
+from alpa_lite.trace.program import Traced
+
+
+def abstract_step(traced: Traced, plan: Plan) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """The lowered step over an abstract mesh, and its abstract arguments (keyword arguments follow, sorted by name)."""
+    # Explicit is the default of abstract meshes from JAX 0.12 on; the step is fully manual either way.
+    auto = (AxisType.Auto,) * len(plan.mesh.shape)
+    mesh = AbstractMesh(plan.mesh.shape, plan.mesh.axis_names, axis_types=auto)
+    leaves = [
+        jax.ShapeDtypeStruct(
+            leaf.value.shape, traced.flat.avals[v].dtype, sharding=NamedSharding(mesh, partition_spec(leaf.spec))
+        )
+        for leaf, v in zip(plan.inputs, traced.flat.inputs, strict=True)
+    ]
+    args, kwargs = jax.tree_util.tree_unflatten(traced.in_tree, leaves)
+    return runnable(traced, plan, (), mesh).run, (*args, *(kwargs[k] for k in sorted(kwargs)))
+
+
+def serialize_step(step: Callable[..., Any], args: tuple[Any, ...], platforms: tuple[str, ...]) -> bytes:
+    """A serialized ``jax.export`` artefact from the leaves of ``args`` to the leaves of the result.
+
+    Trees stay outside, so that any pytree type works.
+
+    Raises:
+        ValueError, NotImplementedError: the step holds what cannot be exported.
+        ImportError: ``flatbuffers`` is missing.
+    """
+    from jax import export
+
+    leaves, tree = jax.tree.flatten(args)
+
+    def flat(*values: Any) -> tuple[Any, ...]:
+        return tuple(jax.tree.leaves(step(*jax.tree.unflatten(tree, values))))
+
+    return bytes(export.export(jax.jit(flat, keep_unused=True), platforms=platforms)(*leaves).serialize())

@@ -20,6 +20,7 @@ from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.core.spec import ShardingSpec
 from alpa_lite.lowering.collectives import keep_on_first, tile_index
 from alpa_lite.lowering.user_body import run_body, without_shardings
+from alpa_lite.trace.pad_mask import masked
 
 _REDUCERS: dict[str, Callable[..., Any]] = {"reduce_max": lax.pmax, "reduce_min": lax.pmin}
 _USER_REDUCERS: dict[str, Callable[..., Any]] = {"max": lax.pmax, "min": lax.pmin}
@@ -193,6 +194,13 @@ def _scatter(op: LocalOp, inputs: list[Any]) -> Any:
     return op.primitive.bind(operand, indices, updates, **params)
 
 
+def _pad_mask(op: LocalOp, inputs: list[Any]) -> list[Any]:
+    dim = op.params["dim"]
+    axes = op.operands[0].dims[dim]
+    offset = op.offset(axes, inputs[0].shape[dim]) if axes else 0
+    return [masked(inputs[0], **op.params, offset=offset)]
+
+
 def _once(op: LocalOp, inputs: list[Any]) -> Any:
     """Whole arrays lie on every device; one of them reports."""
     if op.params.get("ordered"):
@@ -208,6 +216,7 @@ _SPECIAL: dict[str, Callable[[LocalOp, list[Any]], Any]] = {
     "iota": _iota,
     "random_bits": _random_bits,
     "gather": _gather,
+    "pad_mask": _pad_mask,
     "pin": lambda op, inputs: inputs[0],
     "sharding_constraint": lambda op, inputs: inputs[0],
     "device_put": lambda op, inputs: inputs,

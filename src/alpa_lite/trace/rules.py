@@ -117,6 +117,7 @@ ELEMENTWISE = frozenset(
         "not",
         "optimization_barrier",
         "or",
+        "pad_mask",
         "pin",
         "population_count",
         "pow",
@@ -416,6 +417,9 @@ def _own_rule(op: FlatOp, flat: FlatJaxpr) -> OpShardingRule | None:
         return replicated_rule(op, flat, "laid out by the user's own shard_map", origin="own")
     if op.name in ("pin", "optimization_barrier", "sharding_constraint", "copy_p", "device_put"):
         return _identity_rule(op, flat)
+    if op.name == "pad_mask":
+        rule = replace(_identity_rule(op, flat), reason="elementwise: each tile knows where it begins")
+        return rule if op.params["fill"] == "0" else replace(rule, linear=())
     if op.name in _UNSHARDED:
         rule = replicated_rule(op, flat, _UNSHARDED[op.name], origin="own")
         return _batch_dims_free(rule, op, flat) if op.name == "top_k" else rule

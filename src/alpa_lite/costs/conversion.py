@@ -263,16 +263,19 @@ class Conversions:
             best = np.where(better, round_best, best)
 
 
+def sizing_spec(step: Step) -> ShardingSpec:
+    """The layout whose tile is the size of a step's collective."""
+    return step.after if step.kind in _SIZED_BY_RESULT else step.before
+
+
 def step_size_bytes(step: Step, shape: tuple[int, ...], itemsize: int, mesh: DeviceMesh) -> int:
     """Bytes of a step's collective by the convention of ``core/collective.py``."""
-    spec = step.after if step.kind in _SIZED_BY_RESULT else step.before
-    return spec.local_size_bytes(shape, itemsize, mesh)
+    return sizing_spec(step).local_size_bytes(shape, itemsize, mesh)
 
 
 def step_price(step: Step, shape: tuple[int, ...], itemsize: int, mesh: DeviceMesh, costs: CostModel) -> float:
     """Price of one execution of a step, in the cost model's unit."""
     if step.kind is None:
         return costs.slice_price
-    spec = step.after if step.kind in _SIZED_BY_RESULT else step.before
-    volume = costs.volume(shape, itemsize) / spec.num_shards(mesh)
+    volume = costs.volume(shape, itemsize) / sizing_spec(step).num_shards(mesh)
     return float(costs.collective(step.kind, mesh.sort_axes(step.axes), volume))

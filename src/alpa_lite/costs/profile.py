@@ -66,6 +66,27 @@ def memory_profile(
     return PeakReport(profile=MemoryProfile(**totals, **at_peak, peak=peak), time=time, alive=tuple(alive))
 
 
+def sizes_over_time(
+    program: Program,
+    line: Timeline,
+    mesh: DeviceMesh,
+    *,
+    in_specs: Sequence[ShardingSpec],
+    out_specs: Sequence[ShardingSpec],
+    decisions: Sequence[OpDecision],
+    conversions: Sequence[Conversion],
+    roles: Sequence[LeafRole],
+) -> tuple[dict[str, int], list[tuple[int, int, int, str, str]]]:
+    """What ``memory_profile`` adds up where sizes decide nothing (all but CPU), in an order that no size changes.
+
+    Returns:
+        Bytes per category that count for the whole step, and (from, until, bytes, name, category) of everything else.
+    """
+    totals = _totals(program, mesh, in_specs, out_specs, roles)
+    shapes = {program.values[v].shape for v, r in zip(program.inputs, roles, strict=True) if r is LeafRole.PARAMETER}
+    return totals, _items(program, line, mesh, decisions, conversions, shapes)
+
+
 def donated_results(program: Program) -> frozenset[int]:
     """Positions of the results that lie in the memory of a donated argument."""
     return frozenset(o for i, o in program.aliases if program.donated and program.donated[i])

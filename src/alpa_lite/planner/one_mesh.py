@@ -254,10 +254,9 @@ def _write_out(
             budgeted=costs.rules.budget,
         )
     written = realise(task.program, graph, solution.choice, costs)
-    late = task.line.order is Order.LATE
     peak = memory_profile(
         task.program,
-        timeline(task.program) if late and not written.collectives else task.line,
+        run_order(task, written),
         mesh,
         in_specs=written.in_specs,
         out_specs=written.out_specs,
@@ -288,6 +287,12 @@ def _write_out(
         budgeted=costs.rules.budget,
         used_bytes=solution.peak_bytes if costs.rules.budget == "weights" else peak.profile.peak,
     )
+
+
+def run_order(task: MeshTask, written: Realised) -> Timeline:
+    """When a written-out plan runs its ops: XLA:GPU moves them only where there are collectives to hide."""
+    late = task.line.order is Order.LATE
+    return timeline(task.program) if late and not written.collectives else task.line
 
 
 def _node_prices(graph: DecisionGraph, problem: IntraOpProblem, choice: np.ndarray) -> Mapping[str, float]:

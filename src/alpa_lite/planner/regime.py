@@ -1,0 +1,358 @@
+"""One regime of a symbolic plan: numbers of workers with the same decisions, and what these cost as formulas.
+
+Comes in: the written-out plan at one of the numbers. Goes out: local shapes, memory and traffic as exact formulas in n.
+
+Every tensor on a device is a tile of B/n or of B bytes, n the size of the symbolic axis and B what the other axes leave.
+What is alive at a moment t is therefore a_t + b_t/n, and the peak is the largest of these; only the pairs on the upper
+hull are kept in its formula. For CPU the temporaries lie in one block that an allocator packs, which has no formula: there
+memory is counted again for every n.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from alpa_lite.core.collective import Collective, CollectiveKind
+from alpa_lite.core.formula import Formula, Largest, total, upper_envelope
+from alpa_lite.core.mesh import DeviceMesh
+from alpa_lite.core.program import Program
+from alpa_lite.core.spec import ShardingSpec
+from alpa_lite.costs.conversion import sizing_spec
+from alpa_lite.costs.profile import memory_profile, sizes_over_time
+from alpa_lite.errors import AlpaLiteError
+from alpa_lite.plan.records import MemoryProfile
+from alpa_lite.planner.one_mesh import MeshTask, run_order
+from alpa_lite.planner.realise import Realised
+
+_TEMPORARY = ("gradients", "activations", "temporaries")
+_MOVED = {  # times (g - 1) / g of the size, g the number of devices of the group
+    CollectiveKind.ALL_GATHER: 1,
+    CollectiveKind.REDUCE_SCATTER: 1,
+    CollectiveKind.ALL_TO_ALL: 1,
+    CollectiveKind.ALL_REDUCE: 2,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveFormula:
+    """One collective for every number of workers.
+
+    Attributes:
+        kind, axes, count, op, source, tensor: as in ``core.collective.Collective``.
+        size_bytes: by its convention, the larger side, per device and execution.
+        moved_bytes: that each device sends in one execution.
+    """
+
+    kind: CollectiveKind
+    axes: tuple[str, ...]
+    size_bytes: Formula
+    moved_bytes: Formula
+    count: int
+    op: str
+    source: str
+    tensor: str
+
+    def __str__(self) -> str:
+        times = f"{self.count} x " if self.count != 1 else ""
+        return f"{times}{self.kind} over {','.join(self.axes)} of {self.tensor}: {self.size_bytes} bytes"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Regime:
+    """Numbers of workers with one plan.
+
+    Attributes:
+        name: of the number.
+        axis: of the mesh, whose size it is.
+        values: the numbers, of those considered.
+        divides: what every n of this plan must divide (0: nothing is split, so nothing).
+        memory: per category of ``MemoryProfile`` that counts for the whole step its formula, and "peak" (not for CPU).
+        collectives: in the order of ``Plan.collectives``.
+        traffic: bytes that each device sends in one step.
+        local_shapes: path of every argument and result leaf -> sizes of its tile.
+        specs: path of every argument and result leaf -> its layout.
+        profile: ``MemoryProfile`` at a number of ``values``; ``memory_at`` checks the number.
+        others: the values of other regimes, for messages.
+    """
+
+    name: str
+    axis: str
+    values: tuple[int, ...]
+    divides: int
+    memory: Mapping[str, Formula | Largest]
+    collectives: tuple[CollectiveFormula, ...]
+    traffic: Formula
+    local_shapes: Mapping[str, tuple[Formula, ...]]
+    specs: Mapping[str, ShardingSpec]
+    profile: Callable[[int], MemoryProfile]
+    others: tuple[int, ...] = ()
+
+    @property
+    def condition(self) -> str:
+        """The divisibility that the plan needs, as text."""
+        return f"{self.name} divides {self.divides:,}" if self.divides else "none"
+
+    def check(self, n: int) -> int:
+        """``n``, if it is of this regime.
+
+        Raises:
+            AlpaLiteError: it is not; the message says where it is.
+        """
+        if n in self.values:
+            return n
+        where = "another regime holds it" if n in self.others else "it is not among the values of the symbolic cluster"
+        raise AlpaLiteError(
+            f"{self.name} = {n!r} is outside of this regime. Its formulas hold for {self.name} in {ranges(self.values)} "
+            f"(condition: {self.condition}); {where}. Ask plan.regime({n!r}) or plan.specialize({n!r}) of the symbolic plan"
+            f"{'' if n in self.others else ', made with values that hold it'}."
+        )
+
+    def memory_at(self, n: int) -> MemoryProfile:
+        """Bytes per device for ``n`` workers, equal to those of the plan for ``n``."""
+        return self.profile(self.check(n))
+
+    def traffic_at(self, n: int) -> Fraction:
+        """Bytes that each device sends in one step."""
+        return self.traffic.exactly(self.check(n))
+
+    def __str__(self) -> str:
+        lines = [f"{self.name} in {ranges(self.values)}; needs: {self.condition}"]
+        lines += [f"  {word:16} {formula} bytes" for word, formula in self.memory.items() if str(formula) != "0"]
+        lines.append(f"  {'sent in a step':16} {self.traffic} bytes")
+        kinds = sorted({(c.kind.value, c.axes) for c in self.collectives})
+        for kind, axes in kinds:
+            same = [c for c in self.collectives if (c.kind.value, c.axes) == (kind, axes)]
+            moved = total([c.moved_bytes * c.count for c in same], self.name)
+            lines.append(f"    {sum(c.count for c in same)} {kind} over {','.join(axes)}: {moved} bytes")
+        split = [f"{path} {_shape_text(shape)}" for path, shape in self.local_shapes.items() if not _constant(shape)]
+        more = f" and {len(split) - 4} more" if len(split) > 4 else ""
+        lines.append(f"  split: {'; '.join(split[:4])}{more}" if split else "  every argument and result is whole")
+        return "\n".join(lines)
+
+
+def regime_of(
+    task: MeshTask,
+    mesh: DeviceMesh,
+    axis: str,
+    name: str,
+    written: Realised,
+    values: tuple[int, ...],
+    known: Iterable[int],
+) -> Regime:
+    """The regime of a plan that was written out on ``mesh``, whose axis ``axis`` has one of ``values`` devices."""
+    n0 = mesh.axis_size(axis)
+    program = task.program
+    specs = dict(zip(program.input_paths, written.in_specs, strict=True))
+    specs |= dict(zip(program.output_paths, written.out_specs, strict=True))
+    leaves = [(path, v) for path, v in zip(program.input_paths, program.inputs, strict=True)]
+    leaves += [(path, v) for path, v in zip(program.output_paths, program.outputs, strict=True)]
+    shapes = {path: program.values[v].shape if v >= 0 else () for path, v in leaves}
+    collectives = _collectives(written, mesh, axis, name)
+    profile, memory = (_counted if task.line.order.on_cpu else _formulas)(task, mesh, axis, name, written)
+    return Regime(
+        name=name,
+        axis=axis,
+        values=values,
+        divides=_divides(task, mesh, axis, written) if n0 > 1 else 0,
+        memory=memory,
+        collectives=collectives,
+        traffic=total([c.moved_bytes * c.count for c in collectives], name),
+        local_shapes={path: _local_shape(shapes[path], spec, mesh, axis, name) for path, spec in specs.items()},
+        specs=specs,
+        profile=profile,
+        others=tuple(sorted(set(known) - set(values))),
+    )
+
+
+def with_size(mesh: DeviceMesh, axis: str, n: int) -> DeviceMesh:
+    """The mesh with ``n`` devices along ``axis``."""
+    shape = tuple(n if a == axis else size for a, size in zip(mesh.axis_names, mesh.shape, strict=True))
+    return DeviceMesh(shape=shape, axis_names=mesh.axis_names)
+
+
+# -- memory ----------------------------------------------------------------------------------------------------------
+
+
+def _formulas(
+    task: MeshTask, mesh: DeviceMesh, axis: str, name: str, written: Realised
+) -> tuple[Callable[[int], MemoryProfile], dict[str, Formula | Largest]]:
+    """Memory as a_t + b_t/n for every moment t: sizes with the axis taken as 1, parted by whether the axis splits them."""
+    n0 = mesh.axis_size(axis)
+    whole, parts = _sizes(task, with_size(mesh, axis, 1), written)
+    split, tiles = _sizes(task, mesh, written)
+    leaves = {word: _parted(whole[word], split[word], n0) for word in whole}
+    times, row = task.line.num_times, {word: i for i, word in enumerate(_TEMPORARY)}
+    steps = np.zeros((2, len(row), times + 1), dtype=np.int64)
+    for (lo, hi, size, _, category), (_, _, tile, _, _) in zip(parts, tiles, strict=True):
+        for kind, share in enumerate(_parted(size, tile, n0)):
+            steps[kind, row[category], lo] += share
+            steps[kind, row[category], min(hi, times)] -= share
+    alive = np.cumsum(steps[:, :, :-1], axis=2)
+    constant, shared = alive.sum(axis=1)
+    base = [sum(pair[kind] for pair in leaves.values()) for kind in (0, 1)]
+    memory: dict[str, Formula | Largest] = {w: Formula.of({0: a, -1: b}, name) for w, (a, b) in leaves.items()}
+    moments = {(base[0] + int(a), base[1] + int(b)) for a, b in zip(constant, shared, strict=True)}
+    memory["peak"] = upper_envelope(moments, name)
+
+    def profile(n: int) -> MemoryProfile:
+        usage = constant + shared // n
+        time = int(usage.argmax())
+        at_peak = {word: int(alive[0, i, time] + alive[1, i, time] // n) for word, i in row.items()}
+        totals = {word: a + b // n for word, (a, b) in leaves.items()}
+        return MemoryProfile(**totals, **at_peak, peak=sum(totals.values()) + int(usage[time]))
+
+    return profile, memory
+
+
+def _parted(whole: int, split: int, n: int) -> tuple[int, int]:
+    """(a, b) with a + b = ``whole`` and a + b/n = ``split``: what an axis of n devices leaves whole, and what it splits."""
+    if n == 1 or whole == split:
+        return whole, 0
+    shared, rest = divmod((whole - split) * n, n - 1)
+    assert rest == 0 and shared % n == 0, "a size that is not a multiple of the number of workers was split"
+    return whole - shared, shared
+
+
+def _sizes(
+    task: MeshTask, mesh: DeviceMesh, written: Realised
+) -> tuple[dict[str, int], list[tuple[int, int, int, str, str]]]:
+    return sizes_over_time(task.program, run_order(task, written), mesh, **_layouts(task, written))
+
+
+def _counted(
+    task: MeshTask, mesh: DeviceMesh, axis: str, name: str, written: Realised
+) -> tuple[Callable[[int], MemoryProfile], dict[str, Formula | Largest]]:
+    """Memory on CPU: formulas of what counts for the whole step; the block of temporaries is packed for every n."""
+    line, n0 = run_order(task, written), mesh.axis_size(axis)
+
+    @cache
+    def profile(n: int) -> MemoryProfile:
+        return memory_profile(task.program, line, with_size(mesh, axis, n), **_layouts(task, written)).profile
+
+    whole, split = profile(1), profile(n0)
+    memory: dict[str, Formula | Largest] = {}
+    for word in ("parameters", "optimizer_state", "inputs", "outputs", "constants"):
+        a, b = _parted(getattr(whole, word), getattr(split, word), n0)
+        memory[word] = Formula.of({0: a, -1: b}, name)
+    return profile, memory
+
+
+def _layouts(task: MeshTask, written: Realised) -> dict[str, Any]:
+    return {
+        "in_specs": written.in_specs,
+        "out_specs": written.out_specs,
+        "decisions": written.decisions,
+        "conversions": written.conversions,
+        "roles": task.roles,
+    }
+
+
+# -- traffic ---------------------------------------------------------------------------------------------------------
+
+
+def _collectives(written: Realised, mesh: DeviceMesh, axis: str, name: str) -> tuple[CollectiveFormula, ...]:
+    made = []
+    for collective, spec in zip(written.collectives, _sizing_specs(written), strict=True):
+        n0 = mesh.axis_size(axis)
+        exponent = -1 if n0 > 1 and axis in spec.sharded_axes else 0
+        size = Formula.term(collective.size_bytes * n0**-exponent, exponent, name)
+        made.append(_collective(collective, size, mesh, axis))
+    return tuple(made)
+
+
+def _sizing_specs(written: Realised) -> list[ShardingSpec]:
+    """Per collective, the layout whose tile is its size."""
+    found: dict[int, ShardingSpec] = {}
+    for conversion in written.conversions:
+        for step, number in zip(conversion.steps, conversion.collectives, strict=True):
+            if number >= 0:
+                found[number] = sizing_spec(step)
+    by_op = {d.path: d for d in written.decisions}
+    inside = range(len(found), len(written.collectives))  # all-reduces inside ops come last
+    found.update((number, by_op[written.collectives[number].op].results[0]) for number in inside)
+    return [found[number] for number in range(len(written.collectives))]
+
+
+def _collective(collective: Collective, size: Formula, mesh: DeviceMesh, axis: str) -> CollectiveFormula:
+    group = mesh.axes_size(collective.axes)
+    rounds = _MOVED.get(collective.kind)
+    if rounds is None:  # a permute sends its tile once
+        moved = size
+    elif axis in collective.axes:  # (g - 1)/g with g = n * others
+        others = group // mesh.axis_size(axis)
+        moved = size * Formula.of({0: rounds, -1: Fraction(-rounds, others)}, size.name)
+    else:
+        moved = size * Fraction(rounds * (group - 1), group)
+    return CollectiveFormula(
+        kind=collective.kind,
+        axes=collective.axes,
+        size_bytes=size,
+        moved_bytes=moved,
+        count=collective.count,
+        op=collective.op,
+        source=collective.source,
+        tensor=collective.tensor,
+    )
+
+
+# -- shapes ----------------------------------------------------------------------------------------------------------
+
+
+def _local_shape(
+    shape: tuple[int, ...], spec: ShardingSpec, mesh: DeviceMesh, axis: str, name: str
+) -> tuple[Formula, ...]:
+    sizes = []
+    for size, axes in zip(shape, spec.dims, strict=True):
+        others = mesh.axes_size(tuple(a for a in axes if a != axis))
+        split = axis in axes and mesh.axis_size(axis) > 1
+        sizes.append(Formula.term(Fraction(size, others), -1 if split else 0, name))
+    return tuple(sizes)
+
+
+def _divides(task: MeshTask, mesh: DeviceMesh, axis: str, written: Realised) -> int:
+    """The greatest common divisor of all sizes that the axis splits, other axes of the same dims taken out; 0 if none."""
+    seen: set[tuple[tuple[int, ...], ShardingSpec]] = set()
+    values = task.program.values
+    ends = [(task.program.inputs, written.in_specs), (task.program.outputs, written.out_specs)]
+    for (_, owner, op), decision in zip(task.program.walk(), written.decisions, strict=True):
+        seen.update(_shaped(owner, op.inputs, decision.operands))
+        seen.update(_shaped(owner, op.outputs, decision.results))
+    seen.update((values[v].shape, s) for vs, specs in ends for v, s in zip(vs, specs, strict=True) if v >= 0)
+    divisor = 0
+    for shape, spec in seen:
+        for size, axes in zip(shape, spec.dims, strict=True):
+            if axis in axes:
+                divisor = math.gcd(divisor, size // mesh.axes_size(tuple(a for a in axes if a != axis)))
+    return divisor
+
+
+def _shaped(
+    owner: Program, values: tuple[int, ...], specs: tuple[ShardingSpec, ...]
+) -> Iterator[tuple[tuple[int, ...], ShardingSpec]]:
+    return ((owner.values[v].shape, s) for v, s in zip(values, specs, strict=True) if v >= 0)
+
+
+def _constant(shape: tuple[Formula, ...]) -> bool:
+    return all(size.is_constant for size in shape)
+
+
+def _shape_text(shape: tuple[Formula, ...]) -> str:
+    return "[" + ", ".join(map(str, shape)) + "]"
+
+
+def ranges(values: Iterable[int]) -> str:
+    """Rising numbers as text, runs put together: ``1, 2, 4-8``."""
+    runs: list[list[int]] = []
+    for n in values:
+        if runs and n == runs[-1][1] + 1:
+            runs[-1][1] = n
+        else:
+            runs.append([n, n])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)

@@ -26,14 +26,66 @@ class Fill(StrEnum):
 
 
 _ZERO_STAYS = frozenset(
-    "neg convert_element_type copy copy_p sqrt abs square tanh sin sinh tan asin asinh atan atanh sign floor ceil round expm1"
-    " log1p erf real reduce_precision optimization_barrier pin stop_gradient pad_mask".split()
+    [
+        "neg",
+        "convert_element_type",
+        "copy",
+        "copy_p",
+        "sqrt",
+        "abs",
+        "square",
+        "tanh",
+        "sin",
+        "sinh",
+        "tan",
+        "asin",
+        "asinh",
+        "atan",
+        "atanh",
+        "sign",
+        "floor",
+        "ceil",
+        "round",
+        "expm1",
+        "log1p",
+        "erf",
+        "real",
+        "reduce_precision",
+        "optimization_barrier",
+        "pin",
+        "stop_gradient",
+        "pad_mask",
+    ]
 )
 _FINITE_STAYS = frozenset(
-    "neg convert_element_type copy copy_p abs sign floor ceil round stop_gradient optimization_barrier pin tanh sin cos logistic"
-    " erf max min add add_any sub mul square".split()
+    [
+        "neg",
+        "convert_element_type",
+        "copy",
+        "copy_p",
+        "abs",
+        "sign",
+        "floor",
+        "ceil",
+        "round",
+        "stop_gradient",
+        "optimization_barrier",
+        "pin",
+        "tanh",
+        "sin",
+        "cos",
+        "logistic",
+        "erf",
+        "max",
+        "min",
+        "add",
+        "add_any",
+        "sub",
+        "mul",
+        "square",
+    ]
 )
-_MOVES = frozenset("copy copy_p stop_gradient optimization_barrier pin convert_element_type".split())
+_MOVES = frozenset(["copy", "copy_p", "stop_gradient", "optimization_barrier", "pin", "convert_element_type"])
 _NEGATED = {Fill.LOWEST: Fill.HIGHEST, Fill.HIGHEST: Fill.LOWEST}
 _SMALL = (Fill.ZERO, Fill.FINITE)
 

@@ -24,7 +24,9 @@ Place = tuple[int, int]  # (value id, dim)
 
 _MODES = (GatherScatterMode.CLIP, GatherScatterMode.FILL_OR_DROP, GatherScatterMode.PROMISE_IN_BOUNDS)
 _BITS = frozenset(["threefry2x32", "bitcast_convert_type"])  # what they make depends on more than the element
-_SHAPE_OPS = frozenset("broadcast_in_dim transpose squeeze expand_dims iota stop_gradient dot_general pad_mask".split())
+_SHAPE_OPS = frozenset(
+    ["broadcast_in_dim", "transpose", "squeeze", "expand_dims", "iota", "stop_gradient", "dot_general", "pad_mask"]
+)
 _REDUCTIONS = frozenset(["reduce_sum", "reduce_max", "reduce_min"])
 _RUNNING = frozenset(["cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"])
 _WINDOWS = frozenset(["slice", "dynamic_slice", "dynamic_update_slice"])

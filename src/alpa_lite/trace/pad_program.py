@@ -34,9 +34,24 @@ _PRODUCTS = ("dot_general", "conv_general_dilated")
 _KEEP = (Fill.ZERO, Fill.FINITE)
 
 Sizes = dict[str, dict[Place, int]]  # region -> place -> padded size
+_Regions = dict[str, tuple[str, dict[int, int]]]
 _Factors = dict[
     int, tuple[list[tuple[int, int]], list[tuple[int, int]]]
 ]  # factor -> (operand, dim)s and (result, dim)s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Padded:
+    """A rewritten function.
+
+    Attributes:
+        traced: the function.
+        regions: per region of the original program its path in the new one, and which original value each new one is a
+            form of.
+    """
+
+    traced: Traced
+    regions: dict[str, tuple[str, dict[int, int]]]
 
 
 def pad_traced(
@@ -44,7 +59,7 @@ def pad_traced(
     groups: Sequence[tuple[PadGroup, int]],
     pins: Mapping[int, str] | None = None,
     rules: tuple[NamedRule, ...] = (),
-) -> Traced:
+) -> Padded:
     """The function with every group padded to the size beside it; same arguments, same results.
 
     Args:
@@ -57,9 +72,11 @@ def pad_traced(
     for group, padded in groups:
         sizes.setdefault(group.region, {}).update(dict.fromkeys(group.places, padded))
     program = traced.program
-    flat = _Rewriter(traced.flat, program, sizes, "", dict(pins or {})).run()
+    regions: _Regions = {}
+    flat = _Rewriter(traced.flat, program, sizes, regions, pins=dict(pins or {})).run()
     made = build_program(flat, list(program.input_paths), list(program.output_paths), list(program.donated), rules)
-    return Traced(program=made, flat=flat, in_tree=traced.in_tree, out_tree=traced.out_tree)
+    result = Traced(program=made, flat=flat, in_tree=traced.in_tree, out_tree=traced.out_tree)
+    return Padded(traced=result, regions=regions)
 
 
 @dataclass(slots=True)
@@ -73,9 +90,20 @@ class _Version:
 class _Rewriter:
     """One program or body. ``made[v]`` says in which dims the op that makes v leaves it padded."""
 
-    def __init__(self, flat: FlatJaxpr, program: Program, sizes: Sizes, region: str, pins: dict[int, str]) -> None:
-        self.flat, self.program, self.all_sizes, self.region = flat, program, sizes, region
-        self.sizes = sizes.get(region, {})
+    def __init__(
+        self,
+        flat: FlatJaxpr,
+        program: Program,
+        sizes: Sizes,
+        regions: _Regions,
+        place: tuple[str, str] = ("", ""),
+        pins: dict[int, str] | None = None,
+    ) -> None:
+        self.flat, self.program, self.all_sizes, self.regions = flat, program, sizes, regions
+        self.region, self.new_region = place
+        _, self.origins = regions[self.region] = (self.new_region, {})
+        pins = pins or {}
+        self.sizes = sizes.get(self.region, {})
         self.avals, self.ops = list(flat.avals), []
         self.made: dict[int, frozenset[int]] = {}
         self.versions: dict[tuple[int, frozenset[int]], _Version] = {}
@@ -152,9 +180,9 @@ class _Rewriter:
             return self.versions.setdefault((value, dims), _Version(value))
         version = self.versions.get((value, made), _Version(value))
         if made - dims:
-            version = self._resized(version, {d: self._true_size(value, d) for d in made - dims}, near)
+            version = self._resized(value, version, {d: self._true_size(value, d) for d in made - dims}, near)
         if dims - made:
-            version = self._resized(version, {d: self.sizes[value, d] for d in dims - made}, near)
+            version = self._resized(value, version, {d: self.sizes[value, d] for d in dims - made}, near)
         if value in self.in_pins and not made:
             version = self._pin(value, version, dims, self.in_pins[value])
         self.versions[value, dims] = version
@@ -163,19 +191,19 @@ class _Rewriter:
     def _true_size(self, value: int, dim: int) -> int:
         return self.flat.avals[value].shape[dim]
 
-    def _resized(self, version: _Version, sizes: dict[int, int], near: FlatOp | None) -> _Version:
+    def _resized(self, value: int, version: _Version, sizes: dict[int, int], near: FlatOp | None) -> _Version:
         shape = self.avals[version.id].shape
         target = tuple(sizes.get(d, n) for d, n in enumerate(shape))
         if any(new < old for new, old in zip(target, shape, strict=True)):
-            made = self._emit(lambda x: lax.slice(x, (0,) * len(shape), target), [version.id], near)
+            made = self._form(value, lambda x: lax.slice(x, (0,) * len(shape), target), version, near)
             return _Version(made, {d: f for d, f in version.fills.items() if d not in sizes})
         zero = np.zeros((), self.avals[version.id].dtype)
         config = [(0, new - old, 0) for new, old in zip(target, shape, strict=True)]
-        made = self._emit(lambda x: lax.pad(x, zero, config), [version.id], near)
+        made = self._form(value, lambda x: lax.pad(x, zero, config), version, near)
         return _Version(made, {**version.fills, **dict.fromkeys(sizes, Fill.ZERO)})
 
     def _pin(self, value: int, version: _Version, dims: frozenset[int], text: str) -> _Version:
-        made = self._emit(lambda x: pin_p.bind(x, pinned=text), [version.id], None)
+        made = self._form(value, lambda x: pin_p.bind(x, pinned=text), version, None)
         self.versions[value, dims] = _Version(made, version.fills)
         # What has left the padded part before must come from the pinned form now.
         for key in [k for k in self.versions if k[0] == value and k[1] != dims and self.made.get(value)]:
@@ -186,8 +214,14 @@ class _Rewriter:
         """Set the padding; whoever reads the padded value later reads the masked one."""
         version = self.versions[value, dims]
         size = self._true_size(value, dim)
-        made = self._emit(lambda x: pad_mask_p.bind(x, dim=dim, size=size, fill=str(fill))[0], [version.id], near)
+        made = self._form(value, lambda x: pad_mask_p.bind(x, dim=dim, size=size, fill=str(fill))[0], version, near)
         self.versions[value, dims] = _Version(made, {**version.fills, dim: fill})
+
+    def _form(self, value: int, function: Callable[..., Any], version: _Version, near: FlatOp | None) -> int:
+        """Another form of a value, made from one that exists."""
+        made = self._emit(function, [version.id], near)
+        self.origins[made] = value
+        return made
 
     def _emit(self, function: Callable[..., Any], inputs: list[int], near: FlatOp | None) -> int:
         """Append what ``function`` does, traced on abstract values; returns the id of its one result."""
@@ -241,10 +275,14 @@ class _Rewriter:
         made = FlatOp(op.primitive, self._params(op, run), inputs, list(op.all_outputs), op.source, op.scope)
         made.outputs, made.has_effects, made.traceback = list(op.outputs), op.has_effects, op.traceback
         made.bodies = [
-            _Rewriter(body, inner, self.all_sizes, f"{self.region}{index}.{b}.", {}).run()
+            _Rewriter(body, inner, self.all_sizes, self.regions, self._body_place(index, b)).run()
             for b, (body, inner) in enumerate(zip(op.bodies, mirror.bodies, strict=True))
         ]
         self.ops.append(made)
+
+    def _body_place(self, index: int, body: int) -> tuple[str, str]:
+        """Where a body of op ``index``, which comes next, is in the original and in the new program."""
+        return f"{self.region}{index}.{body}.", f"{self.new_region}{len(self.ops)}.{body}."
 
     def _params(self, op: FlatOp, run: dict[int, Any]) -> dict[str, Any]:
         """Parameters that are sizes, at the padded size."""

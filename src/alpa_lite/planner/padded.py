@@ -1,0 +1,255 @@
+"""Plans with and without padding of dims that do not divide, and takes the cheaper plan.
+
+The padded program is an ordinary one (``trace.pad_program``), so that whatever padding costs is in the objective: pads,
+slices, masks, the longer tensors, and the conversions where tensors enter and leave. A group of dims is tried only if the
+ops that it would help are worth it; groups that the plan then does not split are taken out again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from alpa_lite.cluster.cluster import Cluster
+from alpa_lite.core.program import Program
+from alpa_lite.core.rule_text import NamedRule
+from alpa_lite.core.spec import ShardingSpec
+from alpa_lite.errors import AlpaLiteError, MemoryBudgetError, PinClashError, PinError
+from alpa_lite.plan.pins import PinnedDims, ResolvedPins
+from alpa_lite.plan.plan import Plan
+from alpa_lite.plan.records import OpDecision, Padding
+from alpa_lite.trace.pad_groups import PadGroup, Place, pad_groups, tied_factors
+from alpa_lite.trace.pad_program import Padded, pad_traced
+from alpa_lite.trace.program import Traced
+from alpa_lite.units import format_cost
+
+WORTH = 0.01  # of the plan's objective: groups whose ops and conversions cost less together are not tried
+_CHEAPER = 1 - 1e-9
+_OVERHEAD = ("pad", "slice", "pad_mask")
+
+Planned = Callable[[Program, ResolvedPins], Plan]
+
+
+def plan_with_padding(
+    traced: Traced,
+    cluster: Cluster,
+    pins: ResolvedPins,
+    plan_program: Planned,
+    rules: tuple[NamedRule, ...] = (),
+) -> tuple[Traced, Plan]:
+    """The cheaper of the plan as it is and the plan with padding, and the program that it is for.
+
+    Args:
+        traced, pins: of the user's function.
+        cluster: its number of devices is what padded sizes are multiples of, so that any split of the mesh divides them.
+        plan_program: plans a program, e.g. ``plan_step`` with the other arguments filled in.
+        rules: the user's, by primitive.
+
+    Raises:
+        AlpaLiteError: what planning without padding raises, if padding does not help.
+    """
+    groups = _uneven(traced, cluster.num_devices)
+    refusal: AlpaLiteError | None = None
+    plain: Plan | None = None
+    try:
+        plain = plan_program(traced.program, pins)
+    except (PinError, MemoryBudgetError) as error:
+        refusal = error
+    moved: dict[int, str] = {}
+    if plain is not None:
+        groups = [g for g in groups if _share(g, traced, plain) >= WORTH]
+    elif isinstance(refusal, PinError) and not isinstance(refusal, PinClashError):
+        moved = _pins_on(groups, traced.program, pins)
+        groups = [g for g in groups if _is_pinned(g, traced.program, pins)]
+    search = _Search(traced, cluster.num_devices, pins, moved, plan_program, rules)
+    found = search.best(groups) if groups else None
+    if found is None:
+        if plain is None:
+            assert refusal is not None
+            raise refusal
+        return traced, plain
+    padded, plan = found
+    if plain is not None and plan.objective >= plain.objective * _CHEAPER:
+        return traced, replace(plain, notes=(*plain.notes, _not_taken(plan, plain)))
+    without = None if plain is None else plain.objective
+    return padded.traced, replace(plan, paddings=tuple(replace(p, without=without) for p in plan.paddings))
+
+
+def padded_like(traced: Traced, paddings: Sequence[Padding], rules: tuple[NamedRule, ...] = ()) -> Traced:
+    """The program that a plan with these paddings is for; ``traced`` is of the user's function."""
+    if not paddings:
+        return traced
+    sizes = {p.dim: p.padded for p in paddings}
+    groups = [(g, sizes[g.name]) for g in pad_groups(traced.flat, traced.program) if g.name in sizes]
+    pins = {position: text for p in paddings for position, text in p.pins}
+    return pad_traced(traced, groups, pins, rules).traced
+
+
+def _uneven(traced: Traced, devices: int) -> list[PadGroup]:
+    """Groups that do not divide over the devices and are large enough to give each device something."""
+    found = pad_groups(traced.flat, traced.program)
+    return [g for g in found if g.size % devices and 2 * g.size > devices]
+
+
+def next_multiple(size: int, factor: int) -> int:
+    return -(-size // factor) * factor
+
+
+def _share(group: PadGroup, traced: Traced, plan: Plan) -> float:
+    """What the ops that would run padded and the conversions of their tensors cost now, of the whole."""
+    values = {v for v, _ in group.places}
+    ops = set(_paths_of(group, traced))
+    cost = sum(d.time_s for stage in plan.stages for d in stage.decisions if d.path in ops)
+    for stage in plan.stages:
+        for c in stage.conversions:
+            region = c.op.rpartition(".")[0]
+            if c.value in values and (f"{region}." if region else "") == group.region:
+                cost += c.cost
+    return cost / plan.objective if plan.objective > 0 else 0.0
+
+
+def _paths_of(group: PadGroup, traced: Traced) -> Iterator[str]:
+    """Paths of the ops that tie dims of the group."""
+    flat, program = traced.flat, traced.program
+    indices = [int(i) for i in group.region.split(".") if i]
+    for op_index, body in zip(indices[::2], indices[1::2], strict=True):
+        flat, program = flat.ops[op_index].bodies[body], program.ops[op_index].bodies[body]
+    for index, (op, mirror) in enumerate(zip(flat.ops, program.ops, strict=True)):
+        for ins, outs in tied_factors(op, mirror, flat).values():
+            places = [(op.inputs[t], d) for t, d in ins] + [(op.all_outputs[t], d) for t, d in outs]
+            if places[0] in group.places:
+                yield f"{group.region}{index}"
+
+
+def _ends(program: Program, pins: ResolvedPins) -> Iterator[tuple[int, int, PinnedDims]]:
+    """(position among arguments and results, value, pin) of what is pinned."""
+    values = (*program.inputs, *program.outputs)
+    for position, (value, pin) in enumerate(zip(values, (*pins.inputs, *pins.outputs), strict=True)):
+        if not pin.is_free:
+            yield position, value, pin
+
+
+def _is_pinned(group: PadGroup, program: Program, pins: ResolvedPins) -> bool:
+    return not group.region and any(
+        (value, dim) in group.places
+        for _, value, pin in _ends(program, pins)
+        for dim, axes in enumerate(pin.dims)
+        if axes
+    )
+
+
+def _pins_on(groups: Sequence[PadGroup], program: Program, pins: ResolvedPins) -> dict[int, str]:
+    """Pins that split dims of the groups: they hold for the padded form instead."""
+    places: set[Place] = {place for g in groups if not g.region for place in g.places}
+    return {
+        position: str(pin)
+        for position, value, pin in _ends(program, pins)
+        if any(axes and (value, dim) in places for dim, axes in enumerate(pin.dims))
+    }
+
+
+def _freed(pins: ResolvedPins, moved: dict[int, str]) -> ResolvedPins:
+    """The pins without those that moved inside; leaves tied to one another stay so."""
+
+    def free(first: int, pinned: tuple[PinnedDims, ...]) -> tuple[PinnedDims, ...]:
+        return tuple(
+            replace(p, dims=(None,) * len(p.dims), origin="") if first + i in moved else p for i, p in enumerate(pinned)
+        )
+
+    return replace(pins, inputs=free(0, pins.inputs), outputs=free(len(pins.inputs), pins.outputs))
+
+
+@dataclass(frozen=True, slots=True)
+class _Search:
+    """Tries groups of dims."""
+
+    traced: Traced
+    devices: int
+    pins: ResolvedPins
+    moved: dict[int, str]
+    plan_program: Planned
+    rules: tuple[NamedRule, ...]
+
+    def best(self, groups: Sequence[PadGroup]) -> tuple[Padded, Plan] | None:
+        """With all groups, then with those that the plan splits; None if none is split or nothing can be planned."""
+        while groups:
+            padded = pad_traced(
+                self.traced, [(g, next_multiple(g.size, self.devices)) for g in groups], self.moved, self.rules
+            )
+            try:
+                plan = self.plan_program(padded.traced.program, _freed(self.pins, self.moved))
+            except (PinError, MemoryBudgetError):
+                return None
+            used = [g for g in groups if _split(g, padded, plan) > 1]
+            if len(used) == len(groups):
+                return padded, self._recorded(padded, plan, groups)
+            groups = used
+        return None
+
+    def _recorded(self, padded: Padded, plan: Plan, groups: Sequence[PadGroup]) -> Plan:
+        paddings = []
+        for group in groups:
+            values = {v for v, _ in group.places}
+            ends = (*self.traced.program.inputs, *self.traced.program.outputs)
+            pins = tuple((i, text) for i, text in self.moved.items() if ends[i] in values)
+            shards = _split(group, padded, plan)
+            waste_bytes, waste_s = _waste(group, padded, plan)
+            paddings.append(
+                Padding(
+                    dim=group.name,
+                    size=group.size,
+                    padded=next_multiple(group.size, self.devices),
+                    shards=shards,
+                    waste_bytes=waste_bytes,
+                    waste_s=waste_s,
+                    pins=pins,
+                )
+            )
+        moved = [self._moved_note(i, text) for i, text in self.moved.items()]
+        return replace(plan, paddings=tuple(paddings), notes=(*plan.notes, *moved))
+
+    def _moved_note(self, position: int, text: str) -> str:
+        pin = (*self.pins.inputs, *self.pins.outputs)[position]
+        return f"the pin {pin.origin!r} holds as {text} for the padded form of {pin.path}; JAX arrays of uneven sizes lie evenly"
+
+
+def _split(group: PadGroup, padded: Padded, plan: Plan) -> int:
+    """The largest number of parts of a padded dim of the group that would not divide without padding."""
+    mesh = plan.mesh
+    found = [mesh.axes_size(spec.dims[dim]) for _, dim, spec, _, _ in _padded_tensors(group, padded, plan)]
+    return max((n for n in found if group.size % n), default=1)
+
+
+def _padded_tensors(
+    group: PadGroup, padded: Padded, plan: Plan
+) -> Iterator[tuple[int, int, ShardingSpec, OpDecision, str]]:
+    """(value, padded dim, spec, decision, primitive) of every result that holds padding of the group."""
+    decisions = {d.path: d for stage in plan.stages for d in stage.decisions}
+    region, origins = padded.regions[group.region]
+    for path, owner, op in padded.traced.program.walk():
+        if not path.startswith(region) or "." in path[len(region) :]:
+            continue
+        for value, spec in zip(op.outputs, decisions[path].results, strict=True):
+            for dim, size in enumerate(owner.values[value].shape if value >= 0 else ()):
+                if (origins.get(value, value), dim) in group.places and size != group.size:
+                    yield value, dim, spec, decisions[path], op.primitive
+
+
+def _waste(group: PadGroup, padded: Padded, plan: Plan) -> tuple[int, float]:
+    """Bytes on one device and seconds that go into the padding, see ``Padding``."""
+    owners = {path: owner for path, owner, _ in padded.traced.program.walk()}
+    size_bytes, seconds, counted = 0, 0.0, set()
+    for value, dim, spec, decision, primitive in _padded_tensors(group, padded, plan):
+        tensor = owners[decision.path].values[value]
+        share = 1 - group.size / tensor.shape[dim]
+        size_bytes += round(spec.local_size_bytes(tensor.shape, tensor.itemsize, plan.mesh) * share)
+        if decision.path not in counted:
+            counted.add(decision.path)
+            seconds += decision.time_s * (1.0 if primitive in _OVERHEAD else share)
+    return size_bytes, seconds
+
+
+def _not_taken(plan: Plan, plain: Plan) -> str:
+    tried = ", ".join(f"{p.dim} ({p.size} -> {p.padded})" for p in plan.paddings)
+    costs = (format_cost(p.objective, p.unit) for p in (plan, plain))
+    return "padding {} was tried: {} per step instead of {}, so it is not used".format(tried, *costs)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from alpa_lite.cli.launch import launch
 from alpa_lite.cli.solve import solve
 from alpa_lite.errors import AlpaLiteError
 
@@ -33,6 +34,7 @@ main = typer.Typer(
     pretty_exceptions_enable=False,
 )
 main.command()(solve)
+main.command()(launch)
 
 
 @contextlib.contextmanager

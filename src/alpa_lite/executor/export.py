@@ -17,10 +17,10 @@ from alpa_lite.cluster.cluster import Cluster
 from alpa_lite.costs.tiles import Box, Placement, slices
 from alpa_lite.errors import ExportError
 from alpa_lite.executor.serialize import abstract_step, serialize_step
-from alpa_lite.plan.answers import logical_axis_rules, partition_specs, shardy_text
-from alpa_lite.plan.files import folder_at_once
+from alpa_lite.plan.answers import KEY_TYPES, logical_axis_rules, partition_specs, shardy_text
+from alpa_lite.plan.folders import folder_at_once
 from alpa_lite.plan.json_text import json_text
-from alpa_lite.plan.manifest import Manifest, digests, is_export, write_manifest
+from alpa_lite.plan.manifest import Manifest, digests, write_manifest
 from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.records import Leaf
 from alpa_lite.trace.program import Traced
@@ -34,7 +34,7 @@ def write_export(plan: Plan, traced: Traced, leaves: Sequence[Any], out_dir: Pat
 
     Args:
         leaves: per argument leaf an array, whose slices are stored, or a ``jax.ShapeDtypeStruct``.
-        overwrite: whether ``out_dir`` may be an earlier export, which is replaced.
+        overwrite: whether ``out_dir`` may hold something; an earlier export is replaced, other files stay.
 
     Raises:
         ExportError: ``out_dir`` is not empty or not writable, the step cannot be exported, or a leaf is not here.
@@ -42,6 +42,7 @@ def write_export(plan: Plan, traced: Traced, leaves: Sequence[Any], out_dir: Pat
     check_target(out_dir, overwrite=overwrite)
     stored = tuple(i for i, leaf in enumerate(leaves) if not isinstance(leaf, jax.ShapeDtypeStruct))
     step, platforms = _lowered(plan, traced)
+    state = traced.program.aliases
     try:
         with folder_at_once(out_dir) as folder:
             (folder / STEP).write_bytes(step)
@@ -53,8 +54,8 @@ def write_export(plan: Plan, traced: Traced, leaves: Sequence[Any], out_dir: Pat
                 fingerprint=plan.identity.fingerprint,
                 num_ranks=plan.mesh.num_devices,
                 platforms=platforms,
-                donated=tuple(i for i, donated in enumerate(traced.program.donated) if donated),
-                state=traced.program.aliases,
+                donated=tuple(i for i, _ in state if traced.program.donated[i]),
+                state=state,
                 stored=stored,
                 jax_version=jax.__version__,
                 alpa_lite_version=plan.identity.alpa_lite_version,
@@ -69,22 +70,20 @@ def write_export(plan: Plan, traced: Traced, leaves: Sequence[Any], out_dir: Pat
 
 
 def check_target(out_dir: Path, *, overwrite: bool) -> None:
-    """Refuses a folder that holds something, unless it is an export and may be replaced."""
-    if out_dir.is_dir():
+    """Refuses what is no folder, and a folder that holds something, unless it may be written over."""
+    if not out_dir.exists() and not out_dir.is_symlink():
+        return
+    if not out_dir.is_dir():
+        given, advice = f"{str(out_dir)!r} is not a folder", "Give another name."
+    else:
         found = sorted(entry.name for entry in out_dir.iterdir())
-        if not found or (overwrite and is_export(out_dir)):
+        if overwrite or not found:
             return
         given = f"the folder {str(out_dir)!r} is not empty ({', '.join(found[:3])}{', ...' if len(found) > 3 else ''})"
-    elif out_dir.exists() or out_dir.is_symlink():
-        given = f"{str(out_dir)!r} is not a folder"
-    else:
-        return
-    advice = "Give another folder."
-    if is_export(out_dir):
-        advice = "Give another folder, or plan.export(..., overwrite=True) to replace this export."
+        advice = "Give another folder, or plan.export(..., overwrite=True) to replace what is in the way."
     raise ExportError(
-        f"{given}. A plan is exported to a new or an empty folder; with overwrite=True it replaces an earlier export, never "
-        f"anything else. It was given as out_dir. {advice}"
+        f"{given}. A plan is exported to a new or an empty folder, so that nothing of another export is taken for a part of "
+        f"this one. It was given as out_dir. {advice}"
     )
 
 
@@ -176,7 +175,7 @@ def raw_array(value: Any, leaf: Leaf) -> np.ndarray:
             f"the argument {leaf.path!r} is spread over several processes. An export is written by one process, which must "
             "hold all values. Pass jax.ShapeDtypeStruct for it, or gather it first (multihost_utils.process_allgather)."
         )
-    if leaf.value.dtype.startswith("key<"):
+    if leaf.value.dtype in KEY_TYPES:
         return np.asarray(jax.random.key_data(value))
     array = np.asarray(value)
     array = array if str(array.dtype) == leaf.value.dtype else array.astype(leaf.value.dtype)

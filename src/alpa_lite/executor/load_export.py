@@ -21,6 +21,7 @@ from alpa_lite.errors import ExportError
 from alpa_lite.executor.export import PLAN, SLICES, STEP, rank_folder
 from alpa_lite.executor.local import local_mesh
 from alpa_lite.lowering.lower import partition_spec
+from alpa_lite.plan.answers import KEY_TYPES
 from alpa_lite.plan.load import load_plan
 from alpa_lite.plan.manifest import Manifest, check_file, read_manifest
 from alpa_lite.plan.plan import Plan
@@ -109,7 +110,7 @@ def _rows(out_dir: Path, manifest: Manifest, name: str) -> dict[str, _SliceRow]:
 
 def _read(out_dir: Path, manifest: Manifest, name: str, leaf: Leaf) -> np.ndarray:
     array = np.load(check_file(out_dir, manifest, name), allow_pickle=False)
-    if leaf.value.dtype.startswith("key<") or str(array.dtype) == leaf.value.dtype:
+    if leaf.value.dtype in KEY_TYPES or str(array.dtype) == leaf.value.dtype:
         return array
     return array.view(leaf.value.dtype)  # bfloat16 and such, see raw_array
 

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 _MLIR_NAMES = {"bool": "i1", "bfloat16": "bf16", "complex64": "complex<f32>", "complex128": "complex<f64>"}
 _MLIR_FORMS = {"uint": "ui", "int": "i", "float": "f"}
-_KEY_WORDS = {"key<fry>": 2, "key<rbg>": 4, "key<urbg>": 4}  # uint32 per key, a last dim of its own
+# dtype of typed keys -> name of the generator, and uint32 words per key: a last dim of its own
+KEY_TYPES = {"key<fry>": ("threefry2x32", 2), "key<rbg>": ("rbg", 4), "key<urbg>": ("unsafe_rbg", 4)}
 _DTYPE = re.compile(r"(uint|int|float)(\d+)(?:_(\w+))?")
 
 
@@ -58,7 +59,7 @@ def shardy_text(plan: Plan) -> str:
 
 def _shardy(leaf: Leaf) -> str:
     dims = [", ".join(f'"{axis}"' for axis in axes) for axes in leaf.spec.dims]
-    dims += [""] * (leaf.value.dtype in _KEY_WORDS)
+    dims += [""] * (leaf.value.dtype in KEY_TYPES)
     entries = ", ".join(f"{{{dim}}}" for dim in dims)
     return f"{mlir_type(leaf.value)} {{sdy.sharding = #sdy.sharding<@mesh, [{entries}]>}}"
 
@@ -66,8 +67,8 @@ def _shardy(leaf: Leaf) -> str:
 def mlir_type(value: Value) -> str:
     """E.g. ``tensor<8x4xbf16>``."""
     shape, dtype = value.shape, value.dtype
-    if dtype in _KEY_WORDS:
-        shape, dtype = (*shape, _KEY_WORDS[dtype]), "uint32"
+    if dtype in KEY_TYPES:
+        shape, dtype = (*shape, KEY_TYPES[dtype][1]), "uint32"
     name = _MLIR_NAMES.get(dtype)
     if name is None and (match := _DTYPE.fullmatch(dtype)):
         kind, bits, form = match.groups()

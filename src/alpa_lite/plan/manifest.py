@@ -21,6 +21,13 @@ FORMAT_VERSION = 1
 _CHUNK_BYTES = 2**20
 
 
+class _Contents(msgspec.Struct):
+    """Read leniently too: what an export of whatever version consists of."""
+
+    format: str
+    files: dict[str, msgspec.Raw]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileDigest:
     """One file: its size and "sha256:" with 64 hex digits."""
@@ -90,13 +97,13 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     (folder / MANIFEST).write_text(json_text(msgspec.to_builtins(manifest)), encoding="utf-8")
 
 
-def is_export(folder: Path) -> bool:
-    """Whether ``folder`` holds an export of any version."""
+def listed_files(folder: Path) -> frozenset[str]:
+    """The top-level names that belong to the export in ``folder``, of any version; none if it holds no export."""
     try:
-        header = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=_Header)
+        found = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=_Contents)
     except (OSError, msgspec.MsgspecError):
-        return False
-    return header.format == FORMAT
+        return frozenset()
+    return frozenset({MANIFEST, *(name.partition("/")[0] for name in found.files)} if found.format == FORMAT else ())
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -30,7 +30,7 @@ class Calibration:
         num_devices: how many took part.
         matmul_flops_per_s: by short dtype name ("f32", "bf16"), for large matmuls.
         ramp_s: what a matmul takes on top of its FLOPs at that rate.
-        memory_bandwidth_bytes_per_s: of a large copy, read plus write.
+        memory_bandwidth_bytes_per_s: of a large copy, read plus write; on CPU of elementwise loops of several kinds.
         launch_s: the least time of an op.
         collectives: per kind and group size.
         date: ISO date.

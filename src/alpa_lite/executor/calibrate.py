@@ -95,7 +95,7 @@ def measure(sizes: Sizes | None = None) -> Calibration:
         num_devices=len(devices),
         matmul_flops_per_s=tuple((name, rate) for name, (rate, _) in fits.items()),
         ramp_s=min(ramp for _, ramp in fits.values()),
-        memory_bandwidth_bytes_per_s=_copy_rate(devices, sizes),
+        memory_bandwidth_bytes_per_s=_loop_rate(devices, sizes) if on_cpu else _copy_rate(devices, sizes),
         launch_s=_launch(devices, sizes),
         collectives=tuple(_collectives(devices, sizes)),
         date=datetime.datetime.now(datetime.UTC).date().isoformat(),
@@ -151,9 +151,35 @@ def _copy_rate(devices: list[jax.Device], sizes: Sizes) -> float:
     return 2 * sizes.copy_bytes / seconds
 
 
+def _loop_rate(devices: list[jax.Device], sizes: Sizes) -> float:
+    """Bytes per second of elementwise loops on a CPU, where arithmetic and not memory limits most of them.
+
+    The geometric mean over a copy, an activation (tanh) and an optimizer's update (Adam: three tensors read and written).
+    """
+    count = sizes.copy_bytes // 4
+
+    def adam(x: jax.Array) -> jax.Array:
+        value, first, second = x
+        first, second = 0.9 * first + 0.1 * value, 0.99 * second + 0.01 * value * value
+        return jnp.stack([value - 1e-3 * first / (jnp.sqrt(second) + 1e-8), first, second])
+
+    def seconds(loop: Round, *shape: int) -> float:
+        return _round_s(_line(devices), loop, shape, jnp.float32, sizes)
+
+    times = [seconds(lambda x: x + 1, count), seconds(jnp.tanh, count), seconds(adam, 3, count // 3)]
+    return float(2 * sizes.copy_bytes / np.exp(np.mean(np.log(times))))
+
+
 def _launch(devices: list[jax.Device], sizes: Sizes) -> float:
-    """The least time of an op: an addition of a few thousand numbers (XLA:CPU runs loops over fewer as one kernel)."""
-    return _round_s(_line(devices), lambda x: x + 1, (4096,), jnp.float32, sizes)
+    """The least time of an op among others: a chain of tiny products, each with a loop behind it that cannot join it."""
+    links = 32
+
+    def chain(x: jax.Array) -> jax.Array:
+        for _ in range(links):
+            x = jnp.tanh(x @ x)
+        return x
+
+    return _round_s(_line(devices), chain, (8, 8), jnp.float32, sizes) / (2 * links)
 
 
 def _collectives(devices: list[jax.Device], sizes: Sizes) -> list[MeasuredCollective]:

@@ -15,6 +15,7 @@ import jax
 
 from alpa_lite import __version__
 from alpa_lite.cluster.cluster import Cluster as ClusterData
+from alpa_lite.core.program import Program
 from alpa_lite.core.rule_text import NamedRule
 from alpa_lite.core.spec import ShardingSpec
 from alpa_lite.costs.profile import roles_of
@@ -31,6 +32,7 @@ from alpa_lite.plan.load import load_plan as read_plan
 from alpa_lite.plan.pins import ResolvedPins
 from alpa_lite.plan.plan import Plan
 from alpa_lite.planner.options import PlanOptions
+from alpa_lite.planner.padded import padded_like, plan_with_padding
 from alpa_lite.planner.plan_step import Versions, plan_step
 from alpa_lite.report.graph import Graph, graph_of
 from alpa_lite.trace.annotations import annotation_note, annotations_from_args
@@ -142,6 +144,7 @@ def _traced_for(plan: Plan, fn: Any, args: tuple[Any, ...], kwargs: dict[str, An
     except TraceError as error:
         static = settings.get("static_argnums", ()), settings.get("static_argnames", ())
         raise _other_arguments(plan, args, kwargs, *static) or error from error
+    traced = padded_like(traced, plan.paddings, _rules_of(plan))
     check_identity(plan, traced)
     return traced
 
@@ -315,15 +318,17 @@ class _Request:
         traced = self.trace(args, kwargs)
         found = annotations_from_args(args, kwargs)
         binding = self.options.annotations == "pin"
-        made = plan_step(
-            traced.program,
-            cluster,
-            self.resolve(traced, source, {a.path: a.spec for a in found} if binding else None),
-            self.options,
-            Versions(jax=jax.__version__, alpa_lite=__version__),
-            notes=annotation_note(found, binding=binding),
-            progress=progress,
-        )
+        pins = self.resolve(traced, source, {a.path: a.spec for a in found} if binding else None)
+
+        def plan_program(program: Program, pins: ResolvedPins) -> Plan:
+            versions = Versions(jax=jax.__version__, alpa_lite=__version__)
+            notes = annotation_note(found, binding=binding)
+            return plan_step(program, cluster, pins, self.options, versions, notes=notes, progress=progress)
+
+        if self.options.padding == "off":
+            made = plan_program(traced.program, pins)
+        else:
+            traced, made = plan_with_padding(traced, cluster, pins, plan_program, self.options.rules)
         settings = tuple((name, getattr(self, name)) for name in _JIT_SETTINGS if getattr(self, name))
         made = replace(made, options=(*made.options, *settings))
         return traced, replace(made, trees=_Trees.of(traced))
@@ -521,6 +526,7 @@ class ParallelStep:
         except TraceError as error:
             static = request.static_argnums, request.static_argnames
             raise _other_arguments(given, args, kwargs, *static) or error from error
+        traced = padded_like(traced, given.paddings, request.options.rules)
         check_identity(given, traced)
         return traced
 

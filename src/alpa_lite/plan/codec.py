@@ -26,6 +26,7 @@ from alpa_lite.plan.records import (
     MemoryProfile,
     MeshCandidate,
     OpDecision,
+    Padding,
     PlanIdentity,
     SearchStep,
     StagePlan,
@@ -121,6 +122,19 @@ class _SearchRow(_Row):
     found_by: str
 
 
+class _PaddingRow(_Row):
+    """``without`` is null where there is no plan without padding."""
+
+    dim: str
+    size: int
+    padded: int
+    shards: int
+    waste_bytes: int
+    waste_s: float
+    pins: list[tuple[int, str]]
+    without: float | None
+
+
 class _Decisions(_Strict):
     """``paths[i]`` is decided by row ``ops[i]`` of the op table."""
 
@@ -171,6 +185,7 @@ class _Document(_Strict):
     options: dict[str, Any]
     pins: list[tuple[str, str]]
     search: list[_SearchRow]
+    paddings: list[_PaddingRow]
     notes: list[str]
     mesh_table: list[_Candidate]
     columns: dict[str, list[str]]
@@ -196,6 +211,7 @@ class _Table(Generic[H]):
 
 _ROWS: dict[str, type[_Row]] = {
     "search": _SearchRow,
+    "paddings": _PaddingRow,
     "inputs": _LeafRow,
     "outputs": _LeafRow,
     "ops": _OpRow,
@@ -230,6 +246,10 @@ def encode_plan(plan: Plan) -> bytes:
         search=[
             _SearchRow(float(s.objective), s.lower_bound if math.isfinite(s.lower_bound) else None, s.found_by)
             for s in plan.search
+        ],
+        paddings=[
+            _PaddingRow(p.dim, p.size, p.padded, p.shards, p.waste_bytes, float(p.waste_s), list(p.pins), p.without)
+            for p in plan.paddings
         ],
         notes=list(plan.notes),
         mesh_table=[_encode_candidate(candidate) for candidate in plan.mesh_table],
@@ -396,6 +416,9 @@ class _Decoder:
                     found_by=row.found_by,
                 )
                 for row in d.search
+            ),
+            "paddings": tuple(
+                Padding(**{**msgspec.structs.asdict(row), "pins": tuple(row.pins)}) for row in d.paddings
             ),
             "notes": tuple(d.notes),
             "mesh_table": tuple(self._candidate(candidate) for candidate in d.mesh_table),

@@ -18,7 +18,16 @@ from alpa_lite.errors import AlpaLiteError
 from alpa_lite.plan.codec import encode_plan
 from alpa_lite.plan.cost_table import CostTable, cost_table, layout_schedule
 from alpa_lite.plan.files import write_atomically
-from alpa_lite.plan.records import Leaf, LeafRole, MemoryProfile, MeshCandidate, PlanIdentity, SearchStep, StagePlan
+from alpa_lite.plan.records import (
+    Leaf,
+    LeafRole,
+    MemoryProfile,
+    MeshCandidate,
+    Padding,
+    PlanIdentity,
+    SearchStep,
+    StagePlan,
+)
 from alpa_lite.plan.text import plan_text
 
 OptionValue = str | int | float | bool | None | tuple[Any, ...]
@@ -59,6 +68,7 @@ class Plan:
         options: the options that were set, by name.
         pins: (key as the user wrote it, spec text) pairs.
         search: how the chosen mesh was searched: objectives in falling order, the last one with what was proven.
+        paddings: dims that are padded inside the step; a plan with any belongs to the padded program.
         notes: warnings and reports: dims ruled out, replicated ops, forced choices, annotations seen.
         trees: see the module docstring.
     """
@@ -76,6 +86,7 @@ class Plan:
     options: tuple[tuple[str, OptionValue], ...] = ()
     pins: tuple[tuple[str, str], ...] = ()
     search: tuple[SearchStep, ...] = ()
+    paddings: tuple[Padding, ...] = ()
     notes: tuple[str, ...] = ()
     trees: PlanTrees | None = field(default=None, compare=False, repr=False)
 
@@ -167,7 +178,7 @@ class Plan:
             out_dir: a new or empty folder; see ``docs/export.md`` for what it will hold.
             args, kwargs: the function's arguments. The values of arrays are stored, sliced by rank; a
                 ``jax.ShapeDtypeStruct`` leaves its value out. Without any, only shapes are known, from planning or binding.
-            overwrite: replace an earlier export.
+            overwrite: whether ``out_dir`` may hold something; an earlier export is replaced, other files stay.
 
         Raises:
             ExportError: ``out_dir`` is not empty, or the step cannot be exported.

@@ -162,6 +162,31 @@ class MeshCandidate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Padding:
+    """Dims of one size that are padded inside the step, so that they can be split; arguments and results keep their sizes.
+
+    Attributes:
+        dim: an argument and its dim, e.g. "0/params/wte dim 0", which stands for all dims that are padded with it.
+        size, padded: the true and the padded size.
+        shards: the largest number of parts that a padded dim is split into.
+        waste_bytes: what the padding takes on one device, over all padded tensors of the step (they do not all live at once).
+        waste_s: predicted time spent on it, in the plan's unit: its share of the ops that run padded, and all pads, slices
+            and masks.
+        pins: (position among arguments and results, layout) of pins that hold for the padded form.
+        without: what the best plan without any padding costs; None if there is none.
+    """
+
+    dim: str
+    size: int
+    padded: int
+    shards: int = 1
+    waste_bytes: int = 0
+    waste_s: float = 0.0
+    pins: tuple[tuple[int, str], ...] = ()
+    without: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlanIdentity:
     """What a plan is for, and what made it.
 

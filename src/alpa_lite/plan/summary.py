@@ -52,6 +52,7 @@ def summary(plan: Plan) -> tuple[Section, ...]:
         _ops(plan),
         _collectives(plan),
         _memory(plan),
+        _paddings(plan),
         _meshes(plan),
         _pins(plan),
         _notes(plan),
@@ -217,6 +218,25 @@ def _memory(plan: Plan) -> Section:
     right = tuple(range(1, len(heads) + 1))
     shown = any(profile["peak"] for profile in profiles)
     return Section(title="Memory", columns=("", *heads), rows=rows if shown else (), right=right)
+
+
+def _paddings(plan: Plan) -> Section:
+    rows = tuple(
+        (
+            p.dim,
+            f"{p.size} -> {p.padded}",
+            str(p.shards),
+            format_bytes(p.waste_bytes),
+            format_cost(p.waste_s, plan.unit),
+        )
+        for p in plan.paddings
+    )
+    columns = ("padded inside the step", "size", "split into", "waste per device", "time")
+    without = plan.paddings[0].without if plan.paddings else None
+    gain = (
+        "there is no plan without it" if without is None else f"without it: {format_cost(without, plan.unit)} per step"
+    )
+    return Section(title="Padding", columns=columns, rows=rows, right=(1, 2, 3, 4), footer=gain)
 
 
 def _meshes(plan: Plan) -> Section:

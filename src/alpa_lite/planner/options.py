@@ -30,6 +30,8 @@ class PlanOptions:
             convention's own (yes for slapo, no for all others).
         forbid: kinds of collectives that may not be used, e.g. ("all-gather",).
         replication_penalty: price of every state leaf that all devices hold whole; None = the convention's own.
+        padding: "auto" pads dims inside the step that do not divide, where that makes the plan cheaper, possible, or keeps a
+            pin (`plan.paddings` says which); "off" never does.
         annotations: "report" lists sharding annotations found in the arguments; "pin" makes them pins.
         num_stages, num_microbatches, schedule, remat: for pipelines; one stage and one microbatch until they exist.
         rules: sharding rules for primitives by name, each an ``al.register_rule("primitive", "rule")``; they replace others.
@@ -46,6 +48,7 @@ class PlanOptions:
     require_sharded_contractions: bool | None = None
     forbid: tuple[str, ...] = ()
     replication_penalty: float | None = None
+    padding: Literal["auto", "off"] = "auto"
     annotations: Literal["report", "pin"] = "report"
     num_stages: int | Literal["auto"] = "auto"
     num_microbatches: int = 1
@@ -88,6 +91,8 @@ class PlanOptions:
             faults.append(
                 f"remat={self.remat!r} was given; only 'auto' is possible: wrap parts of your function in jax.checkpoint."
             )
+        if self.padding not in ("auto", "off"):
+            faults.append(f"padding={self.padding!r} was given; allowed are 'auto' and 'off'.")
         if self.annotations not in ("report", "pin"):
             faults.append(f"annotations={self.annotations!r} was given; allowed are 'report' and 'pin'.")
         if wrong := [rule for rule in self.rules if not isinstance(rule, NamedRule)]:

@@ -222,8 +222,12 @@ def reports(program: Program, mesh: DeviceMesh, decisions: tuple[OpDecision, ...
     """What a reader should know: dims that could not be split, ops that could not, loops of unknown length."""
     notes = []
     indivisible: dict[str, str] = {}
+    pads = [(op.inputs[0], program.values[op.outputs[0]].shape) for op in program.ops if op.primitive == "pad"]
+    padded = {(v, dim) for v, shape in pads if v >= 0 for dim, n in enumerate(shape) if n > program.values[v].shape[dim]}
     for path, value in zip(program.input_paths, program.inputs, strict=True):
         for dim, size in enumerate(program.values[value].shape):
+            if (value, dim) in padded:
+                continue
             bad = [a for a, n in zip(mesh.axis_names, mesh.shape, strict=True) if n > 1 and size > 1 and size % n]
             if bad and size > mesh.num_devices:
                 indivisible.setdefault(f"{path} dim {dim} of size {size} over {', '.join(bad)}", path)

@@ -64,6 +64,16 @@ def test_a_budget_alone_says_what_is_possible_and_what_helps():
     assert "donate_argnums" in message and "jax.checkpoint" in message and "memory_budget_bytes" in message
 
 
+def test_without_a_proof_the_error_says_what_was_found(monkeypatch):
+    """As when the time for the bisection ends before anything above the budget is ruled out."""
+    monkeypatch.setattr("alpa_lite.planner.explain._smallest_peak", lambda task, *_: (task.budget, 2.0 * MIB))
+    with pytest.raises(MemoryBudgetError) as error:
+        al.plan(jnp.tanh, SQUARE, cluster=CLUSTER, options=options(memory_budget_bytes=MIB))
+    assert "no plan was found that fits: smallest peak found 2.00 MiB > budget 1.00 MiB per device (mesh" in str(
+        error.value
+    )
+
+
 def test_the_smallest_possible_peak_is_really_possible():
     """Two results of one argument: what the error names as possible is accepted, one percent less is not."""
 

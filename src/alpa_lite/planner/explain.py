@@ -133,9 +133,12 @@ def _over_budget(task: MeshTask, results: Sequence[MeshResult], cluster: Cluster
         reverse=True,
     )
     largest = ", ".join(f"{path} {format_bytes(size)}" for size, path in sized[:3])
+    budget = f"budget {format_bytes(task.budget)} per device"
+    claim = f"no plan fits: smallest possible {word} {peak} > {budget}, {format_bytes(low - task.budget)} too much"
+    if low <= task.budget:  # nothing rules out a plan that fits, but none was found
+        claim = f"no plan was found that fits: smallest {word} found {format_bytes(high)} > {budget}"
     return MemoryBudgetError(
-        f"no plan fits: smallest possible {word} {peak} > budget {format_bytes(task.budget)} per device, "
-        f"{format_bytes(low - task.budget)} too much (mesh {result.mesh} of {cluster}).\n"
+        f"{claim} (mesh {result.mesh} of {cluster}).\n"
         f"  largest arguments, unsharded: {largest}\n"
         f"  where: {task.pins.source}\n"
         f"  next: {advice}, or raise PlanOptions.memory_budget_bytes."

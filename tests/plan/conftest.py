@@ -21,6 +21,7 @@ from alpa_lite.plan.records import (
     MemoryProfile,
     MeshCandidate,
     OpDecision,
+    Padding,
     PlanIdentity,
     SearchStep,
     StagePlan,
@@ -183,6 +184,18 @@ def make_plan(program: Program) -> Plan:
         search=(
             SearchStep(objective=5e-5, lower_bound=-math.inf, found_by="greedy"),
             SearchStep(objective=4.4e-5, lower_bound=4.3e-5, found_by="search"),
+        ),
+        paddings=(
+            Padding(
+                dim="1/x dim 1",
+                size=3,
+                padded=4,
+                shards=4,
+                waste_bytes=8,
+                waste_s=1e-7,
+                pins=((4, "[_,model]"),),
+                without=5e-5,
+            ),
         ),
         notes=("0/params/layers_0/kernel: dim 0 of size 4 ruled out for axis 'data'", "top_k is replicated"),
     )

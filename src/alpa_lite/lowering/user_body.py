@@ -17,10 +17,11 @@ from alpa_lite.trace.flatten import FlatJaxpr, FlatOp, flatten
 
 def run_body(jaxpr: Jaxpr, inputs: Sequence[Any]) -> list[Any]:
     """Results of ``jaxpr`` on local tiles."""
-    return _run(flatten(ClosedJaxpr(jaxpr, ())), inputs)
+    return run_flat(flatten(ClosedJaxpr(jaxpr, ())), inputs)
 
 
-def _run(flat: FlatJaxpr, inputs: Sequence[Any]) -> list[Any]:
+def run_flat(flat: FlatJaxpr, inputs: Sequence[Any]) -> list[Any]:
+    """Results of a flat jaxpr, op by op as it stands."""
     env: dict[int, Any] = {**flat.constants, **dict(zip(flat.inputs, inputs, strict=True))}
 
     def read(atom: Any) -> Any:
@@ -49,7 +50,7 @@ def _scan(op: FlatOp, inputs: list[Any]) -> list[Any]:
     consts, carries = scan_layout(op.params)
 
     def step(carry: Any, xs: Any) -> tuple[list[Any], list[Any]]:
-        outs = _run(op.bodies[0], [*inputs[:consts], *carry, *xs])
+        outs = run_flat(op.bodies[0], [*inputs[:consts], *carry, *xs])
         return outs[:carries], outs[carries:]
 
     start, xs = inputs[consts : consts + carries], inputs[consts + carries :]
@@ -62,15 +63,15 @@ def _while(op: FlatOp, inputs: list[Any]) -> list[Any]:
     test, body = inputs[:first], inputs[first : first + second]
     return list(
         lax.while_loop(
-            lambda carry: _run(op.bodies[0], [*test, *carry])[0],
-            lambda carry: _run(op.bodies[1], [*body, *carry]),
+            lambda carry: run_flat(op.bodies[0], [*test, *carry])[0],
+            lambda carry: run_flat(op.bodies[1], [*body, *carry]),
             inputs[first + second :],
         )
     )
 
 
 def _cond(op: FlatOp, inputs: list[Any]) -> list[Any]:
-    branches = [lambda *args, body=body: _run(body, args) for body in op.bodies]
+    branches = [lambda *args, body=body: run_flat(body, args) for body in op.bodies]
     return list(lax.switch(inputs[0], branches, *inputs[1:]))
 
 

@@ -1,0 +1,49 @@
+"""A function with all its uneven dims padded computes what it computed, whole and on random layouts."""
+
+from __future__ import annotations
+
+import jax
+import pytest
+
+from alpa_lite.lowering.user_body import run_flat
+from alpa_lite.trace.pad_groups import pad_groups
+from alpa_lite.trace.pad_program import pad_traced
+from alpa_lite.trace.program import trace
+from tests.compiling import QUICK_COMPILE
+from tests.harness import difference, draw, run
+from tests.padding_steps import STEPS
+
+
+def padded(name, multiple=8):
+    fn, args = STEPS[name]()
+    traced = trace(fn, args, {})
+    uneven = [g for g in pad_groups(traced.flat, traced.program) if g.size % multiple]
+    return fn, args, traced, pad_traced(traced, [(g, -(-g.size // multiple) * multiple) for g in uneven]).traced
+
+
+def agree(traced, expected, results):
+    for path, got, want in zip(traced.program.output_paths, results, jax.tree.leaves(expected), strict=True):
+        assert difference(got, want) <= 2e-5, path
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_the_padded_function_is_the_same_function(name):
+    fn, args, traced, made = padded(name)
+    assert "pad" in {op.primitive for _, _, op in made.program.walk()}
+    assert [str(made.program.values[v]) for v in made.program.inputs] == [
+        str(traced.program.values[v]) for v in traced.program.inputs
+    ]
+    assert made.program.aliases == traced.program.aliases
+    results = jax.jit(lambda leaves: run_flat(made.flat, leaves), compiler_options=QUICK_COMPILE)(jax.tree.leaves(args))
+    agree(made, jax.jit(fn, compiler_options=QUICK_COMPILE)(*args), results)
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("shape", [(4,), (2, 4)], ids=str)
+@pytest.mark.parametrize("name", STEPS)
+def test_random_layouts_of_the_padded_function(name, shape):
+    fn, args, _, made = padded(name)
+    expected = jax.jit(fn, compiler_options=QUICK_COMPILE)(*args)
+    drawn = draw(made, shape, seeds=(0, 1))
+    for results in run(drawn, jax.tree.map(jax.numpy.asarray, args)):
+        agree(made, expected, results)

@@ -25,7 +25,7 @@ def write(target, **files):
 
 
 def as_export(*listed):
-    return json.dumps({"format": "alpa_lite.export", "files": dict.fromkeys(listed, {})})
+    return json.dumps({"format": "alpa_lite.export", "files": {name: {} for name in listed}})
 
 
 def test_the_folder_appears_at_the_end(tmp_path):

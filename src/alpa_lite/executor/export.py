@@ -89,8 +89,7 @@ def check_target(out_dir: Path, *, overwrite: bool) -> None:
 
 def _lowered(plan: Plan, traced: Traced) -> tuple[bytes, tuple[str, ...]]:
     """The step for CPU, where an export can be tried, and for the cluster's own platform; else for the latter alone."""
-    device = Cluster.parse(plan.identity.cluster).device.name
-    own = device if device == "cpu" else "tpu" if device.startswith("tpu") else "cuda"
+    own = Cluster.parse(plan.identity.cluster).device.platform
     choices: list[tuple[str, ...]] = [("cpu",)] if own == "cpu" else [("cpu", own), (own,)]
     step, args = abstract_step(traced, plan)
     for platforms in choices:

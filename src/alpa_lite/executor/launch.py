@@ -1,6 +1,6 @@
 """Starts the ranks of an export as processes of this machine, one virtual CPU device each, and runs the step.
 
-In: an exported folder. Out: what rank 0 printed; with ``out`` also every result as ``.npz``. The ranks are one
+In: an exported folder. Out: rank 0's report; with ``out`` also every result as ``.npz``. The ranks are one
 ``jax.distributed`` job with gloo collectives: the same program, and the same collectives, that a cluster would run. This
 process knows no JAX; ``launch_worker.py`` is what it starts.
 """
@@ -20,6 +20,7 @@ from alpa_lite.errors import ExportError, LaunchError
 from alpa_lite.plan.manifest import read_manifest
 
 _WORKER = "alpa_lite.executor.launch_worker"
+_REPORT = "report.txt"
 _POLL_S = 0.02
 _SHOWN_LINES = 15
 
@@ -48,7 +49,7 @@ class LaunchRequest:
 
 
 def launch(request: LaunchRequest, num_ranks: int | None = None) -> str:
-    """Runs the step on ``num_ranks`` processes (None: as many as the export has) and returns rank 0's text.
+    """Runs the step on ``num_ranks`` processes (None: as many as the export has) and returns rank 0's report.
 
     Raises:
         ExportError: the folder is no whole export, or has another number of ranks.
@@ -67,12 +68,12 @@ def launch(request: LaunchRequest, num_ranks: int | None = None) -> str:
             for rank in range(count):
                 ranks.append(_start(request, rank, count, address, logs))
             _wait(ranks, request, logs)
+            return (logs / _REPORT).read_text(encoding="utf-8")
         finally:  # also on Ctrl-C
             for process in ranks:
                 process.kill()
             for process in ranks:
                 process.communicate()
-        return _log(logs, 0, "out").read_text(errors="replace")
 
 
 def _check(request: LaunchRequest, num_ranks: int | None) -> None:
@@ -97,6 +98,11 @@ def _check(request: LaunchRequest, num_ranks: int | None) -> None:
             f"there is no file {request.inputs!r} to read arguments from. It must be an .npz whose names are argument paths, "
             "e.g. np.savez('inputs.npz', **{'1/x': x}). Correct the path, or leave it out for seeded values."
         )
+    if request.out is not None and not Path(request.out).parent.is_dir():
+        raise LaunchError(
+            f"the results cannot be written to {request.out!r}. It must be a file in an existing folder that you may write to. "
+            "Correct the path (--out)."
+        )
 
 
 def _free_port() -> int:
@@ -108,14 +114,15 @@ def _free_port() -> int:
 def _start(request: LaunchRequest, rank: int, count: int, address: str, logs: Path) -> subprocess.Popen[bytes]:
     # -P: the current folder must not shadow packages. The pipe is never written to: its end tells the rank, even if
     # this process is killed, that nobody waits any more.
-    text = json.dumps(asdict(request) | {"process": rank, "num_processes": count, "address": address})
-    with _log(logs, rank, "out").open("wb") as out, _log(logs, rank, "err").open("wb") as err:
-        command = [sys.executable, "-P", "-m", _WORKER, text]
-        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=out, stderr=err)
+    place = {"process": rank, "num_processes": count, "address": address, "report": str(logs / _REPORT)}
+    command = [sys.executable, "-P", "-m", _WORKER, json.dumps(asdict(request) | place)]
+    with _log(logs, rank).open("wb") as log:
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log)
 
 
-def _log(logs: Path, rank: int, stream: str) -> Path:
-    return logs / f"{rank}.{stream}"
+def _log(logs: Path, rank: int) -> Path:
+    """What a rank says on stdout and stderr; gloo prints to both."""
+    return logs / f"{rank}.log"
 
 
 def _wait(ranks: list[subprocess.Popen[bytes]], request: LaunchRequest, logs: Path) -> None:
@@ -133,7 +140,7 @@ def _wait(ranks: list[subprocess.Popen[bytes]], request: LaunchRequest, logs: Pa
             raise LaunchError(
                 f"ranks {running} of {len(ranks)} had not ended after {request.timeout_s:g} s and were stopped. A "
                 f"launch may take its time limit. Raise it (--timeout), or run fewer steps. Rank {running[0]} said last:\n"
-                f"{_tail(_log(logs, running[0], 'err'))}"
+                f"{_tail(_log(logs, running[0]))}"
             )
         time.sleep(_POLL_S)
 
@@ -141,7 +148,7 @@ def _wait(ranks: list[subprocess.Popen[bytes]], request: LaunchRequest, logs: Pa
 def _failure(rank: int, count: int, code: int | None, logs: Path) -> LaunchError:
     return LaunchError(
         f"rank {rank} of {count} ended with code {code}; the others were stopped. Every rank must end with 0. Correct what it "
-        f"says here, or report it:\n{_tail(_log(logs, rank, 'err'))}"
+        f"says here, or report it:\n{_tail(_log(logs, rank))}"
     )
 
 

@@ -1,7 +1,7 @@
 """One process of a launch: ``python -m alpa_lite.executor.launch_worker REQUEST``, started by ``launch.py``.
 
-In: the request as JSON, with this process's number. Out: on stdout of process 0 the scalar results of every step and the norm
-of every other result, in the request's file all of them.
+In: the request as JSON, with this process's number. Out: in process 0's report the scalar results of every step and the norm
+of every other result; in the file that the request names, if any, all results of the last step.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import sys
 import threading
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -74,16 +75,19 @@ def _run(request: dict[str, Any]) -> None:
     values = given_values(part, request["inputs"], request["seed"])
     step, leaves = part.step(mesh), global_arguments(parts, mesh, values)
     results: tuple[Any, ...] = ()
+    lines = []
     for number in range(request["num_steps"]):
         results = step(*leaves)
         for argument, result in part.manifest.state:
             leaves[argument] = results[result]
-        _tell_scalars(number + 1, part.plan.output_paths, results)
+        lines.append(f"step {number + 1}: {_scalars(part.plan.output_paths, results)}")
     gathered = {p: _gathered(r) for p, r in zip(part.plan.output_paths, results, strict=True)}
     if jax.process_index() == 0:
-        _tell_norms(part.plan.outputs, gathered)
+        lines += _norms(part.plan.outputs, gathered)
+        Path(request["report"]).write_text("\n".join(lines) + "\n", encoding="utf-8")
         if request["out"]:
-            np.savez(request["out"], **gathered)
+            with Path(request["out"]).open("wb") as file:  # by name, NumPy would add its suffix
+                np.savez(file, **gathered)
 
 
 def _gathered(result: Any) -> np.ndarray:
@@ -100,7 +104,7 @@ def _gathered(result: Any) -> np.ndarray:
     return value if value.dtype.isbuiltin == 1 else value.astype(np.float32)
 
 
-def _tell_scalars(number: int, paths: tuple[str, ...], results: tuple[Any, ...]) -> None:
+def _scalars(paths: tuple[str, ...], results: tuple[Any, ...]) -> str:
     import jax
 
     scalars = [
@@ -108,16 +112,14 @@ def _tell_scalars(number: int, paths: tuple[str, ...], results: tuple[Any, ...])
         for path, result in zip(paths, results, strict=True)
         if not result.shape and not jax.dtypes.issubdtype(result.dtype, jax.dtypes.prng_key)
     ]
-    if jax.process_index() == 0:
-        sys.stdout.write(f"step {number}: {', '.join(scalars) or 'no scalar results'}\n")
-        sys.stdout.flush()
+    return ", ".join(scalars) or "no scalar results"
 
 
-def _tell_norms(leaves: tuple[Leaf, ...], values: dict[str, np.ndarray]) -> None:
+def _norms(leaves: tuple[Leaf, ...], values: dict[str, np.ndarray]) -> Iterator[str]:
     for leaf in leaves:
         if leaf.value.shape:
             norm = float(np.linalg.norm(values[leaf.path].astype(np.float64).ravel()))
-            sys.stdout.write(f"{leaf.path}: {leaf.value}, norm {norm:.6g}\n")
+            yield f"{leaf.path}: {leaf.value}, norm {norm:.6g}"
 
 
 if __name__ == "__main__":

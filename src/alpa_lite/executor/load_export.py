@@ -125,7 +125,7 @@ def _program(path: Path, manifest: Manifest) -> Any:
             f"jax.export cannot read the step {str(path)!r}: {error}. It needs the package flatbuffers. In the environment "
             "that runs alpa-lite: pip install 'alpa-lite[export]'"
         ) from error
-    except (ValueError, KeyError, NotImplementedError) as error:
+    except Exception as error:  # its digest is right, so whatever JAX says, it is another version's
         raise ExportError(
             f"the step {str(path)!r} cannot be read by JAX {jax.__version__}: {error}. It was written by JAX "
             f"{manifest.jax_version}; JAX promises to read exports for six months. Export the plan again, or install that "

@@ -1,0 +1,175 @@
+"""The launcher: local ranks give what one process gives, and no process outlives a launch."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from alpa_lite.cli import main
+from alpa_lite.errors import ExportError, LaunchError
+from alpa_lite.executor.global_arguments import given_values
+from alpa_lite.executor.launch import LaunchRequest, launch
+from alpa_lite.executor.load_export import load_part
+from tests.executor.exported_steps import batch, plan, shapes, state, step
+
+pytest.importorskip("flatbuffers", reason="flatbuffers is not installed: pip install 'alpa-lite[export]'")
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    out = tmp_path_factory.mktemp("launch") / "out"
+    plan(2).export(step, out, state(), shapes(batch()))
+    np.savez(out.parent / "inputs.npz", **{f"1/{name}": value for name, value in batch().items()})
+    return out
+
+
+def processes(folder: Path) -> list[str]:
+    """Command lines of all live processes that name the folder."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+        except OSError:
+            continue
+        if str(folder) in line and "launch" in line:
+            found.append(line)
+    return found
+
+
+def none_left(folder: Path) -> bool:
+    deadline = time.monotonic() + 20
+    while processes(folder):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("single", [False, True])
+def test_two_steps_on_two_ranks_and_in_one_process(exported, tmp_path, single):
+    """State goes round, the batch stays; the values are those of the plain function."""
+    out = tmp_path / "results.npz"
+    request = LaunchRequest(
+        folder=str(exported),
+        num_steps=2,
+        inputs=str(exported.parent / "inputs.npz"),
+        out=str(out),
+        single_process=single,
+        timeout_s=120,
+    )
+    text = launch(request, num_ranks=2)
+    run, now = jax.jit(step), state()
+    for number in range(2):
+        now, loss = run(now, batch())
+        line = text.splitlines()[number]
+        assert line.startswith(f"step {number + 1}: out/1 = ")
+        assert float(line.rpartition(" ")[2]) == pytest.approx(float(loss), rel=1e-5)
+    assert "out/0/params/w1: bfloat16[16,32], norm " in text
+    results = np.load(out)
+    assert sorted(results) == ["out/0/key", "out/0/params/w1", "out/0/params/w2", "out/1"]
+    np.testing.assert_allclose(results["out/0/params/w2"], now["params"]["w2"], rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(results["out/0/key"], jax.random.key_data(now["key"]))
+    assert none_left(exported)
+
+
+@pytest.mark.medium
+def test_the_command_line_runs_seeded_values(exported):
+    result = CliRunner().invoke(main, ["launch", str(exported), "--seed", "3", "--single-process"])
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith("step 1: out/1 = ")
+    other = CliRunner().invoke(main, ["launch", str(exported), "--seed", "4", "--single-process"])
+    assert other.stdout != result.stdout
+
+
+@pytest.mark.medium
+def test_one_rank_that_fails_ends_all(exported, tmp_path):
+    broken = shutil.copytree(exported, tmp_path / "broken")
+    path = broken / "rank_1" / "1.npy"
+    data = path.read_bytes()
+    path.unlink()
+    path.write_bytes(data[:-1] + b"x")
+    begin = time.monotonic()
+    with pytest.raises(LaunchError, match=r"(?s)rank 1 of 2 ended with code 1; .*damaged: 'rank_1/1.npy' was changed"):
+        launch(LaunchRequest(folder=str(broken), timeout_s=200))
+    assert time.monotonic() - begin < 100 and none_left(broken)
+
+
+@pytest.mark.medium
+def test_ranks_that_take_too_long_are_stopped(exported):
+    with pytest.raises(LaunchError, match=r"(?s)ranks \[0.*of 2 had not ended after 0\.1 s.*Raise it \(--timeout\)"):
+        launch(LaunchRequest(folder=str(exported), timeout_s=0.1))
+    assert none_left(exported)
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_ranks_end_with_their_launcher(exported, kind):
+    command = [sys.executable, "-m", "alpa_lite", "launch", str(exported), "--steps", "1000000"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
+    deadline = time.monotonic() + 60
+    while len(processes(exported)) < 3 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert len(processes(exported)) == 3
+    os.kill(process.pid, kind)
+    process.communicate(timeout=60)
+    assert process.returncode != 0 and none_left(exported)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--ranks", "3"], "3 ranks were asked of the export"),
+        (["--steps", "0"], "num_steps=0"),
+        (["--timeout", "0"], "timeout_s=0 were given"),
+        (["--out", "no/where.npz"], "cannot be written to 'no/where.npz'"),
+        (["--inputs", "gone.npz"], "there is no file 'gone.npz'"),
+    ],
+)
+def test_bad_input_is_told_before_anything_starts(exported, arguments, message):
+    result = CliRunner().invoke(main, ["launch", str(exported), *arguments])
+    assert result.exit_code == 2 and result.stderr.startswith("error: ") and message in result.stderr
+    assert "Traceback" not in result.output
+
+
+def test_a_folder_without_an_export(tmp_path):
+    result = CliRunner().invoke(main, ["launch", str(tmp_path)])
+    assert result.exit_code == 2 and "holds no export" in result.stderr
+
+
+def test_a_step_without_a_cpu_form_is_not_started(exported, tmp_path):
+    copy = shutil.copytree(exported, tmp_path / "copy")
+    manifest = copy / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"platforms": ["cpu"]', '"platforms": ["cuda"]'))
+    with pytest.raises(ExportError, match=r"lowered for cuda alone.*Use al\.load_export on the devices"):
+        launch(LaunchRequest(folder=str(copy)))
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"no archive", "cannot be read"),
+        ({"1/z": np.zeros(3)}, r"has '1/z', which is no argument; they are 0/key, "),
+        ({"1/x": np.zeros((4, 16))}, r"has '1/x' of shape \(4, 16\), it must be \(8, 16\)"),
+        ({"1/x": np.array([object()])}, "cannot be read"),
+    ],
+)
+def test_inputs_that_do_not_fit(exported, tmp_path, content, message):
+    path = tmp_path / "inputs.npz"
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        np.savez(path, **content)
+    with pytest.raises(LaunchError, match=rf"(?s)inputs.npz' cannot be used: the file {message}.*Correct the file"):
+        given_values(load_part(exported, 0), str(path), 0)

@@ -5,16 +5,17 @@ from __future__ import annotations
 import contextlib
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import jax
 
 from alpa_lite import __version__
 from alpa_lite.cluster.cluster import Cluster as ClusterData
+from alpa_lite.cluster.symbolic import SymbolicCluster
 from alpa_lite.core.program import Program
 from alpa_lite.core.rule_text import NamedRule
 from alpa_lite.core.spec import ShardingSpec
@@ -33,7 +34,9 @@ from alpa_lite.plan.pins import ResolvedPins
 from alpa_lite.plan.plan import Plan
 from alpa_lite.planner.options import PlanOptions
 from alpa_lite.planner.padded import padded_like, plan_with_padding
-from alpa_lite.planner.plan_step import Versions, plan_step
+from alpa_lite.planner.plan_step import Versions, mesh_task, plan_step
+from alpa_lite.planner.symbolic import SymbolicPlan as PlansByNumber
+from alpa_lite.planner.symbolic import SymbolicTask
 from alpa_lite.report.graph import Graph, graph_of
 from alpa_lite.trace.annotations import annotation_note, annotations_from_args
 from alpa_lite.trace.paths import leaf_paths
@@ -53,6 +56,21 @@ class Cluster(ClusterData):
                 figures; the record joins the identity of plans made with it.
         """
         return local_cluster(calibrate)
+
+    @staticmethod
+    def symbolic(name: str, *, device: str, devices_per_host: int = 8, values: Iterable[int]) -> SymbolicCluster:
+        """A cluster whose number of devices along one mesh axis stays open, for plans as functions of it.
+
+        Args:
+            name: of the number; ``PlanOptions.mesh_shape`` holds it in place of one size, e.g. ("n", 2).
+            device: of the hardware table.
+            devices_per_host: how many devices share a host.
+            values: the numbers that are considered.
+
+        Raises:
+            ClusterError: for a name, device or value that is none.
+        """
+        return SymbolicCluster.make(name, device=device, devices_per_host=devices_per_host, values=values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +151,7 @@ class _Trees:
         write_export(plan, traced, jax.tree_util.tree_leaves(dynamic), out_dir, overwrite=overwrite)
 
 
+_VERSIONS = Versions(jax=jax.__version__, alpa_lite=__version__)
 _JIT_SETTINGS = ("static_argnums", "static_argnames", "donate_argnums")
 
 
@@ -196,6 +215,22 @@ def user_line() -> str:
     return "unknown"
 
 
+class SymbolicPlan(PlansByNumber):
+    __doc__ = PlansByNumber.__doc__
+
+    def plot(self, path: str | PathLike[str], **budgets: float) -> None:
+        """Draws memory and traffic per device over the number of workers, as PNG, SVG or PDF by the name's ending.
+
+        Args:
+            path: of the picture.
+            budgets: lines of memory to compare with, e.g. ``budget_bytes=16e9``.
+        """
+        from alpa_lite.report.symbolic import draw_symbolic
+
+        draw_symbolic(self, path, **budgets)
+
+
+@overload
 def plan(
     fn: Callable[..., Any],
     *args: Any,
@@ -207,20 +242,51 @@ def plan(
     static_argnames: str | Sequence[str] = (),
     donate_argnums: int | Sequence[int] = (),
     **kwargs: Any,
-) -> Plan:
+) -> Plan: ...
+
+
+@overload
+def plan(
+    fn: Callable[..., Any],
+    *args: Any,
+    cluster: SymbolicCluster,
+    pins: Any = None,
+    pin_like: Mapping[str, str] | None = None,
+    options: PlanOptions | None = None,
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
+    donate_argnums: int | Sequence[int] = (),
+    **kwargs: Any,
+) -> SymbolicPlan: ...
+
+
+def plan(
+    fn: Callable[..., Any],
+    *args: Any,
+    cluster: ClusterData | SymbolicCluster,
+    pins: Any = None,
+    pin_like: Mapping[str, str] | None = None,
+    options: PlanOptions | None = None,
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
+    donate_argnums: int | Sequence[int] = (),
+    **kwargs: Any,
+) -> Plan | SymbolicPlan:
     """Plan ``fn(*args, **kwargs)`` for a cluster. Touches no device.
 
     Args:
         fn: an ordinary JAX function, e.g. a training step; one that is already parallelized gives its pins and options.
         args, kwargs: arrays or ``jax.ShapeDtypeStruct`` pytrees.
-        cluster: ``al.Cluster.parse("8x8:h100-sxm")`` or ``al.Cluster.local()``.
+        cluster: ``al.Cluster.parse("8x8:h100-sxm")`` or ``al.Cluster.local()``; ``al.Cluster.symbolic(...)`` with a name in
+            ``options.mesh_shape`` gives plans for many numbers of workers at once.
         pins: path or glob -> ``PartitionSpec``, e.g. ``{"0/params/*/kernel": P(None, "model")}``, or a pytree of them.
         pin_like: ``{"0/opt_state": "0/params"}``: leaves under the first follow their counterparts under the second.
         options: see ``PlanOptions``.
         static_argnums, static_argnames, donate_argnums: as in ``jax.jit``.
 
     Returns:
-        The cheapest plan found, with its lower bound; ``print`` it, ``save`` it, run it with ``parallelize(plan=...)``.
+        The cheapest plan found, with its lower bound; ``print`` it, ``save`` it, run it with ``parallelize(plan=...)``. For a
+        symbolic cluster a ``SymbolicPlan``.
 
     Raises:
         AlpaLiteError: or one of its subclasses, for anything wrong with what was given.
@@ -229,16 +295,14 @@ def plan(
         >>> plan = al.plan(train_step, state, batch, cluster=al.Cluster.parse("1x8:h100-sxm"), donate_argnums=0)
     """
     if isinstance(fn, ParallelStep):
-        return fn._plan_for(args, kwargs, cluster, pins, pin_like, options)[1]
-    request = _Request(
-        fn,
-        pins,
-        pin_like,
-        options or PlanOptions(),
-        _ints(static_argnums),
-        _names(static_argnames),
-        _ints(donate_argnums),
-    )
+        if not isinstance(cluster, SymbolicCluster):
+            return fn._plan_for(args, kwargs, cluster, pins, pin_like, options)[1]
+        request = fn._request_with(pins, pin_like, options)
+    else:
+        settings = _ints(static_argnums), _names(static_argnames), _ints(donate_argnums)
+        request = _Request(fn, pins, pin_like, options or PlanOptions(), *settings)
+    if isinstance(cluster, SymbolicCluster):
+        return request.symbolic_plan(args, kwargs, cluster, user_line())
     return request.plan(args, kwargs, cluster, user_line())[1]
 
 
@@ -310,28 +374,72 @@ class _Request:
         source: str,
         progress: Callable[[str], None] | None = None,
     ) -> tuple[Traced, Plan]:
-        if not isinstance(cluster, ClusterData):
-            raise AlpaLiteError(
-                f"cluster={cluster!r} is no cluster. It must be an al.Cluster. At {source}. Give "
-                "al.Cluster.parse('1x8:h100-sxm'), or al.Cluster.local() for the devices of this process."
-            )
+        self._check(cluster, source)
         traced = self.trace(args, kwargs)
-        found = annotations_from_args(args, kwargs)
-        binding = self.options.annotations == "pin"
-        pins = self.resolve(traced, source, {a.path: a.spec for a in found} if binding else None)
+        pins, notes = self._pins_and_notes(traced, args, kwargs, source)
 
         def plan_program(program: Program, pins: ResolvedPins) -> Plan:
-            versions = Versions(jax=jax.__version__, alpa_lite=__version__)
-            notes = annotation_note(found, binding=binding)
-            return plan_step(program, cluster, pins, self.options, versions, notes=notes, progress=progress)
+            return plan_step(program, cluster, pins, self.options, _VERSIONS, notes=notes, progress=progress)
 
         if self.options.padding == "off":
             made = plan_program(traced.program, pins)
         else:
             traced, made = plan_with_padding(traced, cluster, pins, plan_program, self.options.rules)
+        return traced, self._finished(made, traced)
+
+    def symbolic_plan(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], cluster: SymbolicCluster, source: str
+    ) -> SymbolicPlan:
+        if self.options.symbol != cluster.name:
+            raise AlpaLiteError(
+                f"mesh_shape={self.options.mesh_shape} was given for the symbolic cluster '{cluster}'. One of its sizes must be "
+                f"the name {cluster.name!r}. At {source}. Give PlanOptions(mesh_shape=({cluster.name!r},)), or "
+                f"({cluster.name!r}, 2) with an axis of fixed size beside it."
+            )
+        traced = self.trace(args, kwargs)
+        pins, notes = self._pins_and_notes(traced, args, kwargs, source)
+        task = SymbolicTask(
+            task=mesh_task(traced.program, cluster.host, pins, replace(self.options, padding="off")),
+            cluster=cluster,
+            versions=_VERSIONS,
+            notes=notes,
+            finish=lambda made: self._finished(made, traced),
+            source=source,
+        )
+        return SymbolicPlan(task)
+
+    def _check(self, cluster: ClusterData, source: str) -> None:
+        """Refuse what is no cluster, and names where devices are needed."""
+        if isinstance(cluster, SymbolicCluster):
+            raise AlpaLiteError(
+                f"the cluster '{cluster}' is symbolic, and this needs devices. A number of workers must be chosen before a step "
+                f"runs. At {source}. Plan with al.plan(..., cluster=...), choose with plan.specialize({cluster.name}=8), and "
+                "run that with al.parallelize(fn, plan=...)."
+            )
+        if not isinstance(cluster, ClusterData):
+            raise AlpaLiteError(
+                f"cluster={cluster!r} is no cluster. It must be an al.Cluster. At {source}. Give "
+                "al.Cluster.parse('1x8:h100-sxm'), or al.Cluster.local() for the devices of this process."
+            )
+        if self.options.symbol is not None:
+            raise AlpaLiteError(
+                f"mesh_shape={self.options.mesh_shape} holds the name {self.options.symbol!r}, and the cluster {cluster} has a "
+                f"known number of devices. Sizes must be numbers there. At {source}. Give numbers, e.g. "
+                f"mesh_shape=({cluster.num_devices},), or a cluster=al.Cluster.symbolic({self.options.symbol!r}, ...)."
+            )
+
+    def _pins_and_notes(
+        self, traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any], source: str
+    ) -> tuple[ResolvedPins, tuple[str, ...]]:
+        found = annotations_from_args(args, kwargs)
+        binding = self.options.annotations == "pin"
+        pins = self.resolve(traced, source, {a.path: a.spec for a in found} if binding else None)
+        return pins, annotation_note(found, binding=binding)
+
+    def _finished(self, made: Plan, traced: Traced) -> Plan:
         settings = tuple((name, getattr(self, name)) for name in _JIT_SETTINGS if getattr(self, name))
         made = replace(made, options=(*made.options, *settings))
-        return traced, replace(made, trees=_Trees.of(traced))
+        return replace(made, trees=_Trees.of(traced))
 
     def resolve(self, traced: Traced, source: str, annotations: Mapping[str, Any] | None) -> ResolvedPins:
         program = traced.program
@@ -530,6 +638,14 @@ class ParallelStep:
         check_identity(given, traced)
         return traced
 
+    def _request_with(self, pins: Any, pin_like: Mapping[str, str] | None, options: PlanOptions | None) -> _Request:
+        return replace(
+            self._request,
+            pins=self._request.pins if pins is None else pins,
+            pin_like=self._request.pin_like if pin_like is None else pin_like,
+            options=options or self._request.options,
+        )
+
     def _plan_for(
         self,
         args: tuple[Any, ...],
@@ -539,12 +655,7 @@ class ParallelStep:
         pin_like: Mapping[str, str] | None,
         options: PlanOptions | None,
     ) -> tuple[Traced, Plan]:
-        request = replace(
-            self._request,
-            pins=self._request.pins if pins is None else pins,
-            pin_like=self._request.pin_like if pin_like is None else pin_like,
-            options=options or self._request.options,
-        )
+        request = self._request_with(pins, pin_like, options)
         chosen = cluster or self._cluster or local_cluster(False)
         with _progress_line() as progress:
             return request.plan(args, kwargs, chosen, self._source, progress)

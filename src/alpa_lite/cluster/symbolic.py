@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from alpa_lite.cluster.cluster import Cluster
-from alpa_lite.cluster.hardware import read_device
 from alpa_lite.errors import ClusterError
 
 
@@ -16,14 +15,12 @@ class SymbolicCluster:
 
     Attributes:
         name: of the number, e.g. "n"; ``PlanOptions.mesh_shape`` holds it in place of one size.
-        device: name in the hardware table.
-        devices_per_host: how many devices share a host.
+        host: one host of the cluster.
         values: the numbers that are considered, rising.
     """
 
     name: str
-    device: str
-    devices_per_host: int
+    host: Cluster
     values: tuple[int, ...]
 
     @classmethod
@@ -51,16 +48,14 @@ class SymbolicCluster:
                 f"values={values!r} holds {repr(wrong[0]) if wrong else 'no number'}. The values of {name!r} are whole "
                 f"numbers of at least 1, and there is at least one. {where}: give e.g. values=range(1, 65)."
             )
-        read_device(device)  # refuses an unknown name
-        return cls(name, device, devices_per_host, tuple(sorted({int(v) for v in listed})))
+        return cls(name, Cluster.of(device, devices_per_host=devices_per_host), tuple(sorted(set(listed))))
 
     def specialize(self, n: int, *, others: int = 1) -> Cluster:
         """The cluster for ``n`` workers along the symbolic axis and ``others`` devices for each: as few hosts as hold them."""
-        num_hosts = -(-n * others // self.devices_per_host)
-        return Cluster.of(self.device, num_hosts=num_hosts, devices_per_host=self.devices_per_host)
+        return replace(self.host, num_hosts=-(-n * others // self.host.devices_per_host))
 
     def __str__(self) -> str:
-        return f"{self.name} x {self.device}, {self.devices_per_host} per host"
+        return f"{self.name} x {self.host.device.name}, {self.host.devices_per_host} per host"
 
 
 def _whole(value: object) -> bool:

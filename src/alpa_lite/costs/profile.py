@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from alpa_lite.core.conversion import Conversion
 from alpa_lite.core.mesh import DeviceMesh
@@ -27,13 +28,28 @@ class Tensor:
     category: str
 
 
+class Stored(NamedTuple):
+    """A tensor that is neither argument nor result, in one layout, from ``lo`` until ``hi``."""
+
+    lo: int
+    hi: int
+    whole_bytes: int
+    spec: ShardingSpec
+    name: str
+    category: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeakReport:
-    """The profile, the time of the peak, and what is alive then, largest first."""
+    """The profile, the time of the peak, and what is alive then, largest first.
+
+    ``stored`` is everything that comes and goes (not for CPU, where a block of memory holds it); no mesh size changes it.
+    """
 
     profile: MemoryProfile
     time: int
     alive: tuple[Tensor, ...]
+    stored: tuple[Stored, ...] = ()
 
 
 def memory_profile(
@@ -48,7 +64,8 @@ def memory_profile(
     roles: Sequence[LeafRole],
 ) -> PeakReport:
     """Walk the plan's tensors through time: for CPU as ``costs/buffers.py`` says, else as ``costs/memory.py`` does."""
-    totals = _totals(program, mesh, in_specs, out_specs, roles)
+    totals = step_totals(program, mesh, in_specs=in_specs, out_specs=out_specs, roles=roles)
+    stored: list[Stored] = []
     shapes = {program.values[v].shape for v, r in zip(program.inputs, roles, strict=True) if r is LeafRole.PARAMETER}
     base = sum(totals.values())
     if line.order.on_cpu:
@@ -58,33 +75,16 @@ def memory_profile(
         block = temporaries(graph, donated_results(program))
         peak, time, alive = base + block.size_bytes, block.time, _block_tensors(block, shapes)
     else:
-        items = _items(program, line, mesh, decisions, conversions, shapes)
-        peak, time, _ = peak_usage(((lo, hi, size) for lo, hi, size, *_ in items), line.num_times, base)
-        alive = [Tensor(name=n, size_bytes=s, category=c) for lo, hi, s, n, c in items if lo <= time < hi and s]
+        stored = _stored(program, line, decisions, conversions, shapes)
+        shards = {spec: mesh.axes_size(spec.sharded_axes) for spec in {t.spec for t in stored}}
+        sizes = [t.whole_bytes // shards[t.spec] for t in stored]
+        peak, time, _ = peak_usage(((t.lo, t.hi, s) for t, s in zip(stored, sizes, strict=True)), line.num_times, base)
+        living = [(t, s) for t, s in zip(stored, sizes, strict=True) if t.lo <= time < t.hi and s]
+        alive = [Tensor(name=t.name, size_bytes=s, category=t.category) for t, s in living]
     alive.sort(key=lambda t: (-t.size_bytes, t.name))
     at_peak = {word: sum(t.size_bytes for t in alive if t.category == word) for word in _TEMPORARY}
-    return PeakReport(profile=MemoryProfile(**totals, **at_peak, peak=peak), time=time, alive=tuple(alive))
-
-
-def sizes_over_time(
-    program: Program,
-    line: Timeline,
-    mesh: DeviceMesh,
-    *,
-    in_specs: Sequence[ShardingSpec],
-    out_specs: Sequence[ShardingSpec],
-    decisions: Sequence[OpDecision],
-    conversions: Sequence[Conversion],
-    roles: Sequence[LeafRole],
-) -> tuple[dict[str, int], list[tuple[int, int, int, str, str]]]:
-    """What ``memory_profile`` adds up where sizes decide nothing (all but CPU), in an order that no size changes.
-
-    Returns:
-        Bytes per category that count for the whole step, and (from, until, bytes, name, category) of everything else.
-    """
-    totals = _totals(program, mesh, in_specs, out_specs, roles)
-    shapes = {program.values[v].shape for v, r in zip(program.inputs, roles, strict=True) if r is LeafRole.PARAMETER}
-    return totals, _items(program, line, mesh, decisions, conversions, shapes)
+    profile = MemoryProfile(**totals, **at_peak, peak=peak)
+    return PeakReport(profile=profile, time=time, alive=tuple(alive), stored=tuple(stored))
 
 
 def donated_results(program: Program) -> frozenset[int]:
@@ -92,14 +92,15 @@ def donated_results(program: Program) -> frozenset[int]:
     return frozenset(o for i, o in program.aliases if program.donated and program.donated[i])
 
 
-def _totals(
+def step_totals(
     program: Program,
     mesh: DeviceMesh,
+    *,
     in_specs: Sequence[ShardingSpec],
     out_specs: Sequence[ShardingSpec],
     roles: Sequence[LeafRole],
 ) -> dict[str, int]:
-    """Bytes of arguments, results and constants, which count for the whole step."""
+    """Per category, bytes of arguments, results and constants, which count for the whole step."""
     totals = dict.fromkeys(("parameters", "optimizer_state", "inputs", "outputs", "constants"), 0)
     words = {LeafRole.PARAMETER: "parameters", LeafRole.OPTIMIZER_STATE: "optimizer_state"}
     for value, spec, role in zip(program.inputs, in_specs, roles, strict=True):
@@ -123,18 +124,17 @@ def _block_tensors(block: SharedBlock, parameter_shapes: set[tuple[int, ...]]) -
     return [*alive, Tensor(name="gaps between buffers", size_bytes=gaps, category="temporaries")] if gaps else alive
 
 
-def _items(
+def _stored(
     program: Program,
     line: Timeline,
-    mesh: DeviceMesh,
     decisions: Sequence[OpDecision],
     conversions: Sequence[Conversion],
     parameter_shapes: set[tuple[int, ...]],
-) -> list[tuple[int, int, int, str, str]]:
-    """(from, until, bytes, name, category) of everything that is neither argument nor result."""
+) -> list[Stored]:
+    """Everything that is neither argument nor result."""
     regions, scopes = _regions(program)
     made = _made_specs(program, decisions)
-    items: list[tuple[int, int, int, str, str]] = []
+    items: list[Stored] = []
     last = _last_reads(regions, line, decisions, conversions)
     unstored = _unstored_layouts(regions, decisions, conversions)
     for conversion in reversed(conversions):
@@ -147,15 +147,16 @@ def _items(
         owner = regions[interval.region]
         spec = made.get((interval.region, interval.value))
         if spec is not None and (interval.region, interval.value, spec) not in unstored:
-            size = _bytes(owner, interval.value, spec, mesh)
+            size = owner.values[interval.value].size_bytes
             scope = scopes.get((interval.region, interval.value), "")
             category = _category(scope, owner.values[interval.value].shape in parameter_shapes)
             key = (interval.region, interval.value)
             # A tensor that is converted dies in its first layout once the last reader of that layout is done.
             hi = last.get((*key, spec), 0) if key in converted and not interval.copy else interval.hi
-            items.append((interval.lo, max(hi, interval.lo + 1), size, f"{interval.region}%{interval.value}", category))
-    stored = [c for c in conversions if (_region_of(c.op), c.value, c.target) not in unstored]
-    return items + _converted(regions, line, mesh, stored, last)
+            name = f"{interval.region}%{interval.value}"
+            items.append(Stored(interval.lo, max(hi, interval.lo + 1), size, spec, name, category))
+    kept = [c for c in conversions if (_region_of(c.op), c.value, c.target) not in unstored]
+    return items + _converted(regions, line, kept, last)
 
 
 _TEMPORARY = ("gradients", "activations", "temporaries")
@@ -200,10 +201,9 @@ def _bytes(program: Program, value: int, spec: ShardingSpec, mesh: DeviceMesh) -
 def _converted(
     regions: dict[str, Program],
     line: Timeline,
-    mesh: DeviceMesh,
     conversions: Sequence[Conversion],
     last: dict[tuple[str, int, ShardingSpec], int],
-) -> list[tuple[int, int, int, str, str]]:
+) -> list[Stored]:
     """Converted layouts live from their place to the last op that reads them (or converts them on)."""
     items = []
     for conversion in conversions:
@@ -211,11 +211,10 @@ def _converted(
         lo = _time_of(conversion, line)
         key = (region, conversion.value, conversion.target)
         hi = max(last.get(key, lo), lo + 1)
-        size = _bytes(regions[region], conversion.value, conversion.target, mesh)
-        items.append((lo, hi, size, f"{region}%{conversion.value} as {conversion.target}", "temporaries"))
+        size, name = regions[region].values[conversion.value].size_bytes, f"{region}%{conversion.value} as"
+        items.append(Stored(lo, hi, size, conversion.target, f"{name} {conversion.target}", "temporaries"))
         for step in conversion.steps[:-1]:
-            moved = _bytes(regions[region], conversion.value, step.after, mesh)
-            items.append((lo, lo + 1, moved, f"{region}%{conversion.value} as {step.after}", "temporaries"))
+            items.append(Stored(lo, lo + 1, size, step.after, f"{name} {step.after}", "temporaries"))
     return items
 
 

@@ -18,7 +18,8 @@ class PlanOptions:
     """Options of ``al.plan`` and ``al.parallelize``.
 
     Attributes:
-        mesh_shape: shape of the logical device mesh, e.g. (2, 4); None tries every factorisation of the cluster.
+        mesh_shape: shape of the logical device mesh, e.g. (2, 4); None tries every factorisation of the cluster. For a
+            symbolic cluster one size is its name, e.g. ("n", 2).
         axis_names: names of the mesh axes; None takes those that pins use, else ("x", "y", "z").
         max_axes: number of axes up to which meshes are tried when ``mesh_shape`` is None.
         memory_budget_bytes: hard limit on the predicted peak per device (under "hidet", on the bytes of the weights); None =
@@ -39,7 +40,7 @@ class PlanOptions:
         seed: of the solver.
     """
 
-    mesh_shape: tuple[int, ...] | None = None
+    mesh_shape: tuple[int | str, ...] | None = None
     axis_names: tuple[str, ...] | None = None
     max_axes: int = 2
     memory_budget_bytes: float | None = None
@@ -65,16 +66,20 @@ class PlanOptions:
             object.__setattr__(self, "axis_names", tuple(self.axis_names))
         object.__setattr__(self, "forbid", tuple(self.forbid))
         object.__setattr__(self, "rules", tuple(self.rules))
-        for fault in self._faults():
+        for fault in self._names_for_numbers() or self._faults():
             raise AlpaLiteError(f"PlanOptions: {fault}")
 
     def _faults(self) -> list[str]:
         faults = []
         shape, names = self.mesh_shape, self.axis_names
-        if shape is not None and (not shape or len(shape) > MAX_AXES or any(n < 1 for n in shape)):
+        if shape is not None and (not shape or len(shape) > MAX_AXES or not all(map(_is_size, shape))):
             faults.append(
-                f"mesh_shape={shape} was given; 1 to {MAX_AXES} sizes of at least 1 are allowed, e.g. (2, 4)."
+                f"mesh_shape={shape} was given; 1 to {MAX_AXES} sizes of at least 1 are allowed, e.g. (2, 4), one of which "
+                "may be the name of a symbolic cluster's number, as in ('n', 2)."
             )
+        symbolic = [n for n in shape or () if isinstance(n, str)]
+        if len(symbolic) > 1:
+            faults.append(f"mesh_shape={shape} was given; at most one size may be a name. Give numbers for the others.")
         if names is not None and (not names or len(names) > MAX_AXES or len(set(names)) != len(names)):
             faults.append(f"axis_names={names} was given; 1 to {MAX_AXES} different names are allowed.")
         if shape is not None and names is not None and len(shape) != len(names):
@@ -106,6 +111,36 @@ class PlanOptions:
             faults.append(f"memory_budget_bytes={self.memory_budget_bytes} was given; it must be positive.")
         return faults
 
+    def _names_for_numbers(self) -> list[str]:
+        """Faults of options that need a number and were given a text, such as the name of the number of workers."""
+        faults = []
+        for name in (
+            "max_axes",
+            "memory_budget_bytes",
+            "replication_penalty",
+            "num_microbatches",
+            "time_limit_s",
+            "seed",
+        ):
+            value = getattr(self, name)
+            if isinstance(value, str):
+                faults.append(
+                    f"{name}={value!r} was given; it must be a number. Only one size of mesh_shape may be the name of a "
+                    f"symbolic number. Give a number, or plan.specialize({value}=...) first and compute it from there."
+                )
+        return faults
+
+    @property
+    def symbol(self) -> str | None:
+        """The name that stands in ``mesh_shape`` in place of a size, if any."""
+        return next((n for n in self.mesh_shape or () if isinstance(n, str)), None)
+
+    @property
+    def mesh_sizes(self) -> tuple[int, ...]:
+        """``mesh_shape`` where all its sizes are numbers."""
+        assert self.mesh_shape is not None and self.symbol is None
+        return tuple(n for n in self.mesh_shape if isinstance(n, int))
+
     def changed(self) -> tuple[tuple[str, OptionValue], ...]:
         """The options that differ from their defaults, by name, for the plan."""
         default = {f.name: f.default for f in fields(self)}
@@ -114,3 +149,7 @@ class PlanOptions:
         if self.rules:
             changed["rules"] = tuple(rule.to_text() for rule in self.rules)
         return tuple(changed.items())
+
+
+def _is_size(n: int | str) -> bool:
+    return n.isidentifier() if isinstance(n, str) else n >= 1

@@ -57,10 +57,7 @@ def plan_step(
         MemoryBudgetError: nothing fits the budget, with the smallest possible peak.
         SolverError: no answer within the time limit.
     """
-    budget = options.memory_budget_bytes
-    budget = BUDGET_SHARE * cluster.device.memory_bytes if budget is None else budget
-    line = timeline(program, Order.BREADTH_FIRST if cluster.device.platform == "cpu" else Order.LATE)
-    task = MeshTask(program=program, line=line, roles=roles_of(program), pins=pins, options=options, budget=budget)
+    task = mesh_task(program, cluster, pins, options)
     results: list[MeshResult] = []
     tried: dict[DeviceMesh, MeshCandidate] = {}
     refused: list[PinError] = []
@@ -88,6 +85,25 @@ def plan_step(
     return plan
 
 
+def mesh_task(program: Program, cluster: Cluster, pins: ResolvedPins, options: PlanOptions) -> MeshTask:
+    """What is to be planned on every mesh; of the cluster it knows the device alone."""
+    budget = options.memory_budget_bytes
+    budget = BUDGET_SHARE * cluster.device.memory_bytes if budget is None else budget
+    line = timeline(program, Order.BREADTH_FIRST if cluster.device.platform == "cpu" else Order.LATE)
+    return MeshTask(program=program, line=line, roles=roles_of(program), pins=pins, options=options, budget=budget)
+
+
+def plan_of_result(
+    task: MeshTask, cluster: Cluster, result: MeshResult, versions: Versions, notes: tuple[str, ...]
+) -> Plan:
+    """The plan on one mesh, as ``plan_step`` gives it where no other mesh was tried; it raises the same errors."""
+    if result.realised is None:
+        raise _no_plan(task, [result], cluster)
+    plan = _plan(task, cluster, result, versions, (_candidate(result),), notes)
+    check_plan(plan, task.program)
+    return plan
+
+
 def mesh_candidates(cluster: Cluster, pins: ResolvedPins, options: PlanOptions) -> Iterator[DeviceMesh]:
     """The meshes to try: the one asked for, or every factorisation of the cluster.
 
@@ -97,9 +113,7 @@ def mesh_candidates(cluster: Cluster, pins: ResolvedPins, options: PlanOptions) 
     single = options.costs in SINGLE_AXIS
     names = options.axis_names or pins.axis_names
     if options.mesh_shape is not None:
-        count = len(options.mesh_shape)
-        extra = tuple(n for n in DEFAULT_AXIS_NAMES if n not in names)
-        mesh = DeviceMesh(shape=options.mesh_shape, axis_names=(*names, *extra)[:count])
+        mesh = DeviceMesh(shape=options.mesh_sizes, axis_names=axis_names_of(options, pins))
         cluster.check_mesh(mesh)
         yield mesh
     elif names:
@@ -112,6 +126,13 @@ def mesh_candidates(cluster: Cluster, pins: ResolvedPins, options: PlanOptions) 
         for count in range(2, 1 if single else options.max_axes + 1):
             for shape in cluster.mesh_candidates(count, min_axis_size=2, up_to_symmetry=True):
                 yield DeviceMesh(shape=shape, axis_names=DEFAULT_AXIS_NAMES[:count])
+
+
+def axis_names_of(options: PlanOptions, pins: ResolvedPins) -> tuple[str, ...]:
+    """Names of the axes of ``options.mesh_shape``: the user's, those that pins use, then the default ones."""
+    names = options.axis_names or pins.axis_names
+    extra = tuple(n for n in DEFAULT_AXIS_NAMES if n not in names)
+    return (*names, *extra)[: len(options.mesh_shape or ())]
 
 
 def _candidate(result: MeshResult) -> MeshCandidate:

@@ -25,10 +25,10 @@ from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.core.program import Program
 from alpa_lite.core.spec import ShardingSpec
 from alpa_lite.costs.conversion import sizing_spec
-from alpa_lite.costs.profile import memory_profile, sizes_over_time
+from alpa_lite.costs.profile import Stored, memory_profile, step_totals
 from alpa_lite.errors import AlpaLiteError
 from alpa_lite.plan.records import MemoryProfile
-from alpa_lite.planner.one_mesh import MeshTask, run_order
+from alpa_lite.planner.one_mesh import MeshResult, MeshTask, run_order
 from alpa_lite.planner.realise import Realised
 
 _TEMPORARY = ("gradients", "activations", "temporaries")
@@ -138,16 +138,17 @@ class Regime:
 
 
 def regime_of(
-    task: MeshTask,
-    mesh: DeviceMesh,
-    axis: str,
-    name: str,
-    written: Realised,
-    values: tuple[int, ...],
-    known: Iterable[int],
+    task: MeshTask, result: MeshResult, axis: str, name: str, values: tuple[int, ...], known: Iterable[int]
 ) -> Regime:
-    """The regime of a plan that was written out on ``mesh``, whose axis ``axis`` has one of ``values`` devices."""
-    n0 = mesh.axis_size(axis)
+    """The regime of the plan that was found on a mesh whose axis ``axis`` has one of ``values`` devices.
+
+    Args:
+        task, result: what was planned, and the plan.
+        axis: whose size is the number of workers; ``name`` is what the number is called.
+        values: the numbers with this plan; ``known`` are all that are considered.
+    """
+    mesh, written = result.mesh, result.realised
+    assert written is not None and result.peak is not None
     program = task.program
     specs = dict(zip(program.input_paths, written.in_specs, strict=True))
     specs |= dict(zip(program.output_paths, written.out_specs, strict=True))
@@ -155,12 +156,13 @@ def regime_of(
     leaves += [(path, v) for path, v in zip(program.output_paths, program.outputs, strict=True)]
     shapes = {path: program.values[v].shape if v >= 0 else () for path, v in leaves}
     collectives = _collectives(written, mesh, axis, name)
-    profile, memory = (_counted if task.line.order.on_cpu else _formulas)(task, mesh, axis, name, written)
+    of_time = _counted if task.line.order.on_cpu else _formulas
+    profile, memory = of_time(task, mesh, axis, name, written, result.peak.stored)
     return Regime(
         name=name,
         axis=axis,
         values=values,
-        divides=_divides(task, mesh, axis, written) if n0 > 1 else 0,
+        divides=_divides(task, mesh, axis, written) if mesh.axis_size(axis) > 1 else 0,
         memory=memory,
         collectives=collectives,
         traffic=total([c.moved_bytes * c.count for c in collectives], name),
@@ -181,20 +183,15 @@ def with_size(mesh: DeviceMesh, axis: str, n: int) -> DeviceMesh:
 
 
 def _formulas(
-    task: MeshTask, mesh: DeviceMesh, axis: str, name: str, written: Realised
+    task: MeshTask, mesh: DeviceMesh, axis: str, name: str, written: Realised, stored: tuple[Stored, ...]
 ) -> tuple[Callable[[int], MemoryProfile], dict[str, Formula | Largest]]:
     """Memory as a_t + b_t/n for every moment t: sizes with the axis taken as 1, parted by whether the axis splits them."""
-    n0 = mesh.axis_size(axis)
-    whole, parts = _sizes(task, with_size(mesh, axis, 1), written)
-    split, tiles = _sizes(task, mesh, written)
-    leaves = {word: _parted(whole[word], split[word], n0) for word in whole}
-    times, row = task.line.num_times, {word: i for i, word in enumerate(_TEMPORARY)}
-    steps = np.zeros((2, len(row), times + 1), dtype=np.int64)
-    for (lo, hi, size, _, category), (_, _, tile, _, _) in zip(parts, tiles, strict=True):
-        for kind, share in enumerate(_parted(size, tile, n0)):
-            steps[kind, row[category], lo] += share
-            steps[kind, row[category], min(hi, times)] -= share
-    alive = np.cumsum(steps[:, :, :-1], axis=2)
+    one = with_size(mesh, axis, 1)
+    ends = {"in_specs": written.in_specs, "out_specs": written.out_specs, "roles": task.roles}
+    whole, split = step_totals(task.program, one, **ends), step_totals(task.program, mesh, **ends)
+    leaves = {word: _parted(whole[word], split[word], mesh.axis_size(axis)) for word in whole}
+    row = {word: i for i, word in enumerate(_TEMPORARY)}
+    alive = _alive(stored, one, axis, row, task.line.num_times)
     constant, shared = alive.sum(axis=1)
     base = [sum(pair[kind] for pair in leaves.values()) for kind in (0, 1)]
     memory: dict[str, Formula | Largest] = {w: Formula.of({0: a, -1: b}, name) for w, (a, b) in leaves.items()}
@@ -220,14 +217,21 @@ def _parted(whole: int, split: int, n: int) -> tuple[int, int]:
     return whole - shared, shared
 
 
-def _sizes(
-    task: MeshTask, mesh: DeviceMesh, written: Realised
-) -> tuple[dict[str, int], list[tuple[int, int, int, str, str]]]:
-    return sizes_over_time(task.program, run_order(task, written), mesh, **_layouts(task, written))
+def _alive(
+    stored: tuple[Stored, ...], one: DeviceMesh, axis: str, row: Mapping[str, int], num_times: int
+) -> np.ndarray:
+    """[kind, category, time] bytes of what lives at a time, ``axis`` taken as 1: kind 0 it leaves whole, 1 it splits."""
+    shares = {spec: (one.axes_size(spec.sharded_axes), int(axis in spec.sharded_axes)) for spec in {t.spec for t in stored}}
+    steps = np.zeros((2, len(row), num_times + 1), dtype=np.int64)
+    for t in stored:
+        shards, kind = shares[t.spec]
+        steps[kind, row[t.category], t.lo] += t.whole_bytes // shards
+        steps[kind, row[t.category], min(t.hi, num_times)] -= t.whole_bytes // shards
+    return np.cumsum(steps[:, :, :-1], axis=2)
 
 
 def _counted(
-    task: MeshTask, mesh: DeviceMesh, axis: str, name: str, written: Realised
+    task: MeshTask, mesh: DeviceMesh, axis: str, name: str, written: Realised, stored: tuple[Stored, ...]
 ) -> tuple[Callable[[int], MemoryProfile], dict[str, Formula | Largest]]:
     """Memory on CPU: formulas of what counts for the whole step; the block of temporaries is packed for every n."""
     line, n0 = run_order(task, written), mesh.axis_size(axis)

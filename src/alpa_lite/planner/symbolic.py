@@ -1,0 +1,266 @@
+"""Plans for every number of workers at once.
+
+What does not depend on the number is made once: the trace, the sharding rules, liveness, roles. Each number is then planned
+by the same code as a plan for that number alone, on what is shared, so that specialising late and planning early are the
+same. Numbers under which no size of the program divides leave every op a single choice; they are planned once.
+
+Numbers with the same decisions form a *regime* (``regime.py``), whose memory and traffic are formulas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from alpa_lite.cluster.symbolic import SymbolicCluster
+from alpa_lite.core.mesh import DeviceMesh
+from alpa_lite.core.program import Program
+from alpa_lite.errors import AlpaLiteError, MemoryBudgetError
+from alpa_lite.plan.plan import Plan
+from alpa_lite.plan.records import MemoryProfile
+from alpa_lite.planner.one_mesh import MeshResult, MeshTask, plan_on_mesh
+from alpa_lite.planner.plan_step import Versions, axis_names_of, plan_of_result
+from alpa_lite.planner.regime import Regime, ranges, regime_of
+
+if TYPE_CHECKING:
+    from alpa_lite.planner.realise import Realised
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SymbolicTask:
+    """What is to be planned for every number of workers.
+
+    Attributes:
+        task: everything that does not depend on the number; the mesh shape of its options holds the name.
+        cluster: its devices, as many as there are workers.
+        versions, notes: for the plans.
+        finish: what the public layer adds to a plan.
+        source: the user's line, for messages.
+    """
+
+    task: MeshTask
+    cluster: SymbolicCluster
+    versions: Versions
+    notes: tuple[str, ...]
+    finish: Callable[[Plan], Plan]
+    source: str
+
+    @property
+    def axis(self) -> str:
+        """The mesh axis whose size is the number."""
+        shape = self.task.options.mesh_shape
+        assert shape is not None
+        return axis_names_of(self.task.options, self.task.pins)[shape.index(self.cluster.name)]
+
+    def at(self, n: int) -> tuple[MeshTask, DeviceMesh]:
+        """The task and the mesh for ``n`` workers."""
+        options = self.task.options
+        assert options.mesh_shape is not None
+        shape = tuple(n if isinstance(size, str) else size for size in options.mesh_shape)
+        mesh = DeviceMesh(shape=shape, axis_names=axis_names_of(options, self.task.pins))
+        return replace(self.task, options=replace(options, mesh_shape=shape)), mesh
+
+
+class SymbolicPlan:
+    """Plans for all values of a symbolic cluster. Made by ``al.plan(fn, *args, cluster=al.Cluster.symbolic(...))``.
+
+    Every number is planned when it is first asked for; ``regimes``, ``breakpoints`` and printing ask for all of them.
+
+    Example:
+        >>> cluster = al.Cluster.symbolic("n", device="h100-sxm", devices_per_host=8, values=range(1, 65))
+        >>> plan = al.plan(step, state, batch, cluster=cluster, options=al.PlanOptions(mesh_shape=("n",)))
+        >>> plan.memory(8).peak, plan.breakpoints, plan.smallest(memory_budget_bytes=16e9)
+        >>> plan.specialize(8).save("plan-for-8.json")
+    """
+
+    def __init__(self, task: SymbolicTask) -> None:
+        self._task = task
+        self._results: dict[int, MeshResult | AlpaLiteError] = {}
+        self._regimes: tuple[Regime, ...] | None = None
+        self._sizes = _sizes(task.task.program)
+
+    @property
+    def name(self) -> str:
+        """Of the number of workers."""
+        return self._task.cluster.name
+
+    @property
+    def values(self) -> tuple[int, ...]:
+        """The numbers that are considered, rising."""
+        return self._task.cluster.values
+
+    def specialize(self, n: int | None = None, **named: int) -> Plan:
+        """The plan for one number of workers: ``plan.specialize(8)`` or, by the number's name, ``plan.specialize(n=8)``.
+
+        It is the plan that ``al.plan`` makes for that mesh on ``cluster.specialize(8)``, byte for byte.
+
+        Raises:
+            AlpaLiteError: the number is not among the values, or there is no plan for it (as ``al.plan`` says it).
+        """
+        chosen = self._number(n, named)
+        task, mesh = self._task.at(chosen)
+        result = self._result(chosen)
+        cluster = self._task.cluster.specialize(chosen, others=mesh.num_devices // chosen)
+        plan = plan_of_result(task, cluster, result, self._task.versions, self._task.notes)
+        return self._task.finish(plan)
+
+    @property
+    def regimes(self) -> tuple[Regime, ...]:
+        """The different plans, each with its numbers and its formulas, by smallest number."""
+        if self._regimes is None:
+            alike: dict[object, list[int]] = {}
+            for n in self.values:
+                written = self._written(n)
+                if written is not None:
+                    alike.setdefault(_decided(written), []).append(n)
+            self._regimes = tuple(self._regime(tuple(numbers)) for numbers in alike.values())
+        return self._regimes
+
+    def _regime(self, numbers: tuple[int, ...]) -> Regime:
+        largest = numbers[-1]
+        task, _ = self._task.at(largest)
+        return regime_of(task, self._result(largest), self._task.axis, self.name, numbers, self.values)
+
+    def regime(self, n: int) -> Regime:
+        """The regime of one number.
+
+        Raises:
+            AlpaLiteError: as for ``specialize``.
+        """
+        chosen = self._number(n, {})
+        found = next((r for r in self.regimes if chosen in r.values), None)
+        if found is None:
+            self.specialize(chosen)  # says why there is no plan
+            raise AssertionError("a number with a plan has a regime")
+        return found
+
+    @property
+    def breakpoints(self) -> tuple[int, ...]:
+        """The numbers whose best plan is another one than that of the number before them."""
+        of = {n: i for i, regime in enumerate(self.regimes) for n in regime.values}
+        return tuple(n for before, n in pairwise(self.values) if of.get(before) != of.get(n))
+
+    @property
+    def without_plan(self) -> tuple[int, ...]:
+        """The numbers for which there is no plan, mostly because nothing fits the memory."""
+        return tuple(n for n in self.values if self._written(n) is None)
+
+    def memory(self, n: int) -> MemoryProfile:
+        """Bytes per device with ``n`` workers."""
+        return self.regime(n).memory_at(n)
+
+    def traffic(self, n: int) -> Fraction:
+        """Bytes that each device sends in one step with ``n`` workers."""
+        return self.regime(n).traffic_at(n)
+
+    def objective(self, n: int) -> float:
+        """What one step costs with ``n`` workers, in the cost convention's unit (seconds by default)."""
+        self.regime(n)
+        return self._result(n).objective
+
+    def smallest(self, *, memory_budget_bytes: float) -> int:
+        """The smallest number of workers for which there is a plan within a budget, found as ``al.plan`` would with it.
+
+        Raises:
+            MemoryBudgetError: there is none among the values.
+        """
+        budgeted = self.with_budget(memory_budget_bytes)
+        found = next((n for n in self.values if budgeted._written(n) is not None), None)
+        if found is None:
+            raise MemoryBudgetError(
+                f"memory_budget_bytes={memory_budget_bytes:,.0f} is too little for every {self.name} in {ranges(self.values)}. "
+                f"Some {self.name} must have a plan that fits. At {self._task.source}. Give more values to Cluster.symbolic, "
+                f"a larger budget, or read plan.memory({self.name}).peak to see how memory falls."
+            )
+        return found
+
+    def with_budget(self, memory_budget_bytes: float) -> SymbolicPlan:
+        """The same for another ``PlanOptions.memory_budget_bytes``; what was traced is shared."""
+        task = self._task.task
+        options = replace(task.options, memory_budget_bytes=memory_budget_bytes)
+        return type(self)(replace(self._task, task=replace(task, options=options, budget=memory_budget_bytes)))
+
+    def _number(self, n: int | None, named: Mapping[str, int]) -> int:
+        """The number that was asked for, checked."""
+        known = [self.name] if n is None else []
+        chosen = named.get(self.name) if n is None else n
+        given = ", ".join([*([repr(n)] if n is not None else []), *(f"{k}={v!r}" for k, v in named.items())])
+        if sorted(named) != known or chosen not in self.values or isinstance(chosen, bool):
+            raise AlpaLiteError(
+                f"plan.specialize({given}) names no number of workers of this plan. Allowed is one {self.name} of "
+                f"{ranges(self.values)}, as in plan.specialize({self.name}={self.values[-1]}). The values were given to "
+                f"Cluster.symbolic, the plan was made at {self._task.source}. Choose one of them, or plan with more values."
+            )
+        return int(chosen)
+
+    def _written(self, n: int) -> Realised | None:
+        try:
+            return self._result(n).realised
+        except AlpaLiteError:
+            return None
+
+    def _result(self, n: int) -> MeshResult:
+        """The best plan for one number, made on first use."""
+        if n not in self._results:
+            self._results[n] = self._planned(n)
+        found = self._results[n]
+        if isinstance(found, AlpaLiteError):
+            raise found
+        return found
+
+    def _planned(self, n: int) -> MeshResult | AlpaLiteError:
+        task, mesh = self._task.at(n)
+        forced = self._forced(n)
+        if forced is not None:
+            return replace(forced, mesh=mesh)
+        cluster = self._task.cluster.specialize(n, others=mesh.num_devices // n)
+        try:
+            # The problem is of no use later on, and there are many.
+            return replace(plan_on_mesh(task, cluster, mesh), problem=None)
+        except AlpaLiteError as error:
+            return error
+
+    def _forced(self, n: int) -> MeshResult | None:
+        """The plan of another number if under both nothing can be split at all, so that there is only one choice.
+
+        Partial sums arise only where a size is split, so with no such size every op and every tensor stays whole.
+        """
+        if len(self._task.task.options.mesh_shape or ()) > 1 or not self._indivisible(n):
+            return None
+        known = (self._results[m] for m in self._results if self._indivisible(m))
+        return next((r for r in known if isinstance(r, MeshResult) and r.realised is not None), None)
+
+    def _indivisible(self, n: int) -> bool:
+        return n == 1 or all(size % n for size in self._sizes)
+
+    def __str__(self) -> str:
+        breaks = ", ".join(map(str, self.breakpoints)) or "none"
+        lines = [
+            f"plans for {self._task.cluster}, mesh ({', '.join(map(str, self._task.task.options.mesh_shape or ()))}), "
+            f"{self.name} in {ranges(self.values)}",
+            f"the best plan changes at {self.name} = {breaks}",
+        ]
+        if self.without_plan:
+            lines.append(f"no plan for {self.name} in {ranges(self.without_plan)}")
+        return "\n".join([*lines, *(f"\n{regime}" for regime in self.regimes)])
+
+
+def _decided(written: Realised) -> object:
+    """Everything in a written-out plan that is a decision: equal for two numbers with one plan."""
+    steps = tuple((c.op, c.value, c.steps, c.made_by, c.readers) for c in written.conversions)
+    choices = tuple((d.path, d.operands, d.results) for d in written.decisions)
+    return written.in_specs, written.out_specs, choices, steps
+
+
+def _sizes(program: Program) -> frozenset[int]:
+    """Every size that an axis may split: of tensors, loop and branch bodies included, and of the factors of rules."""
+    owners = {id(program): program}
+    found: set[int] = set()
+    for _, owner, op in program.walk():
+        owners.update((id(body), body) for body in (owner, *op.bodies))
+        found.update(factor.size for factor in op.rule.factors)
+    found.update(size for owner in owners.values() for value in owner.values for size in value.shape)
+    return frozenset(found - {0, 1})

@@ -17,7 +17,7 @@ from tests.padding_steps import STEPS
 def padded(name, multiple=8):
     fn, args = STEPS[name]()
     traced = trace(fn, args, {})
-    uneven = [g for g in pad_groups(traced.flat, traced.program) if g.size % multiple]
+    uneven = pad_groups(traced.flat, traced.program, lambda size: size % multiple)
     return fn, args, traced, pad_traced(traced, [(g, -(-g.size // multiple) * multiple) for g in uneven]).traced
 
 

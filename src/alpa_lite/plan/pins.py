@@ -77,8 +77,9 @@ class PinnedDims:
                 raise PinError(
                     f"the pin {self.origin!r} cannot split {self.path!r} of shape {self.shape}: dim {dim} of size"
                     f" {size} does not divide over {over} of {mesh.axes_size(axes)} devices. Only even splits are"
-                    f" possible. At {source}. Pad dim {dim} to {_next_multiple(size, mesh.axes_size(axes))}, pin"
-                    " another dim, or use a mesh on which it divides."
+                    f" possible without padding. At {source}. Pad dim {dim} to"
+                    f" {_next_multiple(size, mesh.axes_size(axes))}, pin another dim, use a mesh on which it divides, or"
+                    " leave PlanOptions.padding at 'auto'."
                 )
 
     def __str__(self) -> str:

@@ -15,10 +15,11 @@ from alpa_lite.core.program import Program
 from alpa_lite.core.rule_text import NamedRule
 from alpa_lite.core.spec import ShardingSpec
 from alpa_lite.errors import AlpaLiteError, MemoryBudgetError, PinClashError, PinError
-from alpa_lite.plan.pins import PinnedDims, ResolvedPins
+from alpa_lite.plan.pins import PinnedDims, ResolvedPins, parse_dims
 from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.records import OpDecision, Padding
-from alpa_lite.trace.pad_groups import PadGroup, Place, pad_groups, tied_factors
+from alpa_lite.trace.flatten import FlatJaxpr
+from alpa_lite.trace.pad_groups import PadGroup, Place, pad_groups, places_of, tied_ops
 from alpa_lite.trace.pad_program import Padded, pad_traced
 from alpa_lite.trace.program import Traced
 from alpa_lite.units import format_cost
@@ -48,7 +49,7 @@ def plan_with_padding(
     Raises:
         AlpaLiteError: what planning without padding raises, if padding does not help.
     """
-    groups = _uneven(traced, cluster.num_devices)
+    groups: Sequence[PadGroup] = _uneven(traced, cluster.num_devices)
     refusal: AlpaLiteError | None = None
     plain: Plan | None = None
     try:
@@ -57,7 +58,8 @@ def plan_with_padding(
         refusal = error
     moved: dict[int, str] = {}
     if plain is not None:
-        groups = [g for g in groups if _share(g, traced, plain) >= WORTH]
+        shares = _shares(groups, traced, plain) if groups else []
+        groups = [g for g, share in zip(groups, shares, strict=True) if share >= WORTH]
     elif isinstance(refusal, PinError) and not isinstance(refusal, PinClashError):
         moved = _pins_on(groups, traced.program, pins)
         groups = [g for g in groups if _is_pinned(g, traced.program, pins)]
@@ -80,45 +82,48 @@ def padded_like(traced: Traced, paddings: Sequence[Padding], rules: tuple[NamedR
     if not paddings:
         return traced
     sizes = {p.dim: p.padded for p in paddings}
-    groups = [(g, sizes[g.name]) for g in pad_groups(traced.flat, traced.program) if g.name in sizes]
+    wanted = {p.size for p in paddings}
+    found = pad_groups(traced.flat, traced.program, lambda size: size in wanted)
+    groups = [(g, sizes[g.name]) for g in found if g.name in sizes]
     pins = {position: text for p in paddings for position, text in p.pins}
     return pad_traced(traced, groups, pins, rules).traced
 
 
-def _uneven(traced: Traced, devices: int) -> list[PadGroup]:
-    """Groups that do not divide over the devices and are large enough to give each device something."""
-    found = pad_groups(traced.flat, traced.program)
-    return [g for g in found if g.size % devices and 2 * g.size > devices]
+def _uneven(traced: Traced, devices: int) -> tuple[PadGroup, ...]:
+    """Groups that do not divide over the devices and are large enough to give most of them something."""
+    return pad_groups(traced.flat, traced.program, lambda size: bool(size % devices) and 2 * size > devices)
 
 
 def next_multiple(size: int, factor: int) -> int:
     return -(-size // factor) * factor
 
 
-def _share(group: PadGroup, traced: Traced, plan: Plan) -> float:
-    """What the ops that would run padded and the conversions of their tensors cost now, of the whole."""
-    values = {v for v, _ in group.places}
-    ops = set(_paths_of(group, traced))
-    cost = sum(d.time_s for stage in plan.stages for d in stage.decisions if d.path in ops)
+def _shares(groups: Sequence[PadGroup], traced: Traced, plan: Plan) -> list[float]:
+    """Per group, what the ops that tie its dims and the conversions of their tensors cost, of the whole plan.
+
+    Padding cannot save more than that (but for ops that then need not wait for a conversion).
+    """
+    numbers = {(g.region, place): i for i, g in enumerate(groups) for place in g.places}
+    costs = [0.0] * len(groups)
+    times = {d.path: d.time_s for stage in plan.stages for d in stage.decisions}
+    for region, flat, program in _regions("", traced.flat, traced.program):
+        for index, (op, factors) in enumerate(zip(flat.ops, tied_ops(flat, program), strict=True)):
+            for i in {numbers.get((region, places_of(op, positions)[0]), -1) for positions in factors.values()} - {-1}:
+                costs[i] += times[f"{region}{index}"]
+    values = {(g.region, v): i for i, g in enumerate(groups) for v, _ in g.places}
     for stage in plan.stages:
         for c in stage.conversions:
-            region = c.op.rpartition(".")[0]
-            if c.value in values and (f"{region}." if region else "") == group.region:
-                cost += c.cost
-    return cost / plan.objective if plan.objective > 0 else 0.0
+            region = f"{c.op.rpartition('.')[0]}.".removeprefix(".")
+            if (region, c.value) in values:
+                costs[values[region, c.value]] += c.cost
+    return [cost / plan.objective if plan.objective > 0 else 0.0 for cost in costs]
 
 
-def _paths_of(group: PadGroup, traced: Traced) -> Iterator[str]:
-    """Paths of the ops that tie dims of the group."""
-    flat, program = traced.flat, traced.program
-    indices = [int(i) for i in group.region.split(".") if i]
-    for op_index, body in zip(indices[::2], indices[1::2], strict=True):
-        flat, program = flat.ops[op_index].bodies[body], program.ops[op_index].bodies[body]
+def _regions(region: str, flat: FlatJaxpr, program: Program) -> Iterator[tuple[str, FlatJaxpr, Program]]:
+    yield region, flat, program
     for index, (op, mirror) in enumerate(zip(flat.ops, program.ops, strict=True)):
-        for ins, outs in tied_factors(op, mirror, flat).values():
-            places = [(op.inputs[t], d) for t, d in ins] + [(op.all_outputs[t], d) for t, d in outs]
-            if places[0] in group.places:
-                yield f"{group.region}{index}"
+        for b, (body, inner) in enumerate(zip(op.bodies, mirror.bodies, strict=True)):
+            yield from _regions(f"{region}{index}.{b}.", body, inner)
 
 
 def _ends(program: Program, pins: ResolvedPins) -> Iterator[tuple[int, int, PinnedDims]]:
@@ -130,12 +135,12 @@ def _ends(program: Program, pins: ResolvedPins) -> Iterator[tuple[int, int, Pinn
 
 
 def _is_pinned(group: PadGroup, program: Program, pins: ResolvedPins) -> bool:
-    return not group.region and any(
-        (value, dim) in group.places
-        for _, value, pin in _ends(program, pins)
-        for dim, axes in enumerate(pin.dims)
-        if axes
-    )
+    """Whether a pin of an argument or result, or an ``al.pin``, splits a dim of the group."""
+    pinned = [(value, pin.dims) for _, value, pin in _ends(program, pins)] if not group.region else []
+    for path, _, op in program.walk():
+        if op.primitive == "pin" and f"{path.rpartition('.')[0]}.".removeprefix(".") == group.region:
+            pinned.append((op.outputs[0], parse_dims(op.pinned)))
+    return any(axes and (value, dim) in group.places for value, dims in pinned for dim, axes in enumerate(dims))
 
 
 def _pins_on(groups: Sequence[PadGroup], program: Program, pins: ResolvedPins) -> dict[int, str]:

@@ -7,7 +7,7 @@ only ends there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import jax
@@ -15,12 +15,14 @@ import jax.numpy as jnp
 from jax.lax import GatherScatterMode
 
 from alpa_lite._jax_compat import Literal
-from alpa_lite.core.program import Op, Program
+from alpa_lite.core.program import Program
 from alpa_lite.core.rule import FactorKind, OpShardingRule
 from alpa_lite.trace.flatten import FlatJaxpr, FlatOp
 from alpa_lite.trace.rules import ELEMENTWISE
 
 Place = tuple[int, int]  # (value id, dim)
+Positions = tuple[list[tuple[int, int]], list[tuple[int, int]]]  # (operand, dim)s and (result, dim)s
+Factors = dict[int, Positions]  # by factor of an op's rule
 
 _MODES = (GatherScatterMode.CLIP, GatherScatterMode.FILL_OR_DROP, GatherScatterMode.PROMISE_IN_BOUNDS)
 _BITS = frozenset(["threefry2x32", "bitcast_convert_type"])  # what they make depends on more than the element
@@ -51,30 +53,39 @@ class PadGroup:
     region: str = ""
 
 
-def pad_groups(flat: FlatJaxpr, program: Program) -> tuple[PadGroup, ...]:
-    """All groups of dims, bodies included, in program order."""
-    return tuple(_groups(flat, program, ""))
+def pad_groups(flat: FlatJaxpr, program: Program, is_wanted: Callable[[int], bool]) -> tuple[PadGroup, ...]:
+    """All groups of dims whose size is wanted, bodies included, in program order."""
+    return tuple(_groups(flat, program, "", is_wanted, {}))
 
 
-def factor_places(
-    op: Op, all_outputs: tuple[int, ...]
-) -> Iterator[tuple[int, list[tuple[int, int]], list[tuple[int, int]]]]:
-    """Per factor: its (operand, dim) and (result, dim) positions, if it has every one of these dims for itself."""
-    rule = op.rule
+def tied_ops(flat: FlatJaxpr, program: Program, known: dict[str, Factors] | None = None) -> list[Factors]:
+    """Per op of a region the factors that it ties; ``known`` by key of the op, equal ones tie the same."""
+    known = {} if known is None else known
+    found = []
+    for op, mirror in zip(flat.ops, program.ops, strict=True):
+        if mirror.key not in known:
+            rule = mirror.rule
+            known[mirror.key] = {f: places for f, places in _factor_places(rule) if ties(op, rule, f, flat)}
+        found.append(known[mirror.key])
+    return found
+
+
+def places_of(op: FlatOp, positions: Positions) -> list[Place]:
+    """The dims of the op's tensors that a factor splits, operands first."""
+    ins, outs = positions
+    return [(op.inputs[t], d) for t, d in ins] + [(op.all_outputs[t], d) for t, d in outs]
+
+
+def _factor_places(rule: OpShardingRule) -> Iterator[tuple[int, Positions]]:
+    """Factors that have every one of their dims for themselves, at most one in a tensor."""
     for factor, record in enumerate(rule.factors):
-        if record.size == 1:
-            continue
-        sides = [
-            [(t, d) for t, dims in enumerate(tensors) for d, fs in enumerate(dims) if factor in fs]
-            for tensors in (rule.operands, rule.results)
-        ]
-        alone = all(
-            tensors[t][d] == (factor,)
-            for tensors, found in zip((rule.operands, rule.results), sides, strict=True)
-            for t, d in found
-        )
-        if alone and len({t for t, _ in sides[0]}) == len(sides[0]) and len({t for t, _ in sides[1]}) == len(sides[1]):
-            yield factor, sides[0], sides[1]
+        sides = []
+        for tensors in (rule.operands, rule.results):
+            found = [(t, d, fs) for t, dims in enumerate(tensors) for d, fs in enumerate(dims) if factor in fs]
+            once = len({t for t, _, _ in found}) == len(found)
+            sides.append([(t, d) for t, d, _ in found] if once and all(fs == (factor,) for _, _, fs in found) else None)
+        if record.size > 1 and sides[0] is not None and sides[1] is not None and (sides[0] or sides[1]):
+            yield factor, (sides[0], sides[1])
 
 
 def ties(op: FlatOp, rule: OpShardingRule, factor: int, flat: FlatJaxpr) -> bool:
@@ -148,21 +159,18 @@ class _Union:
         self.parent[self.find(b)] = self.find(a)
 
 
-def tied_factors(
-    op: FlatOp, mirror: Op, flat: FlatJaxpr
-) -> dict[int, tuple[list[tuple[int, int]], list[tuple[int, int]]]]:
-    """The factors that the op ties: operand and result positions of each."""
-    return {f: (ins, outs) for f, ins, outs in factor_places(mirror, op.all_outputs) if ties(op, mirror.rule, f, flat)}
-
-
-def _groups(flat: FlatJaxpr, program: Program, region: str) -> Iterator[PadGroup]:
+def _groups(
+    flat: FlatJaxpr, program: Program, region: str, is_wanted: Callable[[int], bool], known: dict[str, Factors]
+) -> Iterator[PadGroup]:
     union = _Union()
     made_by: dict[int, int] = {}
-    for index, (op, mirror) in enumerate(zip(flat.ops, program.ops, strict=True)):
-        for ins, outs in tied_factors(op, mirror, flat).values():
-            places = [(op.inputs[t], d) for t, d in ins] + [(op.all_outputs[t], d) for t, d in outs]
-            for place in places:
-                union.join(places[0], place)
+    for index, (op, mirror, tied) in enumerate(zip(flat.ops, program.ops, tied_ops(flat, program, known), strict=True)):
+        for factor, positions in tied.items():
+            if is_wanted(mirror.rule.factors[factor].size):
+                first, *others = places_of(op, positions)
+                union.find(first)
+                for place in others:
+                    union.join(first, place)
         made_by.update(dict.fromkeys(op.all_outputs, index))
     members: dict[Place, list[Place]] = {}
     for place in sorted(union.parent):
@@ -176,4 +184,4 @@ def _groups(flat: FlatJaxpr, program: Program, region: str) -> Iterator[PadGroup
         yield PadGroup(name=f"{owner} dim {dim}", size=size, places=frozenset(places), region=region)
     for index, (op, mirror) in enumerate(zip(flat.ops, program.ops, strict=True)):
         for b, (body, inner) in enumerate(zip(op.bodies, mirror.bodies, strict=True)):
-            yield from _groups(body, inner, f"{region}{index}.{b}.")
+            yield from _groups(body, inner, f"{region}{index}.{b}.", is_wanted, known)

@@ -23,7 +23,7 @@ from alpa_lite.core.rule import FactorKind
 from alpa_lite.core.rule_text import NamedRule
 from alpa_lite.trace.fills import Fill, elementwise_fill, joined, literal_fill, product
 from alpa_lite.trace.flatten import FlatJaxpr, FlatOp, flatten
-from alpa_lite.trace.pad_groups import PadGroup, Place, is_anchor, tied_factors
+from alpa_lite.trace.pad_groups import Factors, PadGroup, Place, is_anchor, places_of, tied_ops
 from alpa_lite.trace.pad_mask import pad_mask_p
 from alpa_lite.trace.pin_op import pin_p
 from alpa_lite.trace.program import Traced, build_program
@@ -32,12 +32,6 @@ from alpa_lite.trace.rules import ELEMENTWISE
 _NEUTRAL = {"reduce_sum": Fill.ZERO, "reduce_max": Fill.LOWEST, "reduce_min": Fill.HIGHEST, "scatter-add": Fill.ZERO}
 _PRODUCTS = ("dot_general", "conv_general_dilated")
 _KEEP = (Fill.ZERO, Fill.FINITE)
-
-Sizes = dict[str, dict[Place, int]]  # region -> place -> padded size
-_Regions = dict[str, tuple[str, dict[int, int]]]
-_Factors = dict[
-    int, tuple[list[tuple[int, int]], list[tuple[int, int]]]
-]  # factor -> (operand, dim)s and (result, dim)s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,15 +62,23 @@ def pad_traced(
         pins: per argument position (results follow, counted on) the layout that its padded form must have.
         rules: the user's, by primitive.
     """
-    sizes: Sizes = {}
+    job = _Job()
     for group, padded in groups:
-        sizes.setdefault(group.region, {}).update(dict.fromkeys(group.places, padded))
+        job.sizes.setdefault(group.region, {}).update(dict.fromkeys(group.places, padded))
     program = traced.program
-    regions: _Regions = {}
-    flat = _Rewriter(traced.flat, program, sizes, regions, pins=dict(pins or {})).run()
+    flat = _Rewriter(traced.flat, program, job, pins=dict(pins or {})).run()
     made = build_program(flat, list(program.input_paths), list(program.output_paths), list(program.donated), rules)
     result = Traced(program=made, flat=flat, in_tree=traced.in_tree, out_tree=traced.out_tree)
-    return Padded(traced=result, regions=regions)
+    return Padded(traced=result, regions=job.regions)
+
+
+@dataclass(slots=True)
+class _Job:
+    """What the regions share: padded sizes by region and place, ``Padded.regions``, and the ties by key of the op."""
+
+    sizes: dict[str, dict[Place, int]] = field(default_factory=dict)
+    regions: dict[str, tuple[str, dict[int, int]]] = field(default_factory=dict)
+    known: dict[str, Factors] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -94,16 +96,15 @@ class _Rewriter:
         self,
         flat: FlatJaxpr,
         program: Program,
-        sizes: Sizes,
-        regions: _Regions,
+        job: _Job,
         place: tuple[str, str] = ("", ""),
         pins: dict[int, str] | None = None,
     ) -> None:
-        self.flat, self.program, self.all_sizes, self.regions = flat, program, sizes, regions
+        self.flat, self.program, self.job = flat, program, job
         self.region, self.new_region = place
-        _, self.origins = regions[self.region] = (self.new_region, {})
+        _, self.origins = job.regions[self.region] = (self.new_region, {})
         pins = pins or {}
-        self.sizes = sizes.get(self.region, {})
+        self.sizes = job.sizes.get(self.region, {})
         self.avals, self.ops = list(flat.avals), []
         self.made: dict[int, frozenset[int]] = {}
         self.versions: dict[tuple[int, frozenset[int]], _Version] = {}
@@ -111,18 +112,18 @@ class _Rewriter:
         self.out_pins = {i - len(flat.inputs): text for i, text in pins.items() if i >= len(flat.inputs)}
         self.runs = self._padded_factors()
 
-    def _padded_factors(self) -> list[_Factors]:
+    def _padded_factors(self) -> list[Factors]:
         """Per op the factors that it runs padded: anchors do, what leads to them, and what reads padded tensors alone.
 
         With pins all that can. What is left, e.g. an optimizer's update of unpadded state, runs at the true size.
         """
         tied = [
-            {f: places for f, places in tied_factors(op, mirror, self.flat).items() if self._is_chosen(op, *places)}
-            for op, mirror in zip(self.flat.ops, self.program.ops, strict=True)
+            {f: positions for f, positions in factors.items() if places_of(op, positions)[0] in self.sizes}
+            for op, factors in zip(self.flat.ops, tied_ops(self.flat, self.program, self.job.known), strict=True)
         ]
         forced = bool(self.in_pins or self.out_pins)
         needed: set[Place] = set()
-        runs: list[_Factors] = [{} for _ in tied]
+        runs: list[Factors] = [{} for _ in tied]
         for index in reversed(range(len(tied))):
             op = self.flat.ops[index]
             for factor, (ins, outs) in tied[index].items():
@@ -136,10 +137,6 @@ class _Rewriter:
                     runs[index][factor] = (ins, outs)
                     made.update((op.all_outputs[t], d) for t, d in outs)
         return runs
-
-    def _is_chosen(self, op: FlatOp, ins: list[tuple[int, int]], outs: list[tuple[int, int]]) -> bool:
-        places = [(op.inputs[t], d) for t, d in ins] + [(op.all_outputs[t], d) for t, d in outs]
-        return places[0] in self.sizes
 
     def run(self) -> FlatJaxpr:
         flat = self.flat
@@ -275,7 +272,7 @@ class _Rewriter:
         made = FlatOp(op.primitive, self._params(op, run), inputs, list(op.all_outputs), op.source, op.scope)
         made.outputs, made.has_effects, made.traceback = list(op.outputs), op.has_effects, op.traceback
         made.bodies = [
-            _Rewriter(body, inner, self.all_sizes, self.regions, self._body_place(index, b)).run()
+            _Rewriter(body, inner, self.job, self._body_place(index, b)).run()
             for b, (body, inner) in enumerate(zip(op.bodies, mirror.bodies, strict=True))
         ]
         self.ops.append(made)

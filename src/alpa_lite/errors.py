@@ -11,6 +11,10 @@ class PinError(AlpaLiteError):
     """A pin is malformed, matches nothing, or disagrees with another pin."""
 
 
+class UnevenPinError(PinError):
+    """A pin splits a dim into parts that are not equal."""
+
+
 class PinClashError(PinError):
     """A set of pins (and possibly the budget) cannot hold together; ``members`` is a smallest such set."""
 

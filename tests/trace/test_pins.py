@@ -227,8 +227,8 @@ class TestWording:
     def test_indivisible(self):
         assert refused({"0/params/*/kernel": P(None, "model")}) == (
             "the pin '0/params/*/kernel' cannot split '0/params/out/kernel' of shape (16, 10): dim 1 of size 10 does"
-            " not divide over axis 'model' of 4 devices. Only even splits are possible. At train.py:7. Pad dim 1 to"
-            " 12, pin another dim, or use a mesh on which it divides."
+            " not divide over axis 'model' of 4 devices. Only even splits are possible without padding. At train.py:7."
+            " Pad dim 1 to 12, pin another dim, use a mesh on which it divides, or let PlanOptions(padding='auto') pad it."
         )
         assert "over axes ('data', 'model') of 8 devices" in refused({"0/params/out/bias": P(("data", "model"))})
 

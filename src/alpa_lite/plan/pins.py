@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.core.spec import ShardingSpec
-from alpa_lite.errors import PinError
+from alpa_lite.errors import PinError, UnevenPinError
 from alpa_lite.plan.identity import close_matches
 
 Dims = tuple[tuple[str, ...] | None, ...]
@@ -62,7 +62,7 @@ class PinnedDims:
         """Refuses a pin that the mesh cannot hold.
 
         Raises:
-            PinError: for an unknown axis, or a dim that does not divide.
+            PinError: for an unknown axis; ``UnevenPinError`` for a dim that does not divide.
         """
         for axis in self.axes:
             if axis not in mesh.axis_names:
@@ -74,12 +74,12 @@ class PinnedDims:
         for dim, (size, axes) in enumerate(zip(self.shape, self.dims, strict=True)):
             if axes and size % mesh.axes_size(axes):
                 over = f"axis {axes[0]!r}" if len(axes) == 1 else f"axes {axes}"
-                raise PinError(
+                raise UnevenPinError(
                     f"the pin {self.origin!r} cannot split {self.path!r} of shape {self.shape}: dim {dim} of size"
                     f" {size} does not divide over {over} of {mesh.axes_size(axes)} devices. Only even splits are"
                     f" possible without padding. At {source}. Pad dim {dim} to"
                     f" {_next_multiple(size, mesh.axes_size(axes))}, pin another dim, use a mesh on which it divides, or"
-                    " leave PlanOptions.padding at 'auto'."
+                    " let PlanOptions(padding='auto') pad it."
                 )
 
     def __str__(self) -> str:

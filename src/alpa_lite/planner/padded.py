@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from alpa_lite.cluster.cluster import Cluster
-from alpa_lite.core.program import Program
+from alpa_lite.core.program import Op, Program, Value
 from alpa_lite.core.rule_text import NamedRule
 from alpa_lite.core.spec import ShardingSpec
-from alpa_lite.errors import AlpaLiteError, MemoryBudgetError, PinClashError, PinError
+from alpa_lite.errors import AlpaLiteError, MemoryBudgetError, PinError, UnevenPinError
 from alpa_lite.plan.pins import PinnedDims, ResolvedPins, parse_dims
 from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.records import OpDecision, Padding
@@ -27,6 +27,11 @@ from alpa_lite.units import format_cost
 WORTH = 0.01  # of the plan's objective: groups whose ops and conversions cost less together are not tried
 _CHEAPER = 1 - 1e-9
 _OVERHEAD = ("pad", "slice", "pad_mask")
+
+_NO_WAY = (
+    "(It is 'auto', and there is no way to: no op at this tensor can run padded in this dim, or the pins clash even so; "
+    "docs/uneven.md lists the ops.)"
+)
 
 Planned = Callable[[Program, ResolvedPins], Plan]
 
@@ -47,20 +52,20 @@ def plan_with_padding(
         rules: the user's, by primitive.
 
     Raises:
-        AlpaLiteError: what planning without padding raises, if padding does not help.
+        AlpaLiteError: what planning without padding raises; uneven pins and budgets only if padding does not help.
     """
     groups: Sequence[PadGroup] = _uneven(traced, cluster.num_devices)
     refusal: AlpaLiteError | None = None
     plain: Plan | None = None
     try:
         plain = plan_program(traced.program, pins)
-    except (PinError, MemoryBudgetError) as error:
+    except (UnevenPinError, MemoryBudgetError) as error:
         refusal = error
     moved: dict[int, str] = {}
     if plain is not None:
         shares = _shares(groups, traced, plain) if groups else []
         groups = [g for g, share in zip(groups, shares, strict=True) if share >= WORTH]
-    elif isinstance(refusal, PinError) and not isinstance(refusal, PinClashError):
+    elif isinstance(refusal, UnevenPinError):
         moved = _pins_on(groups, traced.program, pins)
         groups = [g for g in groups if _is_pinned(g, traced.program, pins)]
     search = _Search(traced, cluster.num_devices, pins, moved, plan_program, rules)
@@ -68,6 +73,8 @@ def plan_with_padding(
     if found is None:
         if plain is None:
             assert refusal is not None
+            if isinstance(refusal, UnevenPinError):
+                raise UnevenPinError(f"{refusal} {_NO_WAY}") from refusal
             raise refusal
         return traced, plain
     padded, plan = found
@@ -197,14 +204,14 @@ class _Search:
             values = {v for v, _ in group.places}
             ends = (*self.traced.program.inputs, *self.traced.program.outputs)
             pins = tuple((i, text) for i, text in self.moved.items() if ends[i] in values)
-            shards = _split(group, padded, plan)
-            waste_bytes, waste_s = _waste(group, padded, plan)
+            padded_size = next_multiple(group.size, self.devices)
+            waste_bytes, waste_s = _waste(group, padded, plan, padded_size)
             paddings.append(
                 Padding(
                     dim=group.name,
                     size=group.size,
-                    padded=next_multiple(group.size, self.devices),
-                    shards=shards,
+                    padded=padded_size,
+                    shards=_split(group, padded, plan),
                     waste_bytes=waste_bytes,
                     waste_s=waste_s,
                     pins=pins,
@@ -218,39 +225,51 @@ class _Search:
         return f"the pin {pin.origin!r} holds as {text} for the padded form of {pin.path}; JAX arrays of uneven sizes lie evenly"
 
 
-def _split(group: PadGroup, padded: Padded, plan: Plan) -> int:
-    """The largest number of parts of a padded dim of the group that would not divide without padding."""
-    mesh = plan.mesh
-    found = [mesh.axes_size(spec.dims[dim]) for _, dim, spec, _, _ in _padded_tensors(group, padded, plan)]
-    return max((n for n in found if group.size % n), default=1)
+@dataclass(frozen=True, slots=True)
+class _Holder:
+    """An op that reads or makes padding of a group; ``made``: tensors that it makes, with padded dim and layout."""
+
+    op: Op
+    decision: OpDecision
+    made: tuple[tuple[Value, int, ShardingSpec], ...]
 
 
-def _padded_tensors(
-    group: PadGroup, padded: Padded, plan: Plan
-) -> Iterator[tuple[int, int, ShardingSpec, OpDecision, str]]:
-    """(value, padded dim, spec, decision, primitive) of every result that holds padding of the group."""
+def _holders(group: PadGroup, padded: Padded, plan: Plan) -> Iterator[_Holder]:
     decisions = {d.path: d for stage in plan.stages for d in stage.decisions}
     region, origins = padded.regions[group.region]
+
+    def padded_dims(owner: Program, value: int) -> list[int]:
+        shape = owner.values[value].shape if value >= 0 else ()
+        places = ((origins.get(value, value), d) in group.places and n != group.size for d, n in enumerate(shape))
+        return [d for d, is_padded in enumerate(places) if is_padded]
+
     for path, owner, op in padded.traced.program.walk():
         if not path.startswith(region) or "." in path[len(region) :]:
             continue
-        for value, spec in zip(op.outputs, decisions[path].results, strict=True):
-            for dim, size in enumerate(owner.values[value].shape if value >= 0 else ()):
-                if (origins.get(value, value), dim) in group.places and size != group.size:
-                    yield value, dim, spec, decisions[path], op.primitive
+        decision = decisions[path]
+        made = tuple(
+            (owner.values[value], dim, spec)
+            for value, spec in zip(op.outputs, decision.results, strict=True)
+            for dim in padded_dims(owner, value)
+        )
+        if made or any(padded_dims(owner, value) for value in op.inputs):
+            yield _Holder(op, decision, made)
 
 
-def _waste(group: PadGroup, padded: Padded, plan: Plan) -> tuple[int, float]:
+def _split(group: PadGroup, padded: Padded, plan: Plan) -> int:
+    """The largest number of parts of a padded dim of the group that would not divide without padding."""
+    found = [plan.mesh.axes_size(spec.dims[dim]) for h in _holders(group, padded, plan) for _, dim, spec in h.made]
+    return max((n for n in found if group.size % n), default=1)
+
+
+def _waste(group: PadGroup, padded: Padded, plan: Plan, padded_size: int) -> tuple[int, float]:
     """Bytes on one device and seconds that go into the padding, see ``Padding``."""
-    owners = {path: owner for path, owner, _ in padded.traced.program.walk()}
-    size_bytes, seconds, counted = 0, 0.0, set()
-    for value, dim, spec, decision, primitive in _padded_tensors(group, padded, plan):
-        tensor = owners[decision.path].values[value]
-        share = 1 - group.size / tensor.shape[dim]
-        size_bytes += round(spec.local_size_bytes(tensor.shape, tensor.itemsize, plan.mesh) * share)
-        if decision.path not in counted:
-            counted.add(decision.path)
-            seconds += decision.time_s * (1.0 if primitive in _OVERHEAD else share)
+    share = 1 - group.size / padded_size
+    size_bytes, seconds = 0, 0.0
+    for holder in _holders(group, padded, plan):
+        seconds += holder.decision.time_s * (1.0 if holder.op.primitive in _OVERHEAD else share)
+        for value, _, spec in holder.made:
+            size_bytes += round(spec.local_size_bytes(value.shape, value.itemsize, plan.mesh) * share)
     return size_bytes, seconds
 
 

@@ -375,6 +375,8 @@ class _Request:
         progress: Callable[[str], None] | None = None,
     ) -> tuple[Traced, Plan]:
         self._check(cluster, source)
+        if self.options.verbose:
+            progress = _tell
         traced = self.trace(args, kwargs)
         pins, notes = self._pins_and_notes(traced, args, kwargs, source)
 
@@ -657,7 +659,7 @@ class ParallelStep:
     ) -> tuple[Traced, Plan]:
         request = self._request_with(pins, pin_like, options)
         chosen = cluster or self._cluster or local_cluster(False)
-        with _progress_line() as progress:
+        with _progress_line(request.options.verbose) as progress:
             return request.plan(args, kwargs, chosen, self._source, progress)
 
     def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RunnableStep:
@@ -675,10 +677,14 @@ def _dtype(x: Any) -> Any:
     return x.dtype if hasattr(x, "dtype") else jax.dtypes.canonicalize_dtype(jax.numpy.result_type(x))
 
 
+def _tell(text: str) -> None:
+    sys.stderr.write(f"alpa_lite: {text}\n")
+
+
 @contextlib.contextmanager
-def _progress_line() -> Iterator[Callable[[str], None] | None]:
-    """A line on a terminal while planning; nothing elsewhere."""
-    if not sys.stderr.isatty():
+def _progress_line(verbose: bool) -> Iterator[Callable[[str], None] | None]:
+    """A line on a terminal while planning; nothing elsewhere, nor where every line is told anyway."""
+    if verbose or not sys.stderr.isatty():
         yield None
         return
     from rich.console import Console

@@ -65,8 +65,8 @@ def test_partition_out_dir_is_an_argument_and_not_a_key_of_the_configuration(tmp
     assert [p.name for p in tmp_path.iterdir()] == ["mine"]
 
 
-def test_partition_configuration_has_hidets_keys(tmp_path):
-    """Device count, memory budget, search seconds, parallel kind."""
+def test_partition_configuration_has_hidets_keys():
+    """Device count, memory budget, search seconds, parallel kind; verbosity below."""
     assert hidet_plan(4).mesh.num_devices == 4
     assert dict(hidet_plan(2).options)["time_limit_s"] == 30
     with pytest.raises(al.AlpaLiteError, match="budget"):
@@ -78,6 +78,15 @@ def test_partition_configuration_has_hidets_keys(tmp_path):
         plan = al.plan(mlp, *SHAPES, cluster=al.Cluster.parse("1x2:cpu"), pins=pins)
         split = {leaf.path for leaf in plan.inputs if not leaf.spec.is_replicated}
         assert split == ({"1"} if pins is data else {"0/fc1/weight", "0/fc2/weight"})
+
+
+def test_partition_configuration_solver_verbosity(capsys):
+    quiet = hidet_plan(2)
+    assert capsys.readouterr().err == ""
+    assert hidet_plan(2, verbose=True) == quiet
+    said = capsys.readouterr().err
+    assert re.search(r"alpa_lite: planning \d+ ops on mesh \(x=2\)\n", said)
+    assert re.search(r"alpa_lite: mesh \(x=2\): optimal, objective .*, lower bound .*, after \d", said)
 
 
 @pytest.mark.parametrize(

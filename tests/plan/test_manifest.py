@@ -74,13 +74,17 @@ def test_no_manifest(tmp_path):
 def test_another_version_says_so(folder):
     document = json.loads((folder / MANIFEST).read_text()) | {"format_version": 7, "alpa_lite_version": "9.0"}
     (folder / MANIFEST).write_text(json.dumps(document))
-    message = r"has format version 7 \(written by alpa_lite 9.0\); this alpa_lite reads version 1. Export the plan again"
+    message = (
+        r"has format version 7 \(written by alpa_lite 9.0\); this alpa_lite reads version 1. Export the plan again"
+    )
     with pytest.raises(ExportError, match=message):
         read_manifest(folder)
     assert "plan.json" in listed_files(folder)
 
 
-@pytest.mark.parametrize("change", [lambda t: t[: len(t) // 2], lambda t: t.replace('"num_ranks": 1', '"num_ranks": "a"')])
+@pytest.mark.parametrize(
+    "change", [lambda t: t[: len(t) // 2], lambda t: t.replace('"num_ranks": 1', '"num_ranks": "a"')]
+)
 def test_a_damaged_manifest(folder, change):
     text = (folder / MANIFEST).read_text()
     assert change(text) != text

@@ -38,6 +38,7 @@ class PlanOptions:
         rules: sharding rules for primitives by name, each an ``al.register_rule("primitive", "rule")``; they replace others.
         time_limit_s: of the solver, per mesh.
         seed: of the solver.
+        verbose: tell on stderr, mesh by mesh, what is being planned and what was found; no part of the plan.
     """
 
     mesh_shape: tuple[int | str, ...] | None = None
@@ -58,6 +59,7 @@ class PlanOptions:
     rules: tuple[NamedRule, ...] = ()
     time_limit_s: float = 60.0
     seed: int = 0
+    verbose: bool = False
 
     def __post_init__(self) -> None:
         if self.mesh_shape is not None:
@@ -148,6 +150,7 @@ class PlanOptions:
         changed = {name: value for name, value in values if value != default[name]}
         if self.rules:
             changed["rules"] = tuple(rule.to_text() for rule in self.rules)
+        changed.pop("verbose", None)
         return tuple(changed.items())
 
 

@@ -26,6 +26,7 @@ from alpa_lite.plan.records import Leaf, LeafRole, MeshCandidate, OpDecision, Pl
 from alpa_lite.planner.explain import explain_infeasible
 from alpa_lite.planner.one_mesh import MeshResult, MeshTask, plan_on_mesh
 from alpa_lite.planner.options import DEFAULT_AXIS_NAMES, PlanOptions
+from alpa_lite.units import format_cost
 
 BUDGET_SHARE = 0.9
 _MARGIN = 1.02  # a mesh that must cost more than this times the cheapest so far is not searched to the end
@@ -58,22 +59,24 @@ def plan_step(
         SolverError: no answer within the time limit.
     """
     task = mesh_task(program, cluster, pins, options)
+    tell = progress or (lambda text: None)
     results: list[MeshResult] = []
     tried: dict[DeviceMesh, MeshCandidate] = {}
     refused: list[PinError] = []
     meshes = list(mesh_candidates(cluster, pins, options))
     for mesh in sorted(meshes, key=lambda mesh: sum(mesh.shape)):  # squarest first: mostly the best, so others end soon
-        if progress is not None:
-            progress(f"planning {len(program.ops)} ops on mesh {mesh}")
+        tell(f"planning {len(program.ops)} ops on mesh {mesh}")
         try:
             cheapest = min((r.objective for r in results if r.realised is not None), default=math.inf)
             result = plan_on_mesh(task, cluster, mesh, cutoff=_MARGIN * cheapest)
         except PinError as error:
             refused.append(error)
             tried[mesh] = MeshCandidate(mesh=mesh, status="ruled out", reason=str(error))
+            tell(f"mesh {mesh}: ruled out by a pin")
             continue
         results.append(result)
         tried[mesh] = _candidate(result)
+        tell(_outcome(result))
     solved = [r for r in results if r.realised is not None]
     if not solved:
         if not results:
@@ -83,6 +86,15 @@ def plan_step(
     plan = _plan(task, cluster, best, versions, tuple(tried[mesh] for mesh in meshes), notes)
     check_plan(plan, program)
     return plan
+
+
+def _outcome(result: MeshResult) -> str:
+    """One mesh in a line, for people who watch."""
+    found = "no plan"
+    if result.realised is not None:
+        costs = (format_cost(cost, result.unit) for cost in (result.objective, result.lower_bound))
+        found = "objective {}, lower bound {}".format(*costs)
+    return f"mesh {result.mesh}: {result.status}, {found}, after {result.seconds:.1f} s"
 
 
 def mesh_task(program: Program, cluster: Cluster, pins: ResolvedPins, options: PlanOptions) -> MeshTask:

@@ -19,7 +19,9 @@ def _normal(*shape: int) -> np.ndarray:
     return _rng().normal(size=shape).astype(np.float32)
 
 
-def language_model(vocabulary: int = 10, width: int = 8, batch: int = 8, length: int = 6) -> tuple[Any, tuple[Any, ...]]:
+def language_model(
+    vocabulary: int = 10, width: int = 8, batch: int = 8, length: int = 6
+) -> tuple[Any, tuple[Any, ...]]:
     """Tied embedding, softmax over the vocabulary, a momentum step: GPT-2's uneven dim in small."""
 
     def loss(params: Any, tokens: jax.Array, labels: jax.Array) -> jax.Array:
@@ -131,7 +133,7 @@ def bodies() -> tuple[Any, tuple[Any, ...]]:
             return h, h.sum(-1)
 
         h, sums = jax.lax.scan(layer, x, w)
-        h = jax.lax.cond(sums.sum() > 0, lambda h: (jnp.exp(h) @ w[0]), lambda h: h, h)
+        h = jax.lax.cond(sums.sum() > 0, lambda h: jnp.exp(h) @ w[0], lambda h: h, h)
         return jnp.sum(h**2) + sums.mean()
 
     return jax.value_and_grad(loss), (_normal(3, 10, 10), _normal(6, 10))

@@ -8,7 +8,7 @@ ops that it would help are worth it; groups that the plan then does not split ar
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from alpa_lite.cluster.cluster import Cluster
 from alpa_lite.core.program import Op, Program, Value
@@ -25,7 +25,7 @@ from alpa_lite.trace.program import Traced
 from alpa_lite.units import format_cost
 
 WORTH = 0.01  # of the plan's objective: groups whose ops and conversions cost less together are not tried
-_CHEAPER = 1 - 1e-9
+_WASTES = (0.25, 0.05)  # groups of which more is padding are left out; the second is tried where the first loses
 _OVERHEAD = ("pad", "slice", "pad_mask")
 
 _NO_WAY = (
@@ -69,19 +69,27 @@ def plan_with_padding(
         moved = _pins_on(groups, traced.program, pins)
         groups = [g for g in groups if _is_pinned(g, traced.program, pins)]
     search = _Search(traced, cluster.num_devices, pins, moved, plan_program, rules)
-    found = search.best(groups) if groups else None
+    pinned = isinstance(refusal, UnevenPinError)
+    found: tuple[Padded, Plan] | None = None
+    for waste in (1.0,) if pinned else _WASTES:
+        if found is None or (plain is not None and not _wins(found[1], plain)):
+            found = search.best([g for g in groups if search.waste(g) <= waste]) or found
     if found is None:
         if plain is None:
             assert refusal is not None
-            if isinstance(refusal, UnevenPinError):
+            if pinned:
                 raise UnevenPinError(f"{refusal} {_NO_WAY}") from refusal
             raise refusal
         return traced, plain
     padded, plan = found
-    if plain is not None and plan.objective >= plain.objective * _CHEAPER:
+    if plain is not None and not _wins(plan, plain):
         return traced, replace(plain, notes=(*plain.notes, _not_taken(plan, plain)))
     without = None if plain is None else plain.objective
     return padded.traced, replace(plan, paddings=tuple(replace(p, without=without) for p in plan.paddings))
+
+
+def _wins(plan: Plan, plain: Plan) -> bool:
+    return plan.objective < plain.objective * (1 - 1e-9)
 
 
 def padded_like(traced: Traced, paddings: Sequence[Padding], rules: tuple[NamedRule, ...] = ()) -> Traced:
@@ -181,10 +189,16 @@ class _Search:
     moved: dict[int, str]
     plan_program: Planned
     rules: tuple[NamedRule, ...]
+    tried: set[frozenset[PadGroup]] = field(default_factory=set)
+
+    def waste(self, group: PadGroup) -> float:
+        """The part of the padded dim that is padding."""
+        return 1 - group.size / next_multiple(group.size, self.devices)
 
     def best(self, groups: Sequence[PadGroup]) -> tuple[Padded, Plan] | None:
         """With all groups, then with those that the plan splits; None if none is split or nothing can be planned."""
-        while groups:
+        while groups and frozenset(groups) not in self.tried:
+            self.tried.add(frozenset(groups))
             padded = pad_traced(
                 self.traced, [(g, next_multiple(g.size, self.devices)) for g in groups], self.moved, self.rules
             )

@@ -1,0 +1,198 @@
+"""Uneven dims from the user's side: what is planned, what is reported, and that the step stays exact."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import alpa_lite as al
+from alpa_lite.errors import AlpaLiteError, MemoryBudgetError, UnevenPinError
+from alpa_lite.plan.check import check_plan
+from alpa_lite.planner.padded import padded_like
+from alpa_lite.trace.program import trace
+from tests.harness import difference
+from tests.padding_steps import language_model
+
+
+def planned(vocabulary, shape, *, width=8, pins=None, **options):
+    """A small language model on a mesh, its loss over the vocabulary priced high enough for padding to win."""
+    step, args = language_model(vocabulary, width, batch=2, length=3)
+    cluster = al.Cluster.parse(f"1x{math.prod(shape)}:cpu")
+    axes = ("x", "y")[: len(shape)]
+    made = al.plan(
+        step,
+        *args,
+        cluster=cluster,
+        pins=pins,
+        options=al.PlanOptions(mesh_shape=shape, axis_names=axes, **options),
+        donate_argnums=0,
+    )
+    return step, args, made
+
+
+def exact(step, args, plan, donate=0):
+    """Values, gradients and the next state agree with the unsharded step; the compiled step is the planned one."""
+    want = jax.jit(step)(*args)
+    ran = al.parallelize(step, plan=plan, donate_argnums=donate)
+    compiled = ran.compile(*args)
+    report = compiled.audit()
+    assert report.ok, str(report)
+    placed = jax.tree.map(jnp.array, args)
+    got = ran(*placed)
+    jax.tree.map(lambda g, w: np.testing.assert_(difference(g, w) <= 2e-5), got, want)
+    return compiled
+
+
+PINNED = {"0/0/wte": P("x", None)}
+
+
+@pytest.mark.parametrize("shape", [(2,), (4,), (8,), (2, 4)], ids=str)
+def test_vocabulary_of_gpt2(shape):
+    """50257 rows over 2, 4 and 8 devices: pinned to be split, so padded."""
+    step, args, plan = planned(50257, shape, pins=PINNED)
+    [padding] = plan.paddings
+    devices = math.prod(shape)
+    assert (padding.dim, padding.size, padding.padded) == ("0/0/bias dim 0", 50257, -(-50257 // devices) * devices)
+    assert padding.shards >= shape[0]
+    exact(step, args, plan)
+    check_plan(plan)
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 4)], ids=str)
+def test_size_10_over_4(shape):
+    step, args, plan = planned(10, shape, pins={"0/0/wte": P(("x", "y")[len(shape) - 1], None)})
+    [padding] = plan.paddings
+    assert (padding.size, padding.padded) == (10, 12 if shape == (4,) else 16)
+    exact(step, args, plan)
+
+
+def test_padding_is_taken_where_it_wins_and_said_so():
+    """GPT-2's vocabulary and width, planned for GPUs: the loss is split over the vocabulary."""
+    cluster = al.Cluster.parse("1x8:h100-sxm")
+    step, args = language_model(50257, 768, batch=8, length=512)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
+    plans = {
+        padding: al.plan(step, *shapes, cluster=cluster, options=al.PlanOptions(mesh_shape=(8,), padding=padding))
+        for padding in ("auto", "off")
+    }
+    [padding] = plans["auto"].paddings
+    assert (padding.size, padding.padded, padding.shards) == (50257, 50264, 8)
+    assert plans["auto"].objective < plans["off"].objective == padding.without
+    assert plans["off"].paddings == () and "Padding" not in str(plans["off"])
+    text = str(plans["auto"])
+    assert "50257 -> 50264" in text and "without it" in text
+    assert all(leaf.spec.divides(leaf.value.shape, plans["auto"].mesh) for leaf in plans["auto"].inputs)
+    assert {leaf.value.shape for leaf in plans["auto"].inputs if leaf.path.endswith("wte")} == {(50257, 768)}
+
+
+def test_waste_is_what_the_tensors_of_the_plan_hold():
+    """Counted anew from the decisions, tensor by tensor, on the plan's own program."""
+    step, args, plan = planned(10, (4,), pins=PINNED)
+    [padding] = plan.paddings
+    program = padded_like(trace(step, args, {}, donate_argnums=(0,)), plan.paddings).program
+    check_plan(plan, program)
+    size_bytes, seconds = 0, 0.0
+    for decision, op in zip(plan.stages[0].decisions, program.ops, strict=True):
+        made = [(program.values[v], spec) for v, spec in zip(op.outputs, decision.results, strict=True) if v >= 0]
+        for value, spec in made:
+            if 12 in value.shape:
+                size_bytes += round(math.prod(spec.local_shape(value.shape, plan.mesh)) * value.itemsize * 2 / 12)
+        if any(12 in program.values[v].shape for v in (*op.inputs, *op.outputs) if v >= 0):
+            seconds += decision.time_s * (1.0 if op.primitive in ("pad", "slice", "pad_mask") else 2 / 12)
+    assert padding.waste_bytes == size_bytes > 0
+    assert padding.waste_s == pytest.approx(seconds) and 0 < seconds < plan.objective
+
+
+def test_state_is_donated_and_keeps_its_size():
+    step, args, plan = planned(10, (4,), pins=PINNED)
+    compiled = exact(step, args, plan)
+    state = sum(
+        leaf.spec.local_size_bytes(leaf.value.shape, leaf.value.itemsize, plan.mesh) for leaf in plan.inputs[:6]
+    )
+    assert compiled.compiled.memory_analysis().alias_size_in_bytes >= state
+
+
+def test_a_plan_with_padding_is_saved_and_bound(tmp_path):
+    step, args, plan = planned(10, (4,), pins=PINNED)
+    plan.save(tmp_path / "plan.json")
+    loaded = al.load_plan(tmp_path / "plan.json")
+    assert loaded == plan and loaded.paddings
+    bound = loaded.bind(step, *args)
+    exact(step, args, bound)
+    assert "pad_mask" in str(al.graph(step, *args, plan=bound))
+    with pytest.raises(AlpaLiteError):
+        loaded.bind(step, *language_model(11, 8, batch=2, length=3)[1])
+
+
+def test_pin_moves_inside():
+    _, _, plan = planned(10, (4,), pins=PINNED)
+    assert plan.paddings[0].pins[0][1] == "[x,_]"
+    assert any("holds as [x,_] for the padded form of 0/0/wte" in note for note in plan.notes)
+
+
+def test_pin_of_a_tensor_inside():
+    def step(w, x):
+        return jnp.sum(al.pin(x @ w, P(None, "x")) ** 2)
+
+    args = (np.ones((6, 10), np.float32), np.ones((4, 6), np.float32))
+    plan = al.plan(step, *args, cluster=al.Cluster.parse("1x4:cpu"), options=al.PlanOptions(mesh_shape=(4,)))
+    [padding] = plan.paddings
+    assert (padding.dim, padding.padded, padding.shards, padding.without) == ("0 dim 1", 12, 4, None)
+    assert float(al.parallelize(step, plan=plan)(*args)) == pytest.approx(float(step(*args)))
+
+
+def test_uneven_pin_without_padding_is_refused():
+    with pytest.raises(
+        UnevenPinError, match=r"dim 0 of size 10 does not divide over axis 'x' of 4 devices.*without padding.*12"
+    ):
+        planned(10, (4,), pins=PINNED, padding="off")
+
+
+def test_uneven_pin_where_nothing_can_be_padded():
+    """A sort does not tie its dim to anything, so there is nothing to pad."""
+    with pytest.raises(UnevenPinError, match=r"does not divide.*'auto', and there is no way to"):
+        al.plan(jnp.sort, np.ones(10, np.float32), cluster=al.Cluster.parse("1x4:cpu"), pins={"0": P("x")})
+
+
+def test_padding_must_be_auto_or_off():
+    with pytest.raises(AlpaLiteError, match="padding='on' was given; allowed are 'auto' and 'off'"):
+        al.PlanOptions(padding="on")
+
+
+def test_a_plan_without_uneven_dims_says_nothing_of_padding():
+    _, _, plan = planned(16, (4,))
+    assert plan.paddings == () and not any("padding" in note for note in plan.notes)
+
+
+def test_padding_that_loses_is_reported():
+    _, _, plan = planned(10, (4,))
+    tried = [note for note in plan.notes if note.startswith("padding ")]
+    assert plan.paddings or all("so it is not used" in note for note in tried)
+    free = replace(plan, notes=(), paddings=())
+    off = planned(10, (4,), padding="off")[2]
+    assert plan.objective <= off.objective
+    if not plan.paddings:
+        assert free.stages == off.stages
+
+
+def test_a_budget_that_only_padding_keeps():
+    """Every dim is uneven, so without padding each device computes everything."""
+
+    def step(a, b):
+        return jax.value_and_grad(lambda a: jnp.log(jnp.exp(jnp.outer(a, b)).sum(0)).mean())(a)
+
+    args = (np.linspace(0, 1, 5, dtype=np.float32), np.linspace(0, 1, 100_001, dtype=np.float32))
+    settings = {"mesh_shape": (4,), "memory_budget_bytes": 2.5e6}
+    cluster = al.Cluster.parse("1x4:cpu")
+    with pytest.raises(MemoryBudgetError):
+        al.plan(step, *args, cluster=cluster, options=al.PlanOptions(**settings, padding="off"))
+    plan = al.plan(step, *args, cluster=cluster, options=al.PlanOptions(**settings))
+    assert plan.paddings and all(p.without is None for p in plan.paddings)
+    assert "there is no plan without it" in str(plan)
+    exact(step, args, plan, donate=())

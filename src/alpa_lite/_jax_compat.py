@@ -23,7 +23,11 @@ from jaxlib.mlir.dialects import sdy
 
 _PACKAGE = str(Path(__file__).parent) + "/"
 
+# XLA:CPU dropped optimization barriers before it scheduled, up to jaxlib 0.10; from 0.11 on they hold.
+CPU_KEEPS_BARRIERS = jax.__version_info__ >= (0, 11)
+
 __all__ = [
+    "CPU_KEEPS_BARRIERS",
     "ClosedJaxpr",
     "Jaxpr",
     "JaxprEqn",

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
+from alpa_lite._jax_compat import CPU_KEEPS_BARRIERS
 from alpa_lite.core.collective import CollectiveKind
 from alpa_lite.core.conversion import Conversion, Step
 from alpa_lite.core.mesh import DeviceMesh
@@ -191,6 +192,7 @@ def unsplit(fn: Callable[..., Any], *args: Any, conversions: tuple[Conversion, .
         out_specs=[conversions[-1].target] if conversions else [whole(program, o) for o in program.outputs],
         decisions=[decision(path, owner, op) for path, owner, op in program.walk()],
         conversions=conversions,
+        barriers_hold=CPU_KEEPS_BARRIERS,
     )
 
 

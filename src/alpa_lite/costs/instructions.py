@@ -23,7 +23,8 @@ from alpa_lite.core.spec import ShardingSpec
 from alpa_lite.costs.dim_orders import conv_orders, dot_orders
 from alpa_lite.plan.records import OpDecision
 
-_VIEWS = frozenset(["reshape", "squeeze", "expand_dims", "stop_gradient", "pin", "copy", "optimization_barrier"])
+_BARRIER = "optimization_barrier"
+_VIEWS = frozenset(["reshape", "squeeze", "expand_dims", "stop_gradient", "pin", "copy", _BARRIER])
 _SOURCES = frozenset(["iota", "broadcast_in_dim"])
 _INDEXING = frozenset(
     ["transpose", "slice", "pad", "rev", "dynamic_slice", "gather", "concatenate", "dynamic_update_slice"]
@@ -120,12 +121,17 @@ def instruction_graph(
     out_specs: Sequence[ShardingSpec],
     decisions: Sequence[OpDecision],
     conversions: Sequence[Conversion],
+    barriers_hold: bool = False,
 ) -> InstructionGraph:
-    """The whole step, loops and branches as instructions with bodies."""
+    """The whole step, loops and branches as instructions with bodies.
+
+    ``barriers_hold``: whether what passes a joint barrier waits for all of it (else the compiler drops barriers first).
+    """
     by_op: dict[str, list[Conversion]] = defaultdict(list)
     for conversion in conversions:
         by_op[conversion.op].append(conversion)
-    return _Region(program, "", mesh, {d.path: d for d in decisions}, by_op).graph(in_specs, out_specs)
+    region = _Region(program, "", mesh, {d.path: d for d in decisions}, by_op, barriers_hold)
+    return region.graph(in_specs, out_specs)
 
 
 def _traits(op: Op) -> Traits:
@@ -150,8 +156,10 @@ class _Region:
         mesh: DeviceMesh,
         decisions: dict[str, OpDecision],
         conversions: dict[str, list[Conversion]],
+        barriers_hold: bool,
     ) -> None:
         self.program, self.prefix, self.mesh = program, prefix, mesh
+        self.barriers_hold = barriers_hold
         self.decisions, self.conversions = decisions, conversions
         self.instructions: list[Instruction] = []
         self.tiles: dict[tuple[int, ShardingSpec], int] = {}
@@ -181,10 +189,16 @@ class _Region:
             self.tiles[value, spec] = inputs[-1]
             if position >= len(in_specs) - num_sliced:
                 self.tiles[value, spec] = self.add(value, spec, [inputs[-1]], LOOP)
+        group: list[tuple[int, ShardingSpec]] = []
         for index, op in enumerate(self.program.ops):
             path = f"{self.prefix}{index}"
             self.convert(path)
             self.op(op, self.decisions[path])
+            if self.barriers_hold and op.primitive == _BARRIER:
+                group.append((op.outputs[0], self.decisions[path].results[0]))
+                if [o.primitive for o in self.program.ops[index + 1 : index + 2]] != [_BARRIER]:
+                    self.hold(group)
+                    group = []
         self.convert(f"{self.prefix}out")
         outputs = []
         for position, (value, spec) in enumerate(zip(self.program.outputs, out_specs, strict=True)):
@@ -247,6 +261,14 @@ class _Region:
                         reads[0],
                         tuple(dims.index(dim) if dim else -1 for dim in op.rule.results[0]),
                     )
+
+    def hold(self, group: list[tuple[int, ShardingSpec]]) -> None:
+        """Results of one joint barrier: their operands' buffers, to be read only once all of them are there."""
+        through = [self.tiles[key] for key in group]
+        for (value, spec), tile in zip(group, through, strict=True):
+            held = self.add(value, spec, [tile, *(t for t in dict.fromkeys(through) if t != tile)])
+            self.instructions[held].size_bytes, self.instructions[held].buffer = 0, tile
+            self.tiles[value, spec] = held
 
     def is_view(self, op: Op, decision: OpDecision, reads: list[int]) -> bool:
         """Whether the result is the operand's buffer under another shape."""
@@ -361,7 +383,14 @@ class _Region:
         return self.add(value, spec, [], scope=op.scope) if value >= 0 else -1
 
     def body(self, op: Op, decision: OpDecision, number: int) -> InstructionGraph:
-        region = _Region(op.bodies[number], f"{decision.path}.{number}.", self.mesh, self.decisions, self.conversions)
+        region = _Region(
+            op.bodies[number],
+            f"{decision.path}.{number}.",
+            self.mesh,
+            self.decisions,
+            self.conversions,
+            self.barriers_hold,
+        )
         operands, results = list(decision.operands), list(decision.results)
         first = _first_carry(op)
         if op.primitive == "scan":

@@ -62,15 +62,25 @@ def memory_profile(
     decisions: Sequence[OpDecision],
     conversions: Sequence[Conversion],
     roles: Sequence[LeafRole],
+    barriers_hold: bool = False,
 ) -> PeakReport:
-    """Walk the plan's tensors through time: for CPU as ``costs/buffers.py`` says, else as ``costs/memory.py`` does."""
+    """Walk the plan's tensors through time: for CPU as ``costs/buffers.py`` says, else as ``costs/memory.py`` does.
+
+    ``barriers_hold``: on CPU, see ``instruction_graph``; on GPU they always do.
+    """
     totals = step_totals(program, mesh, in_specs=in_specs, out_specs=out_specs, roles=roles)
     stored: list[Stored] = []
     shapes = {program.values[v].shape for v, r in zip(program.inputs, roles, strict=True) if r is LeafRole.PARAMETER}
     base = sum(totals.values())
     if line.order.on_cpu:
         graph = instruction_graph(
-            program, mesh, in_specs=in_specs, out_specs=out_specs, decisions=decisions, conversions=conversions
+            program,
+            mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            decisions=decisions,
+            conversions=conversions,
+            barriers_hold=barriers_hold,
         )
         block = temporaries(graph, donated_results(program))
         peak, time, alive = base + block.size_bytes, block.time, _block_tensors(block, shapes)

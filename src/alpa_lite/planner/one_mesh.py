@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from alpa_lite._jax_compat import CPU_KEEPS_BARRIERS
 from alpa_lite.cluster.cluster import Cluster
 from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.core.program import Program
@@ -263,6 +264,7 @@ def _write_out(
         decisions=written.decisions,
         conversions=written.conversions,
         roles=task.roles,
+        barriers_hold=CPU_KEEPS_BARRIERS,
     )
     node_prices = _node_prices(graph, problem, solution.choice)
     compute = math.fsum(node_prices.values())

@@ -417,9 +417,7 @@ class _Decoder:
                 )
                 for row in d.search
             ),
-            "paddings": tuple(
-                Padding(**{**msgspec.structs.asdict(row), "pins": tuple(row.pins)}) for row in d.paddings
-            ),
+            "paddings": tuple(map(_padding, d.paddings)),
             "notes": tuple(d.notes),
             "mesh_table": tuple(self._candidate(candidate) for candidate in d.mesh_table),
             "inputs": tuple(map(self._leaf, d.inputs)),
@@ -493,6 +491,19 @@ class _Decoder:
             source=self.string(row.source),
             tensor=row.tensor,
         )
+
+
+def _padding(row: _PaddingRow) -> Padding:
+    return Padding(
+        dim=row.dim,
+        size=row.size,
+        padded=row.padded,
+        shards=row.shards,
+        waste_bytes=row.waste_bytes,
+        waste_s=row.waste_s,
+        pins=tuple(row.pins),
+        without=row.without,
+    )
 
 
 def _decode_mesh(mesh: _Mesh) -> DeviceMesh:

@@ -221,7 +221,9 @@ def _alive(
     stored: tuple[Stored, ...], one: DeviceMesh, axis: str, row: Mapping[str, int], num_times: int
 ) -> np.ndarray:
     """[kind, category, time] bytes of what lives at a time, ``axis`` taken as 1: kind 0 it leaves whole, 1 it splits."""
-    shares = {spec: (one.axes_size(spec.sharded_axes), int(axis in spec.sharded_axes)) for spec in {t.spec for t in stored}}
+    shares = {
+        spec: (one.axes_size(spec.sharded_axes), int(axis in spec.sharded_axes)) for spec in {t.spec for t in stored}
+    }
     steps = np.zeros((2, len(row), num_times + 1), dtype=np.int64)
     for t in stored:
         shards, kind = shares[t.spec]

@@ -81,6 +81,7 @@ class SymbolicPlan:
         self._results: dict[int, MeshResult | AlpaLiteError] = {}
         self._regimes: tuple[Regime, ...] | None = None
         self._sizes = _sizes(task.task.program)
+        self._free = len(task.task.options.mesh_shape or ()) == 1 and _is_free(task.task)
 
     @property
     def name(self) -> str:
@@ -92,7 +93,7 @@ class SymbolicPlan:
         """The numbers that are considered, rising."""
         return self._task.cluster.values
 
-    def specialize(self, n: int | None = None, **named: int) -> Plan:
+    def specialize(self, number: int | None = None, /, **named: int) -> Plan:
         """The plan for one number of workers: ``plan.specialize(8)`` or, by the number's name, ``plan.specialize(n=8)``.
 
         It is the plan that ``al.plan`` makes for that mesh on ``cluster.specialize(8)``, byte for byte.
@@ -100,7 +101,7 @@ class SymbolicPlan:
         Raises:
             AlpaLiteError: the number is not among the values, or there is no plan for it (as ``al.plan`` says it).
         """
-        chosen = self._number(n, named)
+        chosen = self._number(number, named)
         task, mesh = self._task.at(chosen)
         result = self._result(chosen)
         cluster = self._task.cluster.specialize(chosen, others=mesh.num_devices // chosen)
@@ -183,18 +184,18 @@ class SymbolicPlan:
         options = replace(task.options, memory_budget_bytes=memory_budget_bytes)
         return type(self)(replace(self._task, task=replace(task, options=options, budget=memory_budget_bytes)))
 
-    def _number(self, n: int | None, named: Mapping[str, int]) -> int:
+    def _number(self, number: int | None, named: Mapping[str, int]) -> int:
         """The number that was asked for, checked."""
-        known = [self.name] if n is None else []
-        chosen = named.get(self.name) if n is None else n
-        given = ", ".join([*([repr(n)] if n is not None else []), *(f"{k}={v!r}" for k, v in named.items())])
-        if sorted(named) != known or chosen not in self.values or isinstance(chosen, bool):
+        known = [self.name] if number is None else []
+        chosen = named.get(self.name) if number is None else number
+        given = ", ".join([*([repr(number)] if number is not None else []), *(f"{k}={v!r}" for k, v in named.items())])
+        if sorted(named) != known or not isinstance(chosen, int) or chosen is True or chosen not in self.values:
             raise AlpaLiteError(
                 f"plan.specialize({given}) names no number of workers of this plan. Allowed is one {self.name} of "
                 f"{ranges(self.values)}, as in plan.specialize({self.name}={self.values[-1]}). The values were given to "
                 f"Cluster.symbolic, the plan was made at {self._task.source}. Choose one of them, or plan with more values."
             )
-        return int(chosen)
+        return chosen
 
     def _written(self, n: int) -> Realised | None:
         try:
@@ -218,17 +219,19 @@ class SymbolicPlan:
             return replace(forced, mesh=mesh)
         cluster = self._task.cluster.specialize(n, others=mesh.num_devices // n)
         try:
-            # The problem is of no use later on, and there are many.
-            return replace(plan_on_mesh(task, cluster, mesh), problem=None)
+            result = plan_on_mesh(task, cluster, mesh)
         except AlpaLiteError as error:
             return error
+        # Only the reason why there is no plan is sought in the problem later on, and problems are large.
+        return result if result.realised is None else replace(result, problem=None)
 
     def _forced(self, n: int) -> MeshResult | None:
         """The plan of another number if under both nothing can be split at all, so that there is only one choice.
 
-        Partial sums arise only where a size is split, so with no such size every op and every tensor stays whole.
+        Partial sums arise only where a size is split, so with no such size every op and every tensor stays whole. Pins and
+        the user's own shard_maps name axes and are checked for each number.
         """
-        if len(self._task.task.options.mesh_shape or ()) > 1 or not self._indivisible(n):
+        if not self._free or not self._indivisible(n):
             return None
         known = (self._results[m] for m in self._results if self._indivisible(m))
         return next((r for r in known if isinstance(r, MeshResult) and r.realised is not None), None)
@@ -253,6 +256,12 @@ def _decided(written: Realised) -> object:
     steps = tuple((c.op, c.value, c.steps, c.made_by, c.readers) for c in written.conversions)
     choices = tuple((d.path, d.operands, d.results) for d in written.decisions)
     return written.in_specs, written.out_specs, choices, steps
+
+
+def _is_free(task: MeshTask) -> bool:
+    """Whether nothing in pins or program names a mesh axis."""
+    named = (op.primitive == "pin" or op.layout is not None for _, _, op in task.program.walk())
+    return not task.pins.axis_names and not any(named)
 
 
 def _sizes(program: Program) -> frozenset[int]:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+import alpa_lite as al
 from alpa_lite.cli import main
 from alpa_lite.errors import ExportError, LaunchError
 from alpa_lite.executor.global_arguments import given_values
@@ -83,6 +84,13 @@ def test_two_steps_on_two_ranks_and_in_one_process(exported, tmp_path, single):
     assert none_left(exported)
 
 
+def test_the_launching_process_needs_no_jax():
+    code = (
+        "import sys, alpa_lite.executor.launch; assert not {'jax', 'ortools'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
 @pytest.mark.medium
 def test_the_command_line_runs_seeded_values(exported):
     result = CliRunner().invoke(main, ["launch", str(exported), "--seed", "3", "--single-process"])
@@ -90,6 +98,20 @@ def test_the_command_line_runs_seeded_values(exported):
     assert result.stdout.startswith("step 1: out/1 = ")
     other = CliRunner().invoke(main, ["launch", str(exported), "--seed", "4", "--single-process"])
     assert other.stdout != result.stdout
+
+
+@pytest.mark.medium
+def test_a_step_of_64_bits(tmp_path):
+    with jax.enable_x64(True):
+        x = jax.ShapeDtypeStruct((4, 4), "float64")
+        made = al.plan(lambda x: x / 3, x, cluster=al.Cluster.parse("1x2:cpu"))
+        made.export(lambda x: x / 3, tmp_path / "out", x)
+    value = np.arange(16.0).reshape(4, 4)
+    np.savez(tmp_path / "inputs.npz", **{"0": value})
+    files = {"inputs": str(tmp_path / "inputs.npz"), "out": str(tmp_path / "results")}
+    text = launch(LaunchRequest(folder=str(tmp_path / "out"), single_process=True, **files))
+    assert text == f"step 1: no scalar results\nout: float64[4,4], norm {np.linalg.norm(value / 3):.6g}\n"
+    np.testing.assert_allclose(np.load(tmp_path / "results")["out"], value / 3, rtol=1e-15)
 
 
 @pytest.mark.medium
@@ -112,6 +134,7 @@ def test_ranks_that_take_too_long_are_stopped(exported):
     assert none_left(exported)
 
 
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="processes are looked up in /proc")
 @pytest.mark.medium
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_ranks_end_with_their_launcher(exported, kind):

@@ -20,6 +20,8 @@ import numpy as np
 from alpa_lite.errors import AlpaLiteError
 from alpa_lite.plan.records import Leaf
 
+_WIDE = ("float64", "int64", "uint64", "complex128")
+
 
 def main(text: str) -> None:
     request = json.loads(text)
@@ -71,6 +73,8 @@ def _run(request: dict[str, Any]) -> None:
     own = {d.id: rank for rank, d in enumerate(jax.devices()) if d.process_index == jax.process_index()}
     parts = {rank: load_part(folder, rank) for rank in own.values()}
     part = next(iter(parts.values()))
+    if any(leaf.value.dtype in _WIDE for leaf in (*part.plan.inputs, *part.plan.outputs)):
+        jax.config.update("jax_enable_x64", True)
     mesh = part.mesh()
     values = given_values(part, request["inputs"], request["seed"])
     step, leaves = part.step(mesh), global_arguments(parts, mesh, values)
@@ -81,7 +85,7 @@ def _run(request: dict[str, Any]) -> None:
         for argument, result in part.manifest.state:
             leaves[argument] = results[result]
         lines.append(f"step {number + 1}: {_scalars(part.plan.output_paths, results)}")
-    gathered = {p: _gathered(r) for p, r in zip(part.plan.output_paths, results, strict=True)}
+    gathered: dict[str, Any] = {p: _gathered(r) for p, r in zip(part.plan.output_paths, results, strict=True)}
     if jax.process_index() == 0:
         lines += _norms(part.plan.outputs, gathered)
         Path(request["report"]).write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -118,7 +122,7 @@ def _scalars(paths: tuple[str, ...], results: tuple[Any, ...]) -> str:
 def _norms(leaves: tuple[Leaf, ...], values: dict[str, np.ndarray]) -> Iterator[str]:
     for leaf in leaves:
         if leaf.value.shape:
-            norm = float(np.linalg.norm(values[leaf.path].astype(np.float64).ravel()))
+            norm = float(np.linalg.norm(np.abs(values[leaf.path]).astype(np.float64).ravel()))
             yield f"{leaf.path}: {leaf.value}, norm {norm:.6g}"
 
 

@@ -7,7 +7,6 @@ next one removes it) or, between two renames, ``.NAME.*.replaced`` (what stood t
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import glob
 import os
 import shutil
@@ -88,6 +87,8 @@ def _clear_leftovers(target: Path) -> None:
 @contextlib.contextmanager
 def _lock(folder: Path) -> Iterator[bool]:
     """Whether this process now holds the folder; the lock ends with the block, or with the process."""
+    import fcntl  # not on Windows, where everything else can be imported
+
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -183,6 +183,7 @@ def test_tvm_split_to_replicated_is_an_all_gather():
         assert (names(c), c.sent_bytes) == (["all-gather"], volume * (n - 1) // n)
 
 
+@pytest.mark.medium
 def test_tvm_split_to_another_dim_is_an_all_to_all():
     shape, n, volume = (8, 4, 4, 8), 4, 8 * 4 * 4 * 8 * 4
     splits = [ShardingSpec.parse(on_dim(4, dim)) for dim in range(4)]

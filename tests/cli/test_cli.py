@@ -133,6 +133,7 @@ def test_errors_inside_the_users_own_callable_keep_their_traceback(targets):
     assert isinstance(result.exception, RuntimeError)
 
 
+@pytest.mark.medium
 def test_it_runs_as_a_module_and_lists_its_verbs():
     result = subprocess.run([sys.executable, "-m", "alpa_lite", "--help"], capture_output=True, text=True, timeout=60)
     assert result.returncode == 0

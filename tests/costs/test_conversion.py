@@ -118,6 +118,7 @@ def test_many_samples_on_larger_meshes(mesh, shape):
     check_conversions(made, [pairs[i] for i in rng.choice(len(pairs), min(600, len(pairs)), replace=False)], shape)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("mesh", [(4,), (2, 4), (2, 2, 2)])
 def test_every_single_step_does_what_it_says(mesh):
     made, shape = conversions(mesh), (8, 16)

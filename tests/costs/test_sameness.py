@@ -78,6 +78,7 @@ def test_patterns_prints_each_once_and_every_change_is_of_one():
             assert sum(p.applies(change) for p in SUPPORTED) <= 1, change
 
 
+@pytest.mark.medium
 def test_the_work_is_counted_once_per_pair(monkeypatch):
     """Linear by construction: the number of places looked at grows as the number of pairs."""
     from alpa_lite.costs.factor_map import FactorMap

@@ -28,6 +28,7 @@ def test_the_page_is_up_to_date(page):
     assert page.filled(text.replace("total", "sum")) == text
 
 
+@pytest.mark.medium
 def test_the_picture_shows_every_step(page, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     space = SpecSpace(mesh=page.MESH, rank=2)

@@ -39,6 +39,7 @@ def record() -> Calibration:
     return measure(TINY)
 
 
+@pytest.mark.medium
 def test_record_covers_every_kind_and_group_size(record):
     assert record.num_devices == 8
     assert {(entry.kind, entry.num_devices) for entry in record.collectives} == {
@@ -51,6 +52,7 @@ def test_record_covers_every_kind_and_group_size(record):
     assert Calibration.from_text(record.to_text()) == record
 
 
+@pytest.mark.medium
 def test_record_prices_collectives_of_the_local_cluster(record):
     cluster = Cluster.of("cpu", devices_per_host=8, calibration=record)
     costs = MeshCosts(cluster=cluster, mesh=DeviceMesh(shape=(2, 4), axis_names=("x", "y")))
@@ -65,6 +67,7 @@ def test_local_cluster_is_this_process():
     assert local_cluster() == Cluster.parse("1x8:cpu")
 
 
+@pytest.mark.medium
 def test_calibrated_local_cluster_carries_the_record(record, monkeypatch):
     monkeypatch.setattr(calibrate, "measure", lambda: record)
     assert local_cluster(calibrate=True).calibration == record
@@ -77,6 +80,7 @@ def test_hosts_of_different_size_are_refused(monkeypatch):
         local_cluster()
 
 
+@pytest.mark.medium
 def test_a_group_size_that_does_not_halve_ends_the_series():
     three = calibrate._collectives(jax.devices()[:3], dataclasses.replace(TINY, run_s=1e-4, repeats=1))
     assert {entry.num_devices for entry in three} == {3}

@@ -221,6 +221,7 @@ def test_minimum_peak_on_a_chain() -> None:
     assert minimum_peak(replace(problem, base_usage=None)) == 5 + 8  # node 2 must take its first strategy
 
 
+@pytest.mark.medium
 def test_memory_prices_come_near_the_exact_optimum(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = layered(2, limit_fraction=0.95)
     exact = solve(problem)

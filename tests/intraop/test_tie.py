@@ -89,6 +89,7 @@ def test_parallel_edges_between_groups_stay_apart() -> None:
         assert small.cost(picks) == core.cost([picks[g] for g in tied.group])
 
 
+@pytest.mark.medium
 def test_a_tied_answer_is_an_answer_and_its_bound_is_of_the_untied_problem() -> None:
     problem = layered(6)
     optimum = solve(problem)

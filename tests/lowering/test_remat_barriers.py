@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 from alpa_lite.trace.program import trace
 from tests.harness import check, draw, jax_mesh
@@ -50,6 +51,7 @@ def test_each_layers_gradient_passes_the_next_barrier_before_it_is_widened() -> 
     assert ("float32", 0) in joint[0]
 
 
+@pytest.mark.medium
 def test_results_are_unchanged() -> None:
     keys = jax.random.split(jax.random.key(0), LAYERS + 1)
     weights = [jax.random.normal(k, (16, 16)) / 4 for k in keys[1:]]

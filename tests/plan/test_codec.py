@@ -109,6 +109,7 @@ def test_not_a_plan(tmp_path):
         load_plan(path)
 
 
+@pytest.mark.medium
 def test_a_large_plan_is_small_and_quick(plan, tmp_path):
     layouts = [ShardingSpec.parse(text) for text in ("[_,_]", "[data,_]", "[_,model]", "[data,_]+{model}")]
     choose = random.Random(0).choice

@@ -71,6 +71,7 @@ def test_a_loop_counts_every_iteration(costs):
         assert plan.objective == 6 * (4 * 8 * 16 + 1)
 
 
+@pytest.mark.medium
 def test_ends_are_whole_unless_pinned():
     args = train_args()
     options = al.PlanOptions(costs="slapo-head", mesh_shape=(4,), axis_names=("x",))

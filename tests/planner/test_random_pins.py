@@ -218,6 +218,7 @@ def test_pinning_the_free_optimum_changes_nothing(forbid):
     assert again.output_specs == free.output_specs
 
 
+@pytest.mark.medium
 def test_dropping_a_pin_never_raises_the_objective():
     rng = np.random.default_rng(7)
     shapes = leaves()

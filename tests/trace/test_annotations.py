@@ -89,6 +89,7 @@ def test_note():
     assert annotation_note((), binding=True) == ()
 
 
+@pytest.mark.medium
 def test_flax_is_not_imported():
     code = (
         "import sys, jax.numpy as jnp\n"

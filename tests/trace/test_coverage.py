@@ -48,6 +48,7 @@ def test_the_table_is_text():
     assert [line.index("shardy") for line in lines] == [head.index("rule from")] * 2
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", sorted(EXAMPLES))
 def test_every_primitive_of_the_examples_has_a_rule(name):
     example = EXAMPLES[name]("small")

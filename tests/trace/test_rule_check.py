@@ -141,6 +141,7 @@ def test_integers_are_drawn_from_the_arguments_own_values():
         al.rules.check(lambda t, i: t[i], "v d, n -> n d", table, jnp.array([0, 3, 7, 2]), reduction="v")
 
 
+@pytest.mark.medium
 def test_every_pairing_of_dims_of_a_matmul_but_the_right_one_is_refused():
     right = "a b, b c -> a c"
     args = structs((2, 2))

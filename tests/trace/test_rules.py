@@ -564,6 +564,7 @@ def test_a_wrong_rule_is_noticed(monkeypatch):
         check(fn, (a, b), (2, 4), seeds=[seed])
 
 
+@pytest.mark.medium
 def test_a_blocked_dim_is_noticed(monkeypatch):
     import alpa_lite.trace.rules as rules
 

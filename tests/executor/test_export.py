@@ -132,6 +132,23 @@ def test_weak_types_and_static_arguments(tmp_path):
     assert al.load_export(tmp_path / "b", 0).parameters == {}
 
 
+@pytest.mark.medium
+def test_dims_that_are_padded_inside_keep_their_size_outside(tmp_path):
+    def function(w, x):
+        return jnp.tanh(x @ w)
+
+    rng = np.random.default_rng(0)
+    w, x = (rng.standard_normal(shape, dtype="float32") for shape in ((8, 101), (16, 8)))
+    pins = {"0": P(None, "x"), "1": P()}
+    made = al.plan(function, w, x, cluster=al.Cluster.parse("1x4:cpu"), pins=pins)
+    assert made.paddings
+    made.export(function, tmp_path / "out", w, x)
+    part = al.load_export(tmp_path / "out", 2)
+    result = part.step(part.mesh())(w, x)[0]
+    assert result.shape == (16, 101)
+    np.testing.assert_allclose(result, np.tanh(x @ w), rtol=1e-5, atol=1e-5)
+
+
 def test_a_gpu_plan_is_lowered_for_its_own_platform_and_for_cpu(tmp_path):
     made = al.plan(step, state(), batch(), cluster=al.Cluster.parse("1x2:h100-sxm"))
     made.export(step, tmp_path / "out")

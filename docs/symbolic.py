@@ -10,13 +10,13 @@ import io
 import sys
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-if str(HERE.parent) not in sys.path:  # run as a script: make `examples` importable
-    sys.path.insert(0, str(HERE.parent))
+if __name__ == "__main__":  # make `examples` importable
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import alpa_lite as al
 from examples import seven_b
 
+HERE = Path(__file__).resolve().parent
 PAGE = HERE / "symbolic.md"
 PICTURE = HERE / "images" / "symbolic.png"
 VALUES = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64)

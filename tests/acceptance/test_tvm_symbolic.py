@@ -230,7 +230,8 @@ def test_analysis_as_a_function_of_n_traces_once(monkeypatch):
     """Row: a sweep over 16 values traces and asks for sharding rules once (times: benchmarks/symbolic_sweep.py)."""
     calls = []
     monkeypatch.setattr(api, "trace", lambda *args, **kwargs: calls.append(1) or trace(*args, **kwargs))
-    symbolic.__wrapped__("tvm", tuple(range(1, 17))).regimes
+    plan = symbolic.__wrapped__("tvm", tuple(range(1, 17)))
+    assert len(plan.regimes) > 1
     assert len(calls) == 1
 
 
@@ -242,7 +243,7 @@ def test_analysis_as_a_function_of_n_traces_once(monkeypatch):
 )
 def test_late_specialization_equals_early_specialization(name, rest):
     """Row: specialise(plan(n), k) is plan(k), byte for byte when saved."""
-    plan = symbolic(name, (1, 2, 3, 4, 5, 8, 16) if name != "tvm" else (1, 2, 4, 8), rest)
+    plan = symbolic(name, (1, 2, 3, 4, 5, 7, 8, 11, 16) if name != "tvm" else (1, 2, 4, 8), rest)
     for n in plan.values:
         late = plan.specialize(n=n)
         assert encode_plan(late) == encode_plan(early(name, n, rest))

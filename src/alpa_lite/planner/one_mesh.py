@@ -98,16 +98,7 @@ def plan_on_mesh(task: MeshTask, cluster: Cluster, mesh: DeviceMesh, *, cutoff: 
     """
     begin = time.perf_counter()
     task.pins.check(mesh)
-    options = task.options
-    costs = cost_model(
-        options.costs,
-        cluster,
-        mesh,
-        forbid=options.forbid,
-        replication_penalty=options.replication_penalty,
-        require_sharded_contractions=options.require_sharded_contractions,
-        compute=options.compute,
-    )
+    costs = task_costs(task, cluster, mesh)
     rules = costs.rules
     program = restricted(task.program, rules)
     graph = build_graph(
@@ -145,6 +136,20 @@ def plan_on_mesh(task: MeshTask, cluster: Cluster, mesh: DeviceMesh, *, cutoff: 
             break
     assert best is not None
     return replace(best, status="over budget", realised=None, objective=math.inf, lower_bound=-math.inf)
+
+
+def task_costs(task: MeshTask, cluster: Cluster, mesh: DeviceMesh) -> CostModel:
+    """The prices that the options ask for, on one mesh."""
+    options = task.options
+    return cost_model(
+        options.costs,
+        cluster,
+        mesh,
+        forbid=options.forbid,
+        replication_penalty=options.replication_penalty,
+        require_sharded_contractions=options.require_sharded_contractions,
+        compute=options.compute,
+    )
 
 
 def solve_in_units(problem: IntraOpProblem, costs: CostModel, options: PlanOptions, cutoff: float) -> Solution:

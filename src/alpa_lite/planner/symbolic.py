@@ -12,16 +12,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from itertools import pairwise
+from itertools import combinations, pairwise
 from typing import TYPE_CHECKING
 
 from alpa_lite.cluster.symbolic import SymbolicCluster
+from alpa_lite.core.collective import CollectiveKind
 from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.core.program import Program
 from alpa_lite.errors import AlpaLiteError, MemoryBudgetError
 from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.records import MemoryProfile
-from alpa_lite.planner.one_mesh import MeshResult, MeshTask, plan_on_mesh
+from alpa_lite.planner.one_mesh import MeshResult, MeshTask, plan_on_mesh, task_costs
 from alpa_lite.planner.plan_step import Versions, axis_names_of, plan_of_result
 from alpa_lite.planner.regime import Regime, ranges, regime_of
 
@@ -81,7 +82,7 @@ class SymbolicPlan:
         self._results: dict[int, MeshResult | AlpaLiteError] = {}
         self._regimes: tuple[Regime, ...] | None = None
         self._sizes = _sizes(task.task.program)
-        self._free = len(task.task.options.mesh_shape or ()) == 1 and _is_free(task.task)
+        self._free = _is_free(task.task)
 
     @property
     def name(self) -> str:
@@ -226,15 +227,28 @@ class SymbolicPlan:
         return result if result.realised is None else replace(result, problem=None)
 
     def _forced(self, n: int) -> MeshResult | None:
-        """The plan of another number if under both nothing can be split at all, so that there is only one choice.
+        """The result of another number if under both the axis can split nothing, so that the rest is the same problem.
 
-        Partial sums arise only where a size is split, so with no such size every op and every tensor stays whole. Pins and
-        the user's own shard_maps name axes and are checked for each number.
+        Partial sums arise only where a size is split, so with no such size every op and every tensor stays whole along the
+        axis, and what is left is priced by the other axes alone. Pins and the user's own shard_maps name axes and are checked
+        for each number.
         """
         if not self._free or not self._indivisible(n):
             return None
-        known = (self._results[m] for m in self._results if self._indivisible(m))
-        return next((r for r in known if isinstance(r, MeshResult) and r.realised is not None), None)
+        known = [m for m, r in self._results.items() if isinstance(r, MeshResult) and self._indivisible(m)]
+        if len(self._task.task.options.mesh_shape or ()) > 1:
+            # Beside other axes, an axis of one device is not the same as one that cannot be used: it has fewer layouts.
+            known = [m for m in known if (m > 1) == (n > 1) and self._other_prices(m) == self._other_prices(n)]
+        found = self._results[known[0]] if known else None
+        return found if isinstance(found, MeshResult) else None
+
+    def _other_prices(self, n: int) -> list[tuple[float, float]]:
+        """Prices of all collectives over axes of fixed size, with ``n`` workers."""
+        task, mesh = self._task.at(n)
+        costs = task_costs(task, self._task.cluster.specialize(n, others=mesh.num_devices // n), mesh)
+        others = [a for a in mesh.axis_names if a != self._task.axis]
+        groups = [axes for count in range(1, len(others) + 1) for axes in combinations(others, count)]
+        return [costs.linear(kind, axes) for kind in CollectiveKind for axes in groups]
 
     def _indivisible(self, n: int) -> bool:
         return n == 1 or all(size % n for size in self._sizes)

@@ -85,6 +85,29 @@ def reductions() -> tuple[Any, tuple[Any, ...]]:
     return step, (_normal(10, 6), _rng().integers(-9, 9, (10, 3)).astype(np.int32))
 
 
+def hazards() -> tuple[Any, tuple[Any, ...]]:
+    """Paddings that would be NaN or meet in corners: guarded quotients, reductions over two padded dims, overflow."""
+
+    def step(x: jax.Array, y: jax.Array) -> Any:
+        guarded = jnp.where(x > 5.0, 1.0, x) / jnp.where(y > 5.0, 1.0, y)
+        two = jnp.exp(x[:, :, None] + y[:, None, :])
+        scaled = x * (1e30 * (jnp.arange(10.0) + 1.0)[:, None]) * 1e8
+        return (
+            guarded.sum(),
+            (x / y).sum(0),
+            two.max((1, 2)),
+            jax.nn.logsumexp(-two, axis=(1, 2)),
+            jax.nn.softmax(jnp.log(two), axis=1).sum((0, 2)),
+            (two.max(1) * x).sum(1),
+            jnp.log(x.sum(1, keepdims=True) ** 2 + x * x).sum(),
+            jnp.where(jnp.isfinite(scaled), 0.0, x).sum(),
+            (two.min(0) + two.sum(0)).astype(jnp.int32).sum(),
+            jnp.prod(jnp.stack([x.sum(1), y.sum(1)]), axis=0),
+        )
+
+    return step, (_normal(10, 6) + 3.0, _normal(10, 6)[::-1] + 4.0)
+
+
 def contractions() -> tuple[Any, tuple[Any, ...]]:
     """Products over a padded dim, with neither side zero there, and both dims of a square padded."""
 
@@ -175,6 +198,7 @@ STEPS: dict[str, Callable[[], tuple[Any, tuple[Any, ...]]]] = {
         language_model,
         losses,
         reductions,
+        hazards,
         contractions,
         attention,
         indexing,

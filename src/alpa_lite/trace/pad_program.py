@@ -21,7 +21,7 @@ from alpa_lite._jax_compat import Literal
 from alpa_lite.core.program import Op, Program
 from alpa_lite.core.rule import FactorKind
 from alpa_lite.core.rule_text import NamedRule
-from alpa_lite.trace.fills import Fill, elementwise_fill, joined, literal_fill, product
+from alpa_lite.trace.fills import Fill, beside, elementwise_fill, joined, literal_fill, product
 from alpa_lite.trace.flatten import FlatJaxpr, FlatOp, flatten
 from alpa_lite.trace.pad_groups import Factors, PadGroup, Place, is_anchor, places_of, tied_ops
 from alpa_lite.trace.pad_mask import pad_mask_p
@@ -31,7 +31,8 @@ from alpa_lite.trace.rules import ELEMENTWISE
 
 _NEUTRAL = {"reduce_sum": Fill.ZERO, "reduce_max": Fill.LOWEST, "reduce_min": Fill.HIGHEST, "scatter-add": Fill.ZERO}
 _PRODUCTS = ("dot_general", "conv_general_dilated")
-_KEEP = (Fill.ZERO, Fill.FINITE)
+_FINITE = (Fill.ZERO, Fill.ROW, Fill.FINITE)
+_REPEATABLE = (Fill.ZERO, Fill.ROW)  # sums and picks of such elements are such elements again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,7 +198,8 @@ class _Rewriter:
         zero = np.zeros((), self.avals[version.id].dtype)
         config = [(0, new - old, 0) for new, old in zip(target, shape, strict=True)]
         made = self._form(value, lambda x: lax.pad(x, zero, config), version, near)
-        return _Version(made, {**version.fills, **dict.fromkeys(sizes, Fill.ZERO)})
+        kept = {d: beside(f, Fill.ZERO) for d, f in version.fills.items()}
+        return _Version(made, {**kept, **dict.fromkeys(sizes, Fill.ZERO)})
 
     def _pin(self, value: int, version: _Version, dims: frozenset[int], text: str) -> _Version:
         made = self._form(value, lambda x: pin_p.bind(x, pinned=text), version, None)
@@ -212,7 +214,8 @@ class _Rewriter:
         version = self.versions[value, dims]
         size = self._true_size(value, dim)
         made = self._form(value, lambda x: pad_mask_p.bind(x, dim=dim, size=size, fill=str(fill))[0], version, near)
-        self.versions[value, dims] = _Version(made, {**version.fills, dim: fill})
+        kept = {d: beside(f, fill) for d, f in version.fills.items()}
+        self.versions[value, dims] = _Version(made, {**kept, dim: fill})
 
     def _form(self, value: int, function: Callable[..., Any], version: _Version, near: FlatOp | None) -> int:
         """Another form of a value, made from one that exists."""
@@ -334,29 +337,34 @@ class _Rewriter:
         places = [(t, d) for t, d in ins if op.name != "scatter-add" or t == 2]
         for t, d in places:
             fill = self.versions[op.inputs[t], wanted[t]].fills[d]
-            if fill not in _KEEP if op.name in _PRODUCTS else fill is not _NEUTRAL[op.name]:
+            if fill not in _FINITE if op.name in _PRODUCTS else fill is not _NEUTRAL[op.name]:
                 self._masked(op.inputs[t], wanted[t], d, Fill.ZERO if op.name in _PRODUCTS else _NEUTRAL[op.name], op)
         if op.name in _PRODUCTS and product(self._fills(op, ins, wanted)) is not Fill.ZERO:
             smallest = min(places, key=lambda p: _elements(self.avals[self.versions[op.inputs[p[0]], wanted[p[0]]].id]))
             self._masked(op.inputs[smallest[0]], wanted[smallest[0]], smallest[1], Fill.ZERO, op)
 
     def _fills(self, op: FlatOp, ins: list[tuple[int, int]], wanted: list[frozenset[int]]) -> list[Fill]:
-        """Of every operand; one without the padded dim is finite, a constant is what it is."""
+        """Of every operand; one without the padded dim is the same all along it, a constant is what it is."""
         dims = dict(ins)
-        return [
-            literal_fill(value.val)
-            if isinstance(value, Literal)
-            else self.versions[value, wanted[t]].fills[dims[t]]
-            if t in dims
-            else Fill.FINITE
-            for t, value in enumerate(op.inputs)
-        ]
+
+        def fill(position: int, value: Any) -> Fill:
+            if isinstance(value, Literal):
+                return literal_fill(value.val)
+            if position not in dims:
+                return Fill.ROW
+            found = self.versions[value, wanted[position]].fills[dims[position]]
+            return found if self._is_inexact(value) or found in _FINITE else Fill.FINITE
+
+        return [fill(t, value) for t, value in enumerate(op.inputs)]
+
+    def _is_inexact(self, value: int) -> bool:
+        return bool(jax.dtypes.issubdtype(self.flat.avals[value].dtype, jnp.inexact))
 
     def _fill(self, op: FlatOp, factor: int, places: tuple[list[Any], list[Any]], wanted: list[frozenset[int]]) -> Fill:
         """Of the result."""
         fill = _result_fill(op, places[0], self._fills(op, places[0], wanted))
-        exact = jax.dtypes.issubdtype(self.flat.avals[op.all_outputs[0]].dtype, jnp.inexact)
-        return fill if exact or fill is Fill.ZERO else Fill.FINITE  # there are no infinite integers
+        # There are no infinite integers.
+        return fill if self._is_inexact(op.all_outputs[0]) or fill in _REPEATABLE else Fill.FINITE
 
 
 def _result_fill(op: FlatOp, ins: list[tuple[int, int]], fills: list[Fill]) -> Fill:
@@ -371,14 +379,14 @@ def _result_fill(op: FlatOp, ins: list[tuple[int, int]], fills: list[Fill]) -> F
         return product(fills)
     if name == "concatenate":
         return joined(fills)
-    if name in ("reduce_max", "reduce_min"):
+    if name in ("reduce_max", "reduce_min", "slice", "dynamic_slice"):
         return carried[0]
-    if name in ("reduce_sum", "cumsum", "slice", "dynamic_slice"):
-        return carried[0] if carried[0] in _KEEP else Fill.ANY
+    if name in ("reduce_sum", "cumsum"):
+        return carried[0] if carried[0] in _REPEATABLE else Fill.ANY
     if name in ("pad", "dynamic_update_slice"):
         return joined(fills[:2])
     if name == "gather":
-        return carried[0] if [t for t, _ in ins] == [0] and carried[0] in _KEEP else Fill.ANY
+        return carried[0] if [t for t, _ in ins] == [0] and carried[0] in _REPEATABLE else Fill.ANY
     if name in ("scatter", "scatter-add"):
         positions = [t for t, _ in ins]
         return fills[0] if positions == [0] else joined([fills[0], fills[2]]) if 2 in positions else Fill.ANY

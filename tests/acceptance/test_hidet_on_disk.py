@@ -39,7 +39,7 @@ def test_partition_and_load_partition(tmp_path):
     weights = random_like(SHAPES[0], seed=0)
     plan.export(mlp, tmp_path / "out", weights, SHAPES[1])
     names = {p.relative_to(tmp_path / "out").as_posix() for p in (tmp_path / "out").rglob("*") if p.is_file()}
-    assert {"program.txt", "plan.json", "scheme.txt", "step.jax_export", "manifest.json"} <= names
+    assert {"program.txt", "plan.json", "scheme.txt", "step_cpu.jax_export", "manifest.json"} <= names
     assert {n.partition("/")[0] for n in names if n.startswith("rank_")} == {"rank_0", "rank_1"}
     assert len(re.findall(r"= dot_general\(", (tmp_path / "out" / "program.txt").read_text())) == 2
     scheme = (tmp_path / "out" / "scheme.txt").read_text()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import builtins
+import importlib.util
 import json
 import re
 import shutil
 import sys
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +18,15 @@ from jax.sharding import PartitionSpec as P
 
 import alpa_lite as al
 from alpa_lite.errors import ArgumentsError, ExportError, PlanFileError
+from alpa_lite.executor.verify import compile_for_target
+from alpa_lite.lowering.audit import audit
 from alpa_lite.plan.manifest import MANIFEST, digest_of
 from tests.executor.exported_steps import batch, plan, shapes, state, step
 
 pytest.importorskip("flatbuffers", reason="flatbuffers is not installed: pip install 'alpa-lite[export]'")
 
+NO_COMPILER = importlib.util.find_spec("jax_cuda12_plugin") is None
+needs_compiler = pytest.mark.skipif(NO_COMPILER, reason="XLA:GPU is not installed: pip install 'alpa-lite[aot]'")
 COMMON = {
     "logical_axis_rules.json",
     "manifest.json",
@@ -29,7 +35,7 @@ COMMON = {
     "program.txt",
     "scheme.txt",
     "shardings.mlir",
-    "step.jax_export",
+    "step_cpu.jax_export",
 }
 
 
@@ -81,7 +87,7 @@ def test_ranks_that_hold_the_same_slice_share_a_file(exported):
 @pytest.mark.medium
 def test_the_step_gives_what_the_function_gives(exported):
     part = al.load_export(exported, 0)
-    assert part.program.platforms == ("cpu",) and part.program.nr_devices == 4
+    assert list(part.programs) == ["cpu"] and part.programs["cpu"].nr_devices == 4
     mesh = part.mesh()
     shardings = [jax.sharding.NamedSharding(mesh, part.specs[path]) for path in part.plan.input_paths]
     leaves = [jax.device_put(x, s) for x, s in zip(jax.tree.leaves((state(), batch())), shardings, strict=True)]
@@ -149,10 +155,48 @@ def test_dims_that_are_padded_inside_keep_their_size_outside(tmp_path):
     np.testing.assert_allclose(result, np.tanh(x @ w), rtol=1e-5, atol=1e-5)
 
 
-def test_a_gpu_plan_is_lowered_for_its_own_platform_and_for_cpu(tmp_path):
-    made = al.plan(step, state(), batch(), cluster=al.Cluster.parse("1x2:h100-sxm"))
-    made.export(step, tmp_path / "out")
-    assert al.load_export(tmp_path / "out", 0).program.platforms == ("cpu", "cuda")
+def test_what_is_compiled_is_what_was_planned(exported):
+    part = al.load_export(exported, 0)
+    mesh = part.mesh()
+    avals = part.programs["cpu"].in_avals
+    compiled = part.step(mesh).lower(*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals)).compile()
+    report = audit(part.plan.collectives, compiled.as_text(), part.plan.mesh)
+    assert report.ok and part.plan.collectives, report
+
+
+@pytest.fixture(scope="module")
+def for_gpus(tmp_path_factory):
+    out = tmp_path_factory.mktemp("gpus") / "out"
+    pins = {"0/params/w1": P(None, "x"), "1/x": P("x", None)}
+    made = al.plan(
+        step, state(), shapes(batch()), cluster=al.Cluster.parse("1x4:h100-sxm"), pins=pins, donate_argnums=0
+    )
+    made.export(step, out)
+    return out
+
+
+def test_a_gpu_plan_is_lowered_for_its_own_platform_and_for_cpu(for_gpus):
+    part = al.load_export(for_gpus, 0)
+    assert {name: program.platforms for name, program in part.programs.items()} == {"cuda": ("cuda",), "cpu": ("cpu",)}
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_what_the_gpu_compiler_makes_is_what_was_planned(for_gpus):
+    part = al.load_export(for_gpus, 0)
+    data = (for_gpus / "step_cuda.jax_export").read_bytes()
+    donated = part.manifest.donated
+    made = compile_for_target(data, device="h100-sxm", mesh=part.plan.mesh, devices_per_host=4, donated=donated)
+    report = audit(part.plan.collectives, made.hlo_text, part.plan.mesh)
+    assert report.ok and part.plan.collectives, report
+
+
+def test_devices_for_which_the_step_was_not_lowered(exported):
+    part = al.load_export(exported, 0)
+    other = replace(part, programs={"tpu": part.programs["cpu"]})
+    message = r"devices of platform 'cpu', the export was lowered for tpu: .*given to step\(mesh\)\. .*export again"
+    with pytest.raises(ExportError, match=message):
+        other.step(other.mesh())
 
 
 # -- where an export may go --------------------------------------------------------------------------------------------
@@ -244,7 +288,7 @@ def test_flatbuffers_is_named_when_it_is_missing(exported, tmp_path, monkeypatch
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["plan.json", "step.jax_export", "rank_1/slices.json", "rank_1/1.npy"])
+@pytest.mark.parametrize("name", ["plan.json", "step_cpu.jax_export", "rank_1/slices.json", "rank_1/1.npy"])
 @pytest.mark.parametrize("damage", ["gone", "short", "changed"])
 def test_damage_is_found_by_the_rank_that_needs_the_file(copy, name, damage):
     path = copy / name
@@ -266,9 +310,9 @@ def test_a_rank_that_does_not_exist(exported, rank):
 
 def test_a_step_of_another_jax(copy):
     manifest = json.loads((copy / MANIFEST).read_text())
-    (copy / "step.jax_export").write_bytes(b"\x10\x00\x00\x00" + bytes(60))
-    digest = digest_of(copy / "step.jax_export")
-    manifest["files"]["step.jax_export"] = {"size_bytes": digest.size_bytes, "sha256": digest.sha256}
+    (copy / "step_cpu.jax_export").write_bytes(b"\x10\x00\x00\x00" + bytes(60))
+    digest = digest_of(copy / "step_cpu.jax_export")
+    manifest["files"]["step_cpu.jax_export"] = {"size_bytes": digest.size_bytes, "sha256": digest.sha256}
     manifest["jax_version"] = "0.99"
     (copy / MANIFEST).write_text(json.dumps(manifest))
     with pytest.raises(ExportError, match=r"cannot be read by JAX .* written by JAX 0\.99.*Export the plan again"):

@@ -85,9 +85,7 @@ def test_two_steps_on_two_ranks_and_in_one_process(exported, tmp_path, single):
 
 
 def test_the_launching_process_needs_no_jax():
-    code = (
-        "import sys, alpa_lite.executor.launch; assert not {'jax', 'ortools'} & set(sys.modules)"
-    )
+    code = "import sys, alpa_lite.executor.launch; assert not {'jax', 'ortools'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 

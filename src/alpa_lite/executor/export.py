@@ -25,7 +25,7 @@ from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.records import Leaf
 from alpa_lite.trace.program import Traced
 
-PLAN, STEP, SLICES = "plan.json", "step.jax_export", "slices.json"
+PLAN, SLICES = "plan.json", "slices.json"
 _INSTALL = "pip install 'alpa-lite[export]'"
 
 
@@ -41,11 +41,12 @@ def write_export(plan: Plan, traced: Traced, leaves: Sequence[Any], out_dir: Pat
     """
     check_target(out_dir, overwrite=overwrite)
     stored = tuple(i for i, leaf in enumerate(leaves) if not isinstance(leaf, jax.ShapeDtypeStruct))
-    step, platforms = _lowered(plan, traced)
+    steps = _lowered(plan, traced)
     state = traced.program.aliases
     try:
         with folder_at_once(out_dir) as folder:
-            (folder / STEP).write_bytes(step)
+            for platform, step in steps.items():
+                (folder / step_file(platform)).write_bytes(step)
             plan.save(folder / PLAN)
             for name, text in _texts(plan, traced).items():
                 (folder / name).write_text(text, encoding="utf-8")
@@ -53,7 +54,7 @@ def write_export(plan: Plan, traced: Traced, leaves: Sequence[Any], out_dir: Pat
             manifest = Manifest(
                 fingerprint=plan.identity.fingerprint,
                 num_ranks=plan.mesh.num_devices,
-                platforms=platforms,
+                platforms=tuple(steps),
                 donated=tuple(i for i, _ in state if traced.program.donated[i]),
                 state=state,
                 stored=stored,
@@ -87,27 +88,34 @@ def check_target(out_dir: Path, *, overwrite: bool) -> None:
     )
 
 
-def _lowered(plan: Plan, traced: Traced) -> tuple[bytes, tuple[str, ...]]:
-    """The step for CPU, where an export can be tried, and for the cluster's own platform; else for the latter alone."""
+def _lowered(plan: Plan, traced: Traced) -> dict[str, bytes]:
+    """The step for the cluster's platform, and for CPU, where an export can be tried, unless it holds ops that CPUs lack.
+
+    One artefact per platform: JAX puts a choice by platform around every all-gather of a common one, which XLA keeps.
+    """
     own = Cluster.parse(plan.identity.cluster).device.platform
-    choices: list[tuple[str, ...]] = [("cpu",)] if own == "cpu" else [("cpu", own), (own,)]
     step, args = abstract_step(traced, plan)
-    for platforms in choices:
+    steps: dict[str, bytes] = {}
+    for platform in dict.fromkeys((own, "cpu")):
         try:
-            return serialize_step(step, args, platforms), platforms
+            steps[platform] = serialize_step(step, args, platform)
         except ImportError as error:
             raise ExportError(
                 f"jax.export cannot write the step: {error}. It needs the package flatbuffers. In the environment that runs "
                 f"alpa-lite: {_INSTALL}"
             ) from error
         except (ValueError, NotImplementedError) as error:
-            if platforms != choices[-1]:
+            if platform != own:
                 continue
             raise ExportError(
                 f"the step cannot be exported: {error}\nAllowed is what jax.export takes: no host callbacks such as "
                 "jax.debug.print, no custom calls without a stability promise. Leave them out of the function to export it."
             ) from error
-    raise AssertionError("the last choice returns or raises")
+    return steps
+
+
+def step_file(platform: str) -> str:
+    return f"step_{platform}.jax_export"
 
 
 def _texts(plan: Plan, traced: Traced) -> dict[str, str]:

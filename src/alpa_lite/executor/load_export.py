@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from alpa_lite.costs.tiles import Box
 from alpa_lite.errors import ExportError
-from alpa_lite.executor.export import PLAN, SLICES, STEP, rank_folder
+from alpa_lite.executor.export import PLAN, SLICES, rank_folder, step_file
 from alpa_lite.executor.local import local_mesh
 from alpa_lite.lowering.lower import partition_spec
 from alpa_lite.plan.answers import KEY_TYPES
@@ -40,7 +40,7 @@ class ExportedPart:
     Attributes:
         plan: the plan; its mesh device number ``rank`` (row-major) is this rank.
         rank: this rank.
-        program: the SPMD step, JAX's own object, from argument leaves to result leaves.
+        programs: platform ("cpu", "cuda", "tpu") -> the SPMD step, JAX's own object, from argument to result leaves.
         parameters: path -> this rank's slice, of the arguments whose values were exported; see ``raw_array`` for types.
         slices: path -> per dim (start, stop) of this rank's slice, of all arguments.
         manifest: how it was written.
@@ -48,7 +48,7 @@ class ExportedPart:
 
     plan: Plan
     rank: int
-    program: Any
+    programs: Mapping[str, Any]
     parameters: Mapping[str, np.ndarray]
     slices: Mapping[str, Box]
     manifest: Manifest
@@ -63,10 +63,22 @@ class ExportedPart:
         return local_mesh(self.plan.mesh, devices)
 
     def step(self, mesh: Mesh) -> Any:
-        """A jitted function of the argument leaves, which returns the tuple of the result leaves; donation as planned."""
+        """A jitted function of the argument leaves, which returns the tuple of the result leaves; donation as planned.
+
+        Raises:
+            ExportError: the step was not lowered for the mesh's devices.
+        """
+        platform = mesh.devices.flat[0].platform
+        program = self.programs.get("cuda" if platform == "gpu" else platform)
+        if program is None:
+            raise ExportError(
+                f"the mesh has devices of platform {platform!r}, the export was lowered for {', '.join(self.programs)}: for its "
+                "cluster's devices, and for CPU where that is possible. It was given to step(mesh). Give such devices, or plan "
+                "for a cluster of these and export again."
+            )
         shardings = [NamedSharding(mesh, partition_spec(leaf.spec)) for leaf in self.plan.outputs]
         return jax.jit(
-            self.program.call,
+            program.call,
             in_shardings=tuple(NamedSharding(mesh, partition_spec(leaf.spec)) for leaf in self.plan.inputs),
             out_shardings=tuple(shardings),
             donate_argnums=self.manifest.donated,  # does not survive jax.export
@@ -97,7 +109,7 @@ def load_part(out_dir: Path, rank: int) -> ExportedPart:
     return ExportedPart(
         plan=plan,
         rank=rank,
-        program=_program(check_file(out_dir, manifest, STEP), manifest),
+        programs={p: _program(check_file(out_dir, manifest, step_file(p)), manifest) for p in manifest.platforms},
         parameters=parameters,
         slices={path: tuple(row.slice) for path, row in rows.items()},
         manifest=manifest,

@@ -29,7 +29,7 @@ def abstract_step(traced: Traced, plan: Plan) -> tuple[Callable[..., Any], tuple
     return runnable(traced, plan, (), mesh).run, (*args, *(kwargs[k] for k in sorted(kwargs)))
 
 
-def serialize_step(step: Callable[..., Any], args: tuple[Any, ...], platforms: tuple[str, ...]) -> bytes:
+def serialize_step(step: Callable[..., Any], args: tuple[Any, ...], platform: str) -> bytes:
     """A serialized ``jax.export`` artefact from the leaves of ``args`` to the leaves of the result.
 
     Trees stay outside, so that any pytree type works.
@@ -45,4 +45,4 @@ def serialize_step(step: Callable[..., Any], args: tuple[Any, ...], platforms: t
     def flat(*values: Any) -> tuple[Any, ...]:
         return tuple(jax.tree.leaves(step(*jax.tree.unflatten(tree, values))))
 
-    return bytes(export.export(jax.jit(flat, keep_unused=True), platforms=platforms)(*leaves).serialize())
+    return bytes(export.export(jax.jit(flat, keep_unused=True), platforms=[platform])(*leaves).serialize())

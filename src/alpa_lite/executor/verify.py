@@ -68,7 +68,7 @@ def export_step(step: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
         VerificationError: the step holds what cannot be exported (host callbacks), or ``flatbuffers`` is missing.
     """
     try:
-        return serialize_step(step, args, ("cuda",))
+        return serialize_step(step, args, "cuda")
     except (ValueError, NotImplementedError) as error:
         raise VerificationError(
             f"the step cannot be lowered for CUDA here: {error}\nAllowed is what jax.export takes: no host callbacks "

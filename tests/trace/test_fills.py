@@ -110,6 +110,6 @@ def test_what_is_put_together():
 
 
 def test_constants():
-    known = {0.0: Fill.ZERO, False: Fill.ZERO, -INF: Fill.LOWEST, INF: Fill.HIGHEST, 3.0: Fill.ROW, np.nan: Fill.ROW}
+    known = {0.0: Fill.ZERO, -INF: Fill.LOWEST, INF: Fill.HIGHEST, 3.0: Fill.ROW, np.nan: Fill.ROW}
     assert {value: literal_fill(np.float32(value)) for value in known} == known
     assert literal_fill(jnp.zeros((), jnp.bfloat16)) is Fill.ZERO

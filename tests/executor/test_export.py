@@ -9,6 +9,7 @@ import re
 import shutil
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import alpa_lite as al
 from alpa_lite.errors import ArgumentsError, ExportError, PlanFileError
+from alpa_lite.executor.export import raw_array
 from alpa_lite.executor.verify import compile_for_target
 from alpa_lite.lowering.audit import audit
 from alpa_lite.plan.manifest import MANIFEST, digest_of
@@ -256,6 +258,12 @@ def test_another_function_and_other_arguments_are_refused(tmp_path):
     with pytest.raises(ArgumentsError, match="'overwite'"):
         plan(2).export(step, tmp_path / "out", state(), batch(), overwite=True)
     assert not (tmp_path / "out").exists()
+
+
+def test_an_array_of_several_processes_is_refused():
+    far = SimpleNamespace(is_fully_addressable=False)
+    with pytest.raises(ExportError, match=r"'1/x' is spread over several processes.*must hold all values.*gather it"):
+        raw_array(far, plan(2).inputs[3])
 
 
 def test_a_step_that_jax_cannot_export(tmp_path):

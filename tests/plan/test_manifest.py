@@ -18,12 +18,10 @@ def folder(tmp_path):
     write_manifest(
         tmp_path,
         Manifest(
-            fingerprint="sha256:0",
             num_ranks=1,
             platforms=("cpu",),
             donated=(0,),
             state=((0, 1),),
-            stored=(0,),
             jax_version="0.10.2",
             alpa_lite_version="0.1.0",
             files=digests(tmp_path),

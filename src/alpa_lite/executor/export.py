@@ -40,7 +40,7 @@ def write_export(plan: Plan, traced: Traced, leaves: Sequence[Any], out_dir: Pat
         ExportError: ``out_dir`` is not empty or not writable, the step cannot be exported, or a leaf is not here.
     """
     check_target(out_dir, overwrite=overwrite)
-    stored = tuple(i for i, leaf in enumerate(leaves) if not isinstance(leaf, jax.ShapeDtypeStruct))
+    stored = {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, jax.ShapeDtypeStruct)}
     steps = _lowered(plan, traced)
     state = traced.program.aliases
     try:
@@ -50,14 +50,12 @@ def write_export(plan: Plan, traced: Traced, leaves: Sequence[Any], out_dir: Pat
             plan.save(folder / PLAN)
             for name, text in _texts(plan, traced).items():
                 (folder / name).write_text(text, encoding="utf-8")
-            _write_ranks(plan, {i: leaves[i] for i in stored}, folder)
+            _write_ranks(plan, stored, folder)
             manifest = Manifest(
-                fingerprint=plan.identity.fingerprint,
                 num_ranks=plan.mesh.num_devices,
                 platforms=tuple(steps),
                 donated=tuple(i for i, _ in state if traced.program.donated[i]),
                 state=state,
-                stored=stored,
                 jax_version=jax.__version__,
                 alpa_lite_version=plan.identity.alpa_lite_version,
                 files=digests(folder),
@@ -177,7 +175,7 @@ def raw_array(value: Any, leaf: Leaf) -> np.ndarray:
     Raises:
         ExportError: the array's parts are on other processes.
     """
-    if isinstance(value, jax.Array) and not value.is_fully_addressable:
+    if not getattr(value, "is_fully_addressable", True):
         raise ExportError(
             f"the argument {leaf.path!r} is spread over several processes. An export is written by one process, which must "
             "hold all values. Pass jax.ShapeDtypeStruct for it, or gather it first (multihost_utils.process_allgather)."

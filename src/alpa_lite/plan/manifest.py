@@ -41,12 +41,10 @@ class Manifest:
     """The list of contents of an export.
 
     Attributes:
-        fingerprint: of the program, as in the plan's identity.
         num_ranks: devices of the plan's mesh; rank r is its device r, row-major.
         platforms: what the step was lowered for.
-        donated: positions of argument leaves whose buffers results may reuse.
+        donated: positions of argument leaves whose buffers their next values may take.
         state: (position of an argument leaf, position of the result leaf that is its next value).
-        stored: positions of the argument leaves whose values are in the rank folders.
         jax_version, alpa_lite_version: what wrote it.
         files: relative name -> digest, of every file but the manifest.
         format, format_version: of the folder.
@@ -54,12 +52,10 @@ class Manifest:
 
     format: str = FORMAT
     format_version: int = FORMAT_VERSION
-    fingerprint: str
     num_ranks: int
     platforms: tuple[str, ...]
     donated: tuple[int, ...]
     state: tuple[tuple[int, int], ...]
-    stored: tuple[int, ...]
     jax_version: str
     alpa_lite_version: str
     files: Mapping[str, FileDigest]

@@ -9,11 +9,14 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-from ortools.sat.python import cp_model
 
 from alpa_lite.intraop.core import Core
+
+if TYPE_CHECKING:
+    from ortools.sat.python import cp_model
 
 _ROWS_PER_ROUND = 15
 _WORK = 20.0  # deterministic time, about seconds, after which the proof is given up
@@ -39,6 +42,8 @@ def solve_whole(
         hint: the incumbent, if it is a choice of this core.
         times: memory rows to start with.
     """
+    from ortools.sat.python import cp_model  # brings pandas along: most of a second that few problems are worth
+
     model = cp_model.CpModel()
     xs = [[model.new_bool_var("") if np.isfinite(v) else None for v in c] for c in core.unary]
     terms: list[tuple[cp_model.IntVar, int]] = []

@@ -116,11 +116,12 @@ def next_multiple(size: int, factor: int) -> int:
 def _shares(groups: Sequence[PadGroup], traced: Traced, plan: Plan) -> list[float]:
     """Per group, what the ops that tie its dims and the conversions of their tensors cost, of the whole plan.
 
-    Padding cannot save more than that (but for ops that then need not wait for a conversion).
+    Padding cannot save more than that (but for ops that then need not wait for a conversion). Of an op it cannot save
+    what is split over all devices already.
     """
     numbers = {(g.region, place): i for i, g in enumerate(groups) for place in g.places}
     costs = [0.0] * len(groups)
-    times = {d.path: d.time_s for stage in plan.stages for d in stage.decisions}
+    times = {d.path: d.time_s * _repeated(d, stage.mesh) for stage in plan.stages for d in stage.decisions}
     for region, flat, program in _regions("", traced.flat, traced.program):
         for index, (op, factors) in enumerate(zip(flat.ops, tied_ops(flat, program), strict=True)):
             for i in {numbers.get((region, places_of(op, positions)[0]), -1) for positions in factors.values()} - {-1}:
@@ -132,6 +133,13 @@ def _shares(groups: Sequence[PadGroup], traced: Traced, plan: Plan) -> list[floa
             if (region, c.value) in values:
                 costs[values[region, c.value]] += c.cost
     return [cost / plan.objective if plan.objective > 0 else 0.0 for cost in costs]
+
+
+def _repeated(decision: OpDecision, mesh: DeviceMesh) -> float:
+    """The share of an op's work that some other device does too."""
+    specs = [*decision.operands, *decision.results]
+    axes = {axis for spec in specs for axis in (*spec.sharded_axes, *spec.unreduced)}
+    return 1.0 - mesh.axes_size(mesh.sort_axes(axes)) / mesh.num_devices
 
 
 def _regions(region: str, flat: FlatJaxpr, program: Program) -> Iterator[tuple[str, FlatJaxpr, Program]]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from alpa_lite.cluster.cluster import Cluster
+from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.core.program import Op, Program, Value
 from alpa_lite.core.rule_text import NamedRule
 from alpa_lite.core.spec import ShardingSpec

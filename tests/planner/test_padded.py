@@ -52,6 +52,7 @@ def exact(step, args, plan, donate=0):
 PINNED = {"0/0/wte": P("x", None)}
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("shape", [(2,), (4,), (8,), (2, 4)], ids=str)
 def test_vocabulary_of_gpt2(shape):
     """50257 rows over 2, 4 and 8 devices: pinned to be split, so padded."""
@@ -91,20 +92,22 @@ def test_padding_is_taken_where_it_wins_and_said_so():
     assert {leaf.value.shape for leaf in plans["auto"].inputs if leaf.path.endswith("wte")} == {(50257, 768)}
 
 
-def test_waste_is_what_the_tensors_of_the_plan_hold():
+@pytest.mark.parametrize(("vocabulary", "padded", "shape"), [(10, 12, (4,)), (10, 16, (2, 4)), (50257, 50264, (8,))])
+def test_waste_is_what_the_tensors_of_the_plan_hold(vocabulary, padded, shape):
     """Counted anew from the decisions, tensor by tensor, on the plan's own program."""
-    step, args, plan = planned(10, (4,), pins=PINNED)
+    step, args, plan = planned(vocabulary, shape, pins=PINNED)
     [padding] = plan.paddings
     program = padded_like(trace(step, args, {}, donate_argnums=(0,)), plan.paddings).program
     check_plan(plan, program)
+    share = (padded - vocabulary) / padded
     size_bytes, seconds = 0, 0.0
     for decision, op in zip(plan.stages[0].decisions, program.ops, strict=True):
         made = [(program.values[v], spec) for v, spec in zip(op.outputs, decision.results, strict=True) if v >= 0]
         for value, spec in made:
-            if 12 in value.shape:
-                size_bytes += round(math.prod(spec.local_shape(value.shape, plan.mesh)) * value.itemsize * 2 / 12)
-        if any(12 in program.values[v].shape for v in (*op.inputs, *op.outputs) if v >= 0):
-            seconds += decision.time_s * (1.0 if op.primitive in ("pad", "slice", "pad_mask") else 2 / 12)
+            if padded in value.shape:
+                size_bytes += round(math.prod(spec.local_shape(value.shape, plan.mesh)) * value.itemsize * share)
+        if any(padded in program.values[v].shape for v in (*op.inputs, *op.outputs) if v >= 0):
+            seconds += decision.time_s * (1.0 if op.primitive in ("pad", "slice", "pad_mask") else share)
     assert padding.waste_bytes == size_bytes > 0
     assert padding.waste_s == pytest.approx(seconds) and 0 < seconds < plan.objective
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from heapq import heapify, heappop, heappush
 
 import numpy as np
 
@@ -18,16 +19,22 @@ _MAX_DIMS = 30
 
 
 def solve_narrow(
-    unary: Sequence[Array], left: Sequence[int], right: Sequence[int], costs: Sequence[Array]
+    unary: Sequence[Array],
+    left: Sequence[int],
+    right: Sequence[int],
+    costs: Sequence[Array],
+    *,
+    max_entries: float = math.inf,
 ) -> list[int] | None:
     """A cheapest choice; None if some table would be too large. Ties go to the lowest state of the node decided last.
 
     Args:
         unary: costs per node, ``inf`` = forbidden.
         left, right, costs: end points and matrices of the edges.
+        max_entries: of all tables together.
     """
     sizes = [len(c) for c in unary]
-    order = _order(sizes, left, right)
+    order = _order(sizes, left, right, max_entries)
     if order is None:
         return None
     # Every factor is (nodes, table); a node's bucket holds the factors whose first node in the order it is.
@@ -58,8 +65,8 @@ def _aligned(part: Array, nodes: tuple[int, ...], axes: tuple[int, ...]) -> Arra
     return part.transpose(dims).reshape([present.get(i, 1) for i in axes])
 
 
-def _order(sizes: Sequence[int], left: Sequence[int], right: Sequence[int]) -> list[int] | None:
-    """Nodes by smallest table first; None if a table would be too large."""
+def _order(sizes: Sequence[int], left: Sequence[int], right: Sequence[int], max_entries: float) -> list[int] | None:
+    """Nodes by smallest table first; None if a table, or all of them together, would be too large."""
     around: list[set[int]] = [set() for _ in sizes]
     for a, b in zip(left, right, strict=True):
         around[a].add(b)
@@ -69,10 +76,15 @@ def _order(sizes: Sequence[int], left: Sequence[int], right: Sequence[int]) -> l
         return math.prod(float(sizes[j]) for j in around[node]) * sizes[node]
 
     weights = {node: weight(node) for node in range(len(sizes))}
-    order = []
-    while weights:
-        node = min(weights, key=lambda i: (weights[i], i))
-        if weights[node] > _TABLE_CAP or len(around[node]) >= _MAX_DIMS:
+    waiting = [(w, node) for node, w in weights.items()]
+    heapify(waiting)
+    order: list[int] = []
+    while waiting:
+        entries, node = heappop(waiting)
+        if weights.get(node) != entries:
+            continue  # gone, or its table has changed since
+        max_entries -= entries
+        if entries > _TABLE_CAP or len(around[node]) >= _MAX_DIMS or max_entries < 0:
             return None
         del weights[node]
         order.append(node)
@@ -81,4 +93,5 @@ def _order(sizes: Sequence[int], left: Sequence[int], right: Sequence[int]) -> l
             around[j] -= {j, node}
         for j in around[node]:
             weights[j] = weight(j)
+            heappush(waiting, (weights[j], j))
     return order

@@ -5,6 +5,7 @@ The answer is scored on the problem as given.
 1. Presolve without memory (``presolve.py``); what is left is the *core*.
 2. Repeated layers tied (``tie.py``) give an incumbent that costs the same whatever the depth.
 3. Message passing on the untied core (``messages.py``) gives the lower bound and further incumbents.
+   Cores so narrow that elimination is quick are solved exactly at once (``narrow.py``), instead of 2 to 4.
 4. On cores of moderate size the gap excludes states and pairs, and HiGHS closes it (``milp.py``).
 5. If the optimum without memory fits the limit, it is the optimum. Else 1-4 again with memory: rows are added lazily in
    the MILP; prices on the fullest times (a Lagrangian, ``prices.py``) give bounds, and choices that fit (``fit.py``).
@@ -52,6 +53,7 @@ _GUESSED_GAPS = (2e-3, 8e-3)  # tried in turn, see _guess
 _TIED_NODES = 50  # of its branch and bound
 _PRICE_STEPS = 60
 _UNTIED_PRICE_STEPS = 10  # after those on the tied problem
+_QUICK_ENTRIES = 1_000_000  # of the tables of an elimination that takes less time than any sweep
 _RESET_SWEEPS = 20  # after memory prices, back to costs without them
 _GREEDY_NODES = 20_000  # up to which the trace starts with the greedy choice
 _PROOF_PAIRS = 100_000  # edge entries up to which a gap below _LARGE_GAP is worth a proof
@@ -259,6 +261,8 @@ def _search(search: _Search, problem: IntraOpProblem, seed: int, rel_gap: float)
         else:
             search.proven_infeasible = True
         return
+    if core.memory is None and _prove_narrow(search, core, [np.arange(len(c)) for c in core.unary], _QUICK_ENTRIES):
+        return
     tied = tie(core, problem.classes if core.num_nodes > _TIED_FROM else None)
     messages = Messages.zero(core, search.unary, search.costs, tied)
     if not tied.is_trivial:
@@ -419,9 +423,9 @@ def _guess(search: _Search, messages: Messages, seed: int) -> bool:
     return False
 
 
-def _prove_narrow(search: _Search, core: Core, kept: list[Array]) -> bool:
+def _prove_narrow(search: _Search, core: Core, kept: list[Array], max_entries: float = math.inf) -> bool:
     """Without memory, a core of small width is solved by elimination; False if it is too wide."""
-    picks = solve_narrow(core.unary, core.left, core.right, core.costs)
+    picks = solve_narrow(core.unary, core.left, core.right, core.costs, max_entries=max_entries)
     if picks is None:
         return False
     chosen = [int(k[p]) for k, p in zip(kept, picks, strict=True)]

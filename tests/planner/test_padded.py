@@ -69,7 +69,7 @@ def test_vocabulary_of_gpt2(shape):
 def test_size_10_over_4(shape):
     step, args, plan = planned(10, shape, pins={"0/0/wte": P(("x", "y")[len(shape) - 1], None)})
     [padding] = plan.paddings
-    assert (padding.size, padding.padded) == (10, 12 if shape == (4,) else 16)
+    assert (padding.size, padding.padded, padding.shards) == (10, 12, 4)
     exact(step, args, plan)
 
 
@@ -92,10 +92,10 @@ def test_padding_is_taken_where_it_wins_and_said_so():
     assert {leaf.value.shape for leaf in plans["auto"].inputs if leaf.path.endswith("wte")} == {(50257, 768)}
 
 
-@pytest.mark.parametrize(("vocabulary", "padded", "shape"), [(10, 12, (4,)), (10, 16, (2, 4)), (50257, 50264, (8,))])
+@pytest.mark.parametrize(("vocabulary", "padded", "shape"), [(10, 12, (4,)), (10, 12, (2, 4)), (50257, 50264, (8,))])
 def test_waste_is_what_the_tensors_of_the_plan_hold(vocabulary, padded, shape):
     """Counted anew from the decisions, tensor by tensor, on the plan's own program."""
-    step, args, plan = planned(vocabulary, shape, pins=PINNED)
+    step, args, plan = planned(vocabulary, shape, pins={"0/0/wte": P("xy"[len(shape) - 1], None)})
     [padding] = plan.paddings
     program = padded_like(trace(step, args, {}, donate_argnums=(0,)), plan.paddings).program
     check_plan(plan, program)

@@ -7,6 +7,7 @@ ops that it would help are worth it; groups that the plan then does not split ar
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -208,40 +209,54 @@ class _Search:
         """With all groups, then with those that the plan splits; None if none is split or nothing can be planned."""
         while groups and frozenset(groups) not in self.tried:
             self.tried.add(frozenset(groups))
-            padded = pad_traced(
-                self.traced, [(g, next_multiple(g.size, self.devices)) for g in groups], self.moved, self.rules
-            )
-            try:
-                plan = self.plan_program(padded.traced.program, _freed(self.pins, self.moved))
-            except (PinError, MemoryBudgetError):
+            found = self._planned({g: next_multiple(g.size, self.devices) for g in groups})
+            if found is None:
                 return None
-            used = [g for g in groups if _split(g, padded, plan) > 1]
+            used = [g for g in groups if _parts(g, *found)]
             if len(used) == len(groups):
-                return padded, self._recorded(padded, plan, groups)
+                return self._recorded(*self._tightened(found, groups))
             groups = used
         return None
 
-    def _recorded(self, padded: Padded, plan: Plan, groups: Sequence[PadGroup]) -> Plan:
+    def _planned(self, sizes: dict[PadGroup, int]) -> tuple[Padded, Plan] | None:
+        padded = pad_traced(self.traced, tuple(sizes.items()), self.moved, self.rules)
+        try:
+            return padded, self.plan_program(padded.traced.program, _freed(self.pins, self.moved))
+        except (PinError, MemoryBudgetError):
+            return None
+
+    def _tightened(
+        self, found: tuple[Padded, Plan], groups: Sequence[PadGroup]
+    ) -> tuple[Padded, Plan, dict[PadGroup, int]]:
+        """The plan again with sizes that its own splits divide, if that takes away padding worth the time."""
+        loose = {g: next_multiple(g.size, self.devices) for g in groups}
+        tight = {g: next_multiple(g.size, math.lcm(*_parts(g, *found))) for g in groups}
+        if all(loose[g] - tight[g] < WORTH * loose[g] for g in groups):
+            return *found, loose
+        again = self._planned(tight)
+        if again is None or again[1].objective > found[1].objective:
+            return *found, loose
+        return *again, tight
+
+    def _recorded(self, padded: Padded, plan: Plan, sizes: dict[PadGroup, int]) -> tuple[Padded, Plan]:
         paddings = []
-        for group in groups:
+        for group, size in sizes.items():
             values = {v for v, _ in group.places}
             ends = (*self.traced.program.inputs, *self.traced.program.outputs)
-            pins = tuple((i, text) for i, text in self.moved.items() if ends[i] in values)
-            padded_size = next_multiple(group.size, self.devices)
-            waste_bytes, waste_s = _waste(group, padded, plan, padded_size)
+            waste_bytes, waste_s = _waste(group, padded, plan, size)
             paddings.append(
                 Padding(
                     dim=group.name,
                     size=group.size,
-                    padded=padded_size,
-                    shards=_split(group, padded, plan),
+                    padded=size,
+                    shards=max(_parts(group, padded, plan), default=1),
                     waste_bytes=waste_bytes,
                     waste_s=waste_s,
-                    pins=pins,
+                    pins=tuple((i, text) for i, text in self.moved.items() if ends[i] in values),
                 )
             )
         moved = [self._moved_note(i, text) for i, text in self.moved.items()]
-        return replace(plan, paddings=tuple(paddings), notes=(*plan.notes, *moved))
+        return padded, replace(plan, paddings=tuple(paddings), notes=(*plan.notes, *moved))
 
     def _moved_note(self, position: int, text: str) -> str:
         pin = (*self.pins.inputs, *self.pins.outputs)[position]
@@ -279,10 +294,10 @@ def _holders(group: PadGroup, padded: Padded, plan: Plan) -> Iterator[_Holder]:
             yield _Holder(op, decision, made)
 
 
-def _split(group: PadGroup, padded: Padded, plan: Plan) -> int:
-    """The largest number of parts of a padded dim of the group that would not divide without padding."""
-    found = [plan.mesh.axes_size(spec.dims[dim]) for h in _holders(group, padded, plan) for _, dim, spec in h.made]
-    return max((n for n in found if group.size % n), default=1)
+def _parts(group: PadGroup, padded: Padded, plan: Plan) -> set[int]:
+    """Into how many parts padded dims of the group are split, where that would not divide without padding."""
+    found = {plan.mesh.axes_size(spec.dims[dim]) for h in _holders(group, padded, plan) for _, dim, spec in h.made}
+    return {n for n in found if group.size % n}
 
 
 def _waste(group: PadGroup, padded: Padded, plan: Plan, padded_size: int) -> tuple[int, float]:

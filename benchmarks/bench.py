@@ -16,7 +16,7 @@ if __package__ in (None, ""):  # run as a script: make `benchmarks` importable
 
 from benchmarks.report import Row, load_rows, machine, save_rows, table
 
-BENCHMARKS = ("plan_time", "solve_time", "step_time", "call_overhead", "conversions", "sameness_time")
+BENCHMARKS = ("plan_time", "solve_time", "step_time", "call_overhead", "conversions", "sameness_time", "symbolic_sweep")
 HERE = Path(__file__).resolve().parent
 OUT = Path("out/bench/results.json")
 

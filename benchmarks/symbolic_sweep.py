@@ -1,0 +1,98 @@
+"""How much faster a symbolic plan answers for many numbers of workers than as many plans.
+
+Every case takes the numbers 1 to 16 (the last one 1 to 64). The sweep makes the symbolic plan, finds its regimes and reads memory
+and traffic of every number; against it stand ``al.plan`` calls, one per number, whose answers must be the same. Both come after a
+plan that is not timed, so that JAX and the solver are loaded.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+if __package__ in (None, ""):  # run as a script: make `benchmarks` importable
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import jax
+
+import alpa_lite as al
+from benchmarks import models
+from benchmarks.report import Row, finish
+from examples.registry import EXAMPLES
+
+TARGET = ">= 10"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A model and the numbers of workers; ``fixed`` are the sizes of the other mesh axes."""
+
+    model: str
+    last: int = 16
+    fixed: tuple[int, ...] = ()
+
+    @property
+    def text(self) -> str:
+        mesh = ", ".join(map(str, ("n", *self.fixed)))
+        return f"{self.model}, mesh ({mesh}), n = 1 to {self.last}"
+
+
+CASES = (
+    Case(model="mlp"),
+    Case(model="gpt_linen"),
+    Case(model="gpt_linen", fixed=(2,)),
+    Case(model="gpt2-124m"),
+    Case(model="gpt_linen", last=64),
+)
+
+
+def target(model: str) -> tuple[Any, tuple[Any, ...], int | tuple[int, ...]]:
+    """(step, abstract arguments, donated positions)."""
+    if model in EXAMPLES:
+        example = EXAMPLES[model]("small", optimizer="sgd")
+        state = jax.eval_shape(example.init, jax.random.key(0))
+        return example.grads_step, (state, jax.eval_shape(lambda: example.batch(0))), ()
+    step = models.make(model)
+    return step.fn, step.args, 0
+
+
+def measure(case: Case) -> Row:
+    """Seconds of the sweep, and how many times longer the single plans take together."""
+    fn, args, donated = target(case.model)
+    cluster = al.Cluster.symbolic("n", device="h100-sxm", devices_per_host=8, values=range(1, case.last + 1))
+    others = 1
+    for size in case.fixed:
+        others *= size
+
+    def plan(where: Any, first: int | str) -> Any:
+        options = al.PlanOptions(mesh_shape=(first, *case.fixed), padding="off")
+        return al.plan(fn, *args, cluster=where, donate_argnums=donated, options=options)
+
+    plan(cluster.specialize(2, others=others), 2)
+    gc.collect()
+    start_s = time.perf_counter()
+    swept = plan(cluster, "n")
+    found = {n: (swept.objective(n), swept.memory(n), float(swept.traffic(n))) for n in swept.values}
+    sweep_s = time.perf_counter() - start_s
+    gc.collect()
+    start_s = time.perf_counter()
+    single = {n: plan(cluster.specialize(n, others=others), n) for n in swept.values}
+    single_s = time.perf_counter() - start_s
+    assert all(found[n][:2] == (p.objective, p.memory) for n, p in single.items())
+    return Row(
+        benchmark="symbolic_sweep",
+        case=f"{case.text}: {len(swept.regimes)} regimes",
+        value=sweep_s,
+        unit="s",
+        against=f"{len(single)} plans, {single_s:.2f} s",
+        ratio=single_s / sweep_s,
+        target=TARGET if case.last == 16 else "",
+    )
+
+
+if __name__ == "__main__":
+    finish([measure(case) for case in CASES], sys.argv)

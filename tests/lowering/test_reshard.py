@@ -104,6 +104,10 @@ def test_bad_specs(before, after, words):
 def test_bad_meshes_and_conventions():
     with pytest.raises(SpecError, match=r"the mesh \{'x': 0\}.*size 1 or more.*al.conversion \(mesh\); correct it"):
         al.conversion(P(), P("x"), (8,), mesh={"x": 0}, cluster=CLUSTER)
+    with pytest.raises(
+        SpecError, match=r"the mesh 'x=8' was given. It is a jax.sharding.Mesh, or axis names with their sizes"
+    ):
+        al.conversion("[x,_]", "[_,x]", (8, 8), mesh="x=8")
     with pytest.raises(SpecError, match=r"no cluster. Prices need links.*cluster=al.Cluster.parse\('1x8:h100-sxm'\)"):
         al.conversion(P(), P("x"), (8,), mesh=SIZES)
     with pytest.raises(AlpaLiteError, match="is not a cost convention"):

@@ -223,11 +223,13 @@ def read_spec(
 
 
 def read_mesh(mesh: Mapping[str, int], where: str) -> DeviceMesh:
-    """Axis names with their sizes as a mesh (``SpecError`` for a size below 1 or no axis)."""
-    if not mesh or any(size < 1 for size in mesh.values()):
+    """Axis names with their sizes as a mesh (``SpecError`` for a size below 1, no axis, or no such mapping)."""
+    readable = isinstance(mesh, Mapping) and all(isinstance(n, int) for n in mesh.values())
+    if not readable or not mesh or any(size < 1 for size in mesh.values()):
         raise SpecError(
-            f"the mesh {dict(mesh)} was given. It needs at least one axis, each of size 1 or more, like "
-            f"{{'x': 2, 'y': 4}}. It was given to {where}; correct it there."
+            f"the mesh {dict(mesh) if readable else mesh!r} was given. It is a jax.sharding.Mesh, or axis names with their "
+            f"sizes: at least one axis, each of size 1 or more, like {{'x': 2, 'y': 4}}. It was given to {where}; "
+            f"correct it there."
         )
     return DeviceMesh(shape=tuple(mesh.values()), axis_names=tuple(mesh))
 

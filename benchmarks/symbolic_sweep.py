@@ -76,7 +76,8 @@ def measure(case: Case) -> Row:
     gc.collect()
     start_s = time.perf_counter()
     swept = plan(cluster, "n")
-    found = {n: (swept.objective(n), swept.memory(n), float(swept.traffic(n))) for n in swept.values}
+    of = {n: regime for regime in swept.regimes for n in regime.values}
+    found = {n: (swept.objective(n), of[n].memory_at(n), of[n].traffic_at(n)) for n in swept.values}
     sweep_s = time.perf_counter() - start_s
     gc.collect()
     start_s = time.perf_counter()

@@ -94,7 +94,8 @@ def early(name, n, rest=(), device="h100-sxm"):
 def same_as_concrete(plan, n, concrete):
     """Memory and traffic of the formulas against those of the plan that was made for ``n`` alone."""
     regime = plan.regime(n)
-    assert plan.memory(n) == concrete.memory
+    assert plan.memory(n) == regime.memory_at(n) == concrete.memory
+    assert plan.traffic(n) == regime.traffic_at(n)
     for word, formula in regime.memory.items():
         assert formula.at(n) == getattr(concrete.memory, word), word
     formulas = [(c.kind, c.axes, c.size_bytes.at(n), c.count, c.op, c.tensor) for c in regime.collectives]

@@ -41,14 +41,15 @@ class SymbolicCluster:
                 f"devices_per_host={devices_per_host!r} is no number of devices. A whole number of at least 1 is allowed; "
                 f"only {name!r} itself stays open. {where}: give e.g. devices_per_host=8."
             )
-        listed = list(values) if isinstance(values, Iterable) and not isinstance(values, str) else [values]
+        listed: list[object] = [*values] if isinstance(values, Iterable) and not isinstance(values, str) else [values]
+        numbers = {v for v in listed if isinstance(v, int) and _whole(v)}
         wrong = [v for v in listed if not _whole(v)]
-        if wrong or not listed:
+        if wrong or not numbers:
             raise ClusterError(
                 f"values={values!r} holds {repr(wrong[0]) if wrong else 'no number'}. The values of {name!r} are whole "
                 f"numbers of at least 1, and there is at least one. {where}: give e.g. values=range(1, 65)."
             )
-        return cls(name, Cluster.of(device, devices_per_host=devices_per_host), tuple(sorted(set(listed))))
+        return cls(name, Cluster.of(device, devices_per_host=devices_per_host), tuple(sorted(numbers)))
 
     def specialize(self, n: int, *, others: int = 1) -> Cluster:
         """The cluster for ``n`` workers along the symbolic axis and ``others`` devices for each: as few hosts as hold them."""

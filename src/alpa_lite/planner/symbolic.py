@@ -68,7 +68,7 @@ class SymbolicTask:
 class SymbolicPlan:
     """Plans for all values of a symbolic cluster. Made by ``al.plan(fn, *args, cluster=al.Cluster.symbolic(...))``.
 
-    Every number is planned when it is first asked for; ``regimes``, ``breakpoints`` and printing ask for all of them.
+    Every number is planned when it is first asked for; ``regime``, ``regimes``, ``breakpoints`` and printing ask for all of them.
 
     Example:
         >>> cluster = al.Cluster.symbolic("n", device="h100-sxm", devices_per_host=8, values=range(1, 65))
@@ -132,12 +132,8 @@ class SymbolicPlan:
         Raises:
             AlpaLiteError: as for ``specialize``.
         """
-        chosen = self._number(n, {})
-        found = next((r for r in self.regimes if chosen in r.values), None)
-        if found is None:
-            self.specialize(chosen)  # says why there is no plan
-            raise AssertionError("a number with a plan has a regime")
-        return found
+        self._found(n)
+        return next(r for r in self.regimes if n in r.values)
 
     @property
     def breakpoints(self) -> tuple[int, ...]:
@@ -152,16 +148,25 @@ class SymbolicPlan:
 
     def memory(self, n: int) -> MemoryProfile:
         """Bytes per device with ``n`` workers."""
-        return self.regime(n).memory_at(n)
+        peak = self._found(n).peak
+        assert peak is not None
+        return peak.profile
 
     def traffic(self, n: int) -> Fraction:
         """Bytes that each device sends in one step with ``n`` workers."""
-        return self.regime(n).traffic_at(n)
+        self._found(n)
+        return self._regime((n,)).traffic_at(n)
 
     def objective(self, n: int) -> float:
         """What one step costs with ``n`` workers, in the cost convention's unit (seconds by default)."""
-        self.regime(n)
-        return self._result(n).objective
+        return self._found(n).objective
+
+    def _found(self, n: int) -> MeshResult:
+        """The result for a number that has a plan; raises as ``specialize`` does."""
+        result = self._result(self._number(n, {}))
+        if result.realised is None:
+            self.specialize(n)  # says why there is no plan
+        return result
 
     def smallest(self, *, memory_budget_bytes: float) -> int:
         """The smallest number of workers for which there is a plan within a budget, found as ``al.plan`` would with it.

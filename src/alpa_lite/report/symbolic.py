@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from fractions import Fraction
 from os import PathLike
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from alpa_lite.errors import AlpaLiteError
-
-if TYPE_CHECKING:
-    from alpa_lite.planner.symbolic import SymbolicPlan
+from alpa_lite.plan.records import MemoryProfile
 
 _COLOURS = ("#1f6f8b", "#d1495b", "#2e933c", "#8d6a9f", "#edae49", "#5c6b73", "#00798c", "#a44a3f")
 _PARTS = (  # of memory at the peak, bottom up: categories, label, colour
@@ -21,7 +21,37 @@ _PARTS = (  # of memory at the peak, bottom up: categories, label, colour
 )
 
 
-def draw_symbolic(plan: SymbolicPlan, path: str | PathLike[str], **budgets: float) -> None:
+class Numbers(Protocol):
+    """Some numbers of workers."""
+
+    @property
+    def values(self) -> tuple[int, ...]: ...
+
+
+class PlansByNumber(Protocol):
+    """What is drawn of a ``planner.symbolic.SymbolicPlan``."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def values(self) -> tuple[int, ...]: ...
+
+    @property
+    def without_plan(self) -> tuple[int, ...]: ...
+
+    @property
+    def breakpoints(self) -> tuple[int, ...]: ...
+
+    @property
+    def regimes(self) -> Sequence[Numbers]: ...
+
+    def memory(self, n: int) -> MemoryProfile: ...
+
+    def traffic(self, n: int) -> Fraction: ...
+
+
+def draw_symbolic(plan: PlansByNumber, path: str | PathLike[str], **budgets: float) -> None:
     """Draws the picture; every number with a plan is a bar, numbers with the same plan share a colour below.
 
     Args:
@@ -52,7 +82,7 @@ def draw_symbolic(plan: SymbolicPlan, path: str | PathLike[str], **budgets: floa
     figure.savefig(path, dpi=140)
 
 
-def _draw_memory(axes: Any, plan: SymbolicPlan, shown: list[int], budgets: dict[str, float]) -> None:
+def _draw_memory(axes: Any, plan: PlansByNumber, shown: list[int], budgets: dict[str, float]) -> None:
     places = range(len(plan.values))
     at = dict(zip(plan.values, places, strict=True))
     floor = [0.0] * len(shown)
@@ -73,7 +103,7 @@ def _draw_memory(axes: Any, plan: SymbolicPlan, shown: list[int], budgets: dict[
     axes.legend(fontsize=8, frameon=False)
 
 
-def _draw_traffic(axes: Any, plan: SymbolicPlan, shown: list[int]) -> None:
+def _draw_traffic(axes: Any, plan: PlansByNumber, shown: list[int]) -> None:
     at = {n: place for place, n in enumerate(plan.values)}
     for number, regime in enumerate(plan.regimes):
         values = [n for n in regime.values if n in shown]

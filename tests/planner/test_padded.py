@@ -139,6 +139,21 @@ def test_pin_moves_inside():
     assert any("holds as [x,_] for the padded form of 0/0/wte" in note for note in plan.notes)
 
 
+def test_pin_of_a_result():
+    step, args, plan = planned(10, (4,), pins={"out/2/wte": P("x", None)})
+    [padding] = plan.paddings
+    assert plan.output_paths[padding.pins[0][0] - len(plan.inputs)] == "out/2/wte" and padding.shards == 4
+    exact(step, args, plan)
+
+
+def test_pin_of_a_result_that_is_an_argument():
+    step = jax.jit(lambda x: (x, x.sum()))
+    args = (np.arange(10, dtype=np.float32),)
+    plan = al.plan(step, *args, cluster=al.Cluster.parse("1x4:cpu"), pins={"out/0": P("x")})
+    assert plan.paddings[0].shards == 4
+    exact(step, args, plan, donate=())
+
+
 def test_pin_of_a_tensor_inside():
     def step(w, x):
         return jnp.sum(al.pin(x @ w, P(None, "x")) ** 2)

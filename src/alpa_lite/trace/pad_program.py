@@ -145,14 +145,18 @@ class _Rewriter:
             if op.name == "optimization_barrier":
                 self._prepare_barrier(index)
             self._rewrite(index, op)
-        outputs = []
-        for position, out in enumerate(flat.outputs):
-            text = self.out_pins.get(position)
-            if text and not isinstance(out, Literal):
-                dims = frozenset(d for v, d in self.sizes if v == out)
-                self._pin(out, self._version(out, dims), dims, text)
-            outputs.append(out if isinstance(out, Literal) else self._version(out, frozenset()).id)
+        outputs = [self._output(position, out) for position, out in enumerate(flat.outputs)]
         return FlatJaxpr(self.avals, self.ops, flat.inputs, outputs, flat.constants)
+
+    def _output(self, position: int, out: Any) -> Any:
+        """A result at its true size, cut from the pinned form if there is one."""
+        if isinstance(out, Literal):
+            return out
+        dims = frozenset(d for v, d in self.sizes if v == out)
+        if position not in self.out_pins or not dims:
+            return self._version(out, frozenset()).id
+        pinned = self._pinned(out, self._version(out, dims), self.out_pins[position])
+        return self._resized(out, pinned, {d: self._true_size(out, d) for d in dims}, None).id
 
     def _prepare_barrier(self, index: int) -> None:
         """All tensors of one barrier are brought to their sizes before it: lowering wants its ops in one run."""
@@ -182,7 +186,7 @@ class _Rewriter:
         if dims - made:
             version = self._resized(value, version, {d: self.sizes[value, d] for d in dims - made}, near)
         if value in self.in_pins and not made:
-            version = self._pin(value, version, dims, self.in_pins[value])
+            version = self._pinned(value, version, self.in_pins[value])
         self.versions[value, dims] = version
         return version
 
@@ -201,13 +205,8 @@ class _Rewriter:
         kept = {d: beside(f, Fill.ZERO) for d, f in version.fills.items()}
         return _Version(made, {**kept, **dict.fromkeys(sizes, Fill.ZERO)})
 
-    def _pin(self, value: int, version: _Version, dims: frozenset[int], text: str) -> _Version:
-        made = self._form(value, lambda x: pin_p.bind(x, pinned=text), version, None)
-        self.versions[value, dims] = _Version(made, version.fills)
-        # What has left the padded part before must come from the pinned form now.
-        for key in [k for k in self.versions if k[0] == value and k[1] != dims and self.made.get(value)]:
-            del self.versions[key]
-        return self.versions[value, dims]
+    def _pinned(self, value: int, version: _Version, text: str) -> _Version:
+        return _Version(self._form(value, lambda x: pin_p.bind(x, pinned=text), version, None), version.fills)
 
     def _masked(self, value: int, dims: frozenset[int], dim: int, fill: Fill, near: FlatOp) -> None:
         """Set the padding; whoever reads the padded value later reads the masked one."""

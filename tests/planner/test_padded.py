@@ -59,7 +59,7 @@ def test_vocabulary_of_gpt2(shape):
     step, args, plan = planned(50257, shape, pins=PINNED)
     [padding] = plan.paddings
     devices = math.prod(shape)
-    assert (padding.dim, padding.size, padding.padded) == ("0/0/bias dim 0", 50257, -(-50257 // devices) * devices)
+    assert (padding.dim, padding.size, padding.padded) == ("0/0/wte dim 0", 50257, -(-50257 // devices) * devices)
     assert padding.shards >= shape[0]
     exact(step, args, plan)
     check_plan(plan)

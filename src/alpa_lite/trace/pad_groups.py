@@ -7,6 +7,7 @@ only ends there.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -41,7 +42,7 @@ class PadGroup:
     """Dims that are padded together or not at all.
 
     Attributes:
-        name: an argument and its dim, e.g. "0/params/wte dim 0"; "op 12 dim 1" where no argument has the dim.
+        name: the largest argument and its dim, e.g. "0/params/wte dim 0"; "%34 of op 12 dim 1" where no argument has the dim.
         size: of the dims.
         places: (value, dim) pairs in the program or body ``region``.
         region: "" or a body's path with a dot, e.g. "12.0.".
@@ -177,9 +178,10 @@ def _groups(
         members.setdefault(union.find(place), []).append(place)
     argument = {value: position for position, value in enumerate(program.inputs)}
     for places in members.values():
-        named = next((p for p in places if p[0] in argument and program.input_paths), None)
-        value, dim = named or places[0]
-        owner = program.input_paths[argument[value]] if named else f"op {region}{made_by.get(value, 'in')}"
+        named = [p for p in places if p[0] in argument] if program.input_paths else []
+        value, dim = max(named, key=lambda p: math.prod(flat.avals[p[0]].shape)) if named else places[0]
+        made = f"%{value} of op {region}{made_by[value]}" if value in made_by else f"%{value} into {region}"
+        owner = program.input_paths[argument[value]] if named else made
         size = flat.avals[value].shape[dim]
         yield PadGroup(name=f"{owner} dim {dim}", size=size, places=frozenset(places), region=region)
     for index, (op, mirror) in enumerate(zip(flat.ops, program.ops, strict=True)):

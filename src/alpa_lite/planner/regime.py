@@ -107,11 +107,11 @@ class Regime:
         """
         if n in self.values:
             return n
-        where = "another regime holds it" if n in self.others else "it is not among the values of the symbolic cluster"
+        where = "another regime holds it" if n in self.others else "no regime of the symbolic plan holds it"
         raise AlpaLiteError(
             f"{self.name} = {n!r} is outside of this regime. Its formulas hold for {self.name} in {ranges(self.values)} "
             f"(condition: {self.condition}); {where}. Ask plan.regime({n!r}) or plan.specialize({n!r}) of the symbolic plan"
-            f"{'' if n in self.others else ', made with values that hold it'}."
+            f"{'' if n in self.others else ', made with values that hold it, for why'}."
         )
 
     def memory_at(self, n: int) -> MemoryProfile:
@@ -138,14 +138,14 @@ class Regime:
 
 
 def regime_of(
-    task: MeshTask, result: MeshResult, axis: str, name: str, values: tuple[int, ...], known: Iterable[int]
+    task: MeshTask, result: MeshResult, axis: str, name: str, values: tuple[int, ...], planned: Iterable[int]
 ) -> Regime:
     """The regime of the plan that was found on a mesh whose axis ``axis`` has one of ``values`` devices.
 
     Args:
         task, result: what was planned, and the plan.
         axis: whose size is the number of workers; ``name`` is what the number is called.
-        values: the numbers with this plan; ``known`` are all that are considered.
+        values: the numbers with this plan; ``planned`` are all that have one.
     """
     mesh, written = result.mesh, result.realised
     assert written is not None and result.peak is not None
@@ -169,7 +169,7 @@ def regime_of(
         local_shapes={path: _local_shape(shapes[path], spec, mesh, axis, name) for path, spec in specs.items()},
         specs=specs,
         profile=profile,
-        others=tuple(sorted(set(known) - set(values))),
+        others=tuple(sorted(set(planned) - set(values))),
     )
 
 

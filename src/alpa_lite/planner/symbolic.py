@@ -118,13 +118,14 @@ class SymbolicPlan:
                 written = self._written(n)
                 if written is not None:
                     alike.setdefault(_decided(written), []).append(n)
-            self._regimes = tuple(self._regime(tuple(numbers)) for numbers in alike.values())
+            planned = tuple(n for numbers in alike.values() for n in numbers)
+            self._regimes = tuple(self._regime(tuple(numbers), planned) for numbers in alike.values())
         return self._regimes
 
-    def _regime(self, numbers: tuple[int, ...]) -> Regime:
+    def _regime(self, numbers: tuple[int, ...], planned: tuple[int, ...]) -> Regime:
         largest = numbers[-1]
         task, _ = self._task.at(largest)
-        return regime_of(task, self._result(largest), self._task.axis, self.name, numbers, self.values)
+        return regime_of(task, self._result(largest), self._task.axis, self.name, numbers, planned)
 
     def regime(self, n: int) -> Regime:
         """The regime of one number.
@@ -155,7 +156,7 @@ class SymbolicPlan:
     def traffic(self, n: int) -> Fraction:
         """Bytes that each device sends in one step with ``n`` workers."""
         self._found(n)
-        return self._regime((n,)).traffic_at(n)
+        return self._regime((n,), ()).traffic_at(n)
 
     def objective(self, n: int) -> float:
         """What one step costs with ``n`` workers, in the cost convention's unit (seconds by default)."""

@@ -65,6 +65,7 @@ def test_vocabulary_of_gpt2(shape):
     check_plan(plan)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("shape", [(4,), (2, 4)], ids=str)
 def test_size_10_over_4(shape):
     step, args, plan = planned(10, shape, pins={"0/0/wte": P(("x", "y")[len(shape) - 1], None)})
@@ -73,6 +74,7 @@ def test_size_10_over_4(shape):
     exact(step, args, plan)
 
 
+@pytest.mark.medium
 def test_padding_is_taken_where_it_wins_and_said_so():
     """GPT-2's vocabulary and width, planned for GPUs: the loss is split over the vocabulary."""
     cluster = al.Cluster.parse("1x8:h100-sxm")
@@ -112,6 +114,7 @@ def test_waste_is_what_the_tensors_of_the_plan_hold(vocabulary, padded, shape):
     assert padding.waste_s == pytest.approx(seconds) and 0 < seconds < plan.objective
 
 
+@pytest.mark.medium
 def test_state_is_donated_and_keeps_its_size():
     step, args, plan = planned(10, (4,), pins=PINNED)
     compiled = exact(step, args, plan)
@@ -121,6 +124,7 @@ def test_state_is_donated_and_keeps_its_size():
     assert compiled.compiled.memory_analysis().alias_size_in_bytes >= state
 
 
+@pytest.mark.medium
 def test_a_plan_with_padding_is_saved_and_bound(tmp_path):
     step, args, plan = planned(10, (4,), pins=PINNED)
     plan.save(tmp_path / "plan.json")
@@ -139,6 +143,7 @@ def test_pin_moves_inside():
     assert any("holds as [x,_] for the padded form of 0/0/wte" in note for note in plan.notes)
 
 
+@pytest.mark.medium
 def test_pin_of_a_result():
     step, args, plan = planned(10, (4,), pins={"out/2/wte": P("x", None)})
     [padding] = plan.paddings

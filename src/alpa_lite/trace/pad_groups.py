@@ -28,7 +28,7 @@ Factors = dict[int, Positions]  # by factor of an op's rule
 _MODES = (GatherScatterMode.CLIP, GatherScatterMode.FILL_OR_DROP, GatherScatterMode.PROMISE_IN_BOUNDS)
 _BITS = frozenset(["threefry2x32", "bitcast_convert_type"])  # what they make depends on more than the element
 _SHAPE_OPS = frozenset(
-    ["broadcast_in_dim", "transpose", "squeeze", "expand_dims", "iota", "stop_gradient", "dot_general", "pad_mask"]
+    ["broadcast_in_dim", "transpose", "squeeze", "expand_dims", "iota", "stop_gradient", "dot_general"]
 )
 _REDUCTIONS = frozenset(["reduce_sum", "reduce_max", "reduce_min"])
 _RUNNING = frozenset(["cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"])

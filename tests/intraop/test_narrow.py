@@ -40,3 +40,15 @@ def test_ties_are_decided_the_same_way_every_time():
     costs = [np.zeros((3, 3)) for _ in range(3)]
     unary = [np.zeros(3) for _ in range(3)]
     assert solve_narrow(unary, (0, 1, 0), (1, 2, 2), costs) == [0, 0, 0]
+
+
+def test_all_tables_together_may_be_capped():
+    rng = np.random.default_rng(1)
+    unary = [rng.random(4) for _ in range(30)]
+    chain = [(i, i + 1) for i in range(29)]
+    left, right = zip(*chain, strict=True)
+    costs = [rng.random((4, 4)) for _ in chain]
+    entries = 29 * 4 * 4 + 4  # a table over a node and its neighbour each, and the last node alone
+    free = solve_narrow(unary, left, right, costs)
+    assert free == solve_narrow(unary, left, right, costs, max_entries=entries)
+    assert solve_narrow(unary, left, right, costs, max_entries=entries - 1) is None

@@ -244,17 +244,27 @@ class SymbolicPlan:
         known = [m for m, r in self._results.items() if isinstance(r, MeshResult) and self._indivisible(m)]
         if len(self._task.task.options.mesh_shape or ()) > 1:
             # Beside other axes, an axis of one device is not the same as one that cannot be used: it has fewer layouts.
-            known = [m for m in known if (m > 1) == (n > 1) and self._other_prices(m) == self._other_prices(n)]
-        found = self._results[known[0]] if known else None
+            known = [m for m in known if (m > 1) == (n > 1)]
+        prices = self._unsplit_prices(n) if known else None
+        found = next(
+            (self._results[m] for m in known if prices is not None and self._unsplit_prices(m) == prices), None
+        )
         return found if isinstance(found, MeshResult) else None
 
-    def _other_prices(self, n: int) -> list[tuple[float, float]]:
-        """Prices of all collectives over axes of fixed size, with ``n`` workers."""
+    def _unsplit_prices(self, n: int) -> list[float | tuple[float, float]] | None:
+        """All prices with ``n`` workers that matter where their axis splits nothing; None if it must split something.
+
+        Those of collectives over the other axes, and what repeating a contraction along the axis costs.
+        """
         task, mesh = self._task.at(n)
         costs = task_costs(task, self._task.cluster.specialize(n, others=mesh.num_devices // n), mesh)
+        if costs.rules.sharded_contractions:
+            return None
         others = [a for a in mesh.axis_names if a != self._task.axis]
-        groups = [axes for count in range(1, len(others) + 1) for axes in combinations(others, count)]
-        return [costs.linear(kind, axes) for kind in CollectiveKind for axes in groups]
+        groups = [axes for count in range(len(others) + 1) for axes in combinations(others, count)]
+        moved = [costs.linear(kind, axes) for kind in CollectiveKind for axes in groups if axes]
+        idle = [(self._task.axis, *axes) if n > 1 else axes for axes in groups]
+        return [*moved, *(costs.heavy_replication(axes, 1.0) if axes else 0.0 for axes in idle)]
 
     def _indivisible(self, n: int) -> bool:
         return n == 1 or all(size % n for size in self._sizes)

@@ -54,7 +54,7 @@ def draw() -> None:
     options = al.PlanOptions(mesh_shape=("n",))
     plan = al.plan(seven_b.step, *seven_b.ARGS, cluster=cluster, donate_argnums=0, options=options)
     PICTURE.parent.mkdir(exist_ok=True)
-    plan.plot(PICTURE, nine_tenths_of_16_GiB=0.9 * 16 * 2**30)
+    plan.plot(PICTURE, budget=0.9 * cluster.host.device.memory_bytes)
 
 
 if __name__ == "__main__":

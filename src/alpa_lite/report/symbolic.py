@@ -99,6 +99,7 @@ def _draw_memory(axes: Any, plan: PlansByNumber, shown: list[int], budgets: dict
     for n in plan.without_plan:
         axes.text(at[n], 0, "no plan", rotation=90, ha="center", va="bottom", fontsize=7, color="#777777")
     axes.set_xlim(-0.6, len(plan.values) - 0.4)
+    axes.set_ylim(top=1.08 * max([*floor, *(size / 1e9 for size in budgets.values())]))
     axes.set_ylabel("GB per device at the peak")
     axes.legend(fontsize=8, frameon=False)
 
@@ -114,6 +115,6 @@ def _draw_traffic(axes: Any, plan: PlansByNumber, shown: list[int]) -> None:
         axes.axvline(at[n] - 0.5, color="#cccccc", linewidth=0.8, zorder=0)
     axes.set_ylabel("GB sent per device in a step")
     axes.set_xlabel(f"{plan.name} (a line where the best plan changes)")
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(bottom=0, top=1.08 * axes.get_ylim()[1])
     axes.set_xticks(list(at.values()), [str(n) for n in at])
     axes.legend(fontsize=8, frameon=False, ncols=2)

@@ -256,7 +256,9 @@ def reports(program: Program, mesh: DeviceMesh, decisions: tuple[OpDecision, ...
     notes = []
     indivisible: dict[str, str] = {}
     pads = [(op.inputs[0], program.values[op.outputs[0]].shape) for op in program.ops if op.primitive == "pad"]
-    padded = {(v, dim) for v, shape in pads if v >= 0 for dim, n in enumerate(shape) if n > program.values[v].shape[dim]}
+    padded = {
+        (v, dim) for v, shape in pads if v >= 0 for dim, n in enumerate(shape) if n > program.values[v].shape[dim]
+    }
     for path, value in zip(program.input_paths, program.inputs, strict=True):
         for dim, size in enumerate(program.values[value].shape):
             if (value, dim) in padded:

@@ -602,3 +602,16 @@ def test_partial_sums_pass_linear_ops_only(fn, linear):
     program = trace(fn, (floats(8, 8),), {}).program
     (op,) = [op for op in program.ops if 0 in program.outputs or program.outputs[0] in op.outputs]
     assert bool([g for g in op.rule.linear if g]) is linear, f"{op.primitive} {op.rule}"
+
+
+def test_truth_values_are_never_partial_sums():
+    def fn(x):
+        return jnp.where(x > 0, jnp.zeros(x.shape, bool), x < 1)
+
+    program = trace(fn, (jax.ShapeDtypeStruct((8, 8), "float32"),), {}).program
+    assert all(not op.rule.linear for op in program.ops)
+
+
+def test_a_slice_that_starts_too_late_is_clamped_before_it_is_cut_into_tiles():
+    fn, args = FAMILIES["slices"]()["dynamic_slice_clamps"]
+    check(fn, args, (2, 2, 2), seeds=[10])

@@ -93,8 +93,6 @@ def _local_params(op: LocalOp) -> dict[str, Any]:
     elif op.name == "tile":
         operand = op.operands[0].local_shape(op.operand_shapes[0], op.mesh)
         params["reps"] = tuple(made // size for made, size in zip(op.local_result(), operand, strict=True))
-    elif op.name == "dynamic_slice":
-        params["slice_sizes"] = op.local_result()
     elif op.name == "slice":
         local = op.operands[0].local_shape(op.operand_shapes[0], op.mesh)
         limits = op.params["limit_indices"]
@@ -212,9 +210,21 @@ def _once(op: LocalOp, inputs: list[Any]) -> Any:
     return lax.cond(tile_index(op.mesh.axis_names, op.mesh) == 0, report, list)
 
 
+def _dynamic_slice(op: LocalOp, inputs: list[Any]) -> Any:
+    """Starts are clamped here: XLA adds up the starts of two slices in a row, and forgets that it clamps the first one's."""
+    x, *starts = inputs
+    sizes = op.local_result()
+    starts = [
+        lax.clamp(jnp.zeros_like(start), start, jnp.asarray(whole - size, jnp.result_type(start)))
+        for start, whole, size in zip(starts, x.shape, sizes, strict=True)
+    ]
+    return lax.dynamic_slice_p.bind(x, *starts, slice_sizes=sizes)
+
+
 _SPECIAL: dict[str, Callable[[LocalOp, list[Any]], Any]] = {
     "iota": _iota,
     "random_bits": _random_bits,
+    "dynamic_slice": _dynamic_slice,
     "gather": _gather,
     "pad_mask": _pad_mask,
     "pin": lambda op, inputs: inputs[0],

@@ -289,6 +289,8 @@ def _linear_groups(op: FlatOp, flat: FlatJaxpr) -> tuple[tuple[int, ...], ...]:
 
 def _is_linear(op: FlatOp, flat: FlatJaxpr) -> bool:
     """False for ops of the tables above whose parameters or types make them non-linear."""
+    if _is_bool(op, flat):  # truth values do not add up
+        return False
     if op.name == "div":  # integers are rounded
         return bool(jax.numpy.issubdtype(flat.avals[op.all_outputs[0]].dtype, jax.numpy.inexact))
     if op.name == "gather" and op.params["mode"] == jax.lax.GatherScatterMode.FILL_OR_DROP:
@@ -298,6 +300,10 @@ def _is_linear(op: FlatOp, flat: FlatJaxpr) -> bool:
             fill is None and bool(jax.numpy.issubdtype(flat.avals[op.all_outputs[0]].dtype, jax.numpy.inexact))
         )
     return True
+
+
+def _is_bool(op: FlatOp, flat: FlatJaxpr) -> bool:
+    return getattr(flat.avals[op.all_outputs[0]], "dtype", None) == bool
 
 
 def _is_zero(literal: Any) -> bool:
@@ -412,7 +418,7 @@ def _own_rule(op: FlatOp, flat: FlatJaxpr) -> OpShardingRule | None:
     if op.name == "broadcast_in_dim" and isinstance(op.inputs[0], Literal) and len(op.inputs) == 1:
         rule = _free_result_rule(op, flat, "a broadcast literal is the same in every tile")
         # Zero is a partial sum of zero: an empty linear group lets the result start out unreduced.
-        return replace(rule, linear=((),)) if _is_zero(op.inputs[0]) else rule
+        return replace(rule, linear=((),)) if _is_zero(op.inputs[0]) and not _is_bool(op, flat) else rule
     if op.name == "shard_map":
         return replicated_rule(op, flat, "laid out by the user's own shard_map", origin="own")
     if op.name in ("pin", "optimization_barrier", "sharding_constraint", "copy_p", "device_put"):

@@ -303,7 +303,7 @@ def _is_linear(op: FlatOp, flat: FlatJaxpr) -> bool:
 
 
 def _is_bool(op: FlatOp, flat: FlatJaxpr) -> bool:
-    return getattr(flat.avals[op.all_outputs[0]], "dtype", None) == bool
+    return str(getattr(flat.avals[op.all_outputs[0]], "dtype", "")) == "bool"
 
 
 def _is_zero(literal: Any) -> bool:

@@ -18,7 +18,7 @@ import alpa_lite as al
 from alpa_lite import api
 from alpa_lite.errors import AlpaLiteError
 from alpa_lite.executor.local import local_mesh
-from alpa_lite.plan.codec import encode_plan
+from alpa_lite.plan.encode import encode_plan
 
 CLUSTER = al.Cluster.parse("1x8:cpu")
 MESH = al.PlanOptions(mesh_shape=(2, 4), axis_names=("data", "model"))

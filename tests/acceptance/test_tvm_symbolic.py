@@ -23,7 +23,7 @@ from alpa_lite.costs.conversion import Conversions
 from alpa_lite.errors import MemoryBudgetError
 from alpa_lite.executor.local import runnable
 from alpa_lite.intraop.strategies import UNUSED, enumerate_strategies
-from alpa_lite.plan.codec import encode_plan
+from alpa_lite.plan.encode import encode_plan
 from alpa_lite.trace.program import trace
 from examples import seven_b
 from examples.registry import EXAMPLES

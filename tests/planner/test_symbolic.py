@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import alpa_lite as al
-from alpa_lite.plan.codec import encode_plan
+from alpa_lite.plan.encode import encode_plan
 from alpa_lite.planner import symbolic
 
 CLUSTER = al.Cluster.symbolic("n", device="h100-sxm", devices_per_host=8, values=(1, 2, 4, 5, 7, 11))

@@ -172,7 +172,7 @@ def _scatter(op: LocalOp, inputs: list[Any]) -> Any:
     mask: Any = None
     for component, dim in enumerate(numbers.scatter_dims_to_operand_dims):
         axes = op.operands[0].dims[dim]
-        if axes:  # only of a scatter-add, see trace.rules
+        if axes:  # only of a scatter-add, see trace.blocked
             index = indices[..., component]
             if params["mode"] == lax.GatherScatterMode.CLIP:
                 index = jnp.clip(index, 0, op.operand_shapes[0][dim] - 1)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from alpa_lite.errors import PlanFileError
 from alpa_lite.plan.check import plan_faults
-from alpa_lite.plan.codec import decode_fields
+from alpa_lite.plan.decode import decode_fields
 from alpa_lite.plan.plan import Plan
 
 

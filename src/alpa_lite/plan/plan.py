@@ -15,8 +15,8 @@ from alpa_lite.core.collective import Collective
 from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.core.spec import ShardingSpec
 from alpa_lite.errors import AlpaLiteError
-from alpa_lite.plan.codec import encode_plan
 from alpa_lite.plan.cost_table import CostTable, cost_table, layout_schedule
+from alpa_lite.plan.encode import encode_plan
 from alpa_lite.plan.files import write_atomically
 from alpa_lite.plan.records import (
     Leaf,

@@ -18,8 +18,8 @@ from jax.lax import GatherScatterMode
 from alpa_lite._jax_compat import Literal
 from alpa_lite.core.program import Program
 from alpa_lite.core.rule import FactorKind, OpShardingRule
+from alpa_lite.trace.elementwise import ELEMENTWISE
 from alpa_lite.trace.flatten import FlatJaxpr, FlatOp
-from alpa_lite.trace.rules import ELEMENTWISE
 
 Place = tuple[int, int]  # (value id, dim)
 Positions = tuple[list[tuple[int, int]], list[tuple[int, int]]]  # (operand, dim)s and (result, dim)s

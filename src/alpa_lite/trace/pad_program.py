@@ -21,13 +21,13 @@ from alpa_lite._jax_compat import Literal
 from alpa_lite.core.program import Op, Program
 from alpa_lite.core.rule import FactorKind
 from alpa_lite.core.rule_text import NamedRule
+from alpa_lite.trace.elementwise import ELEMENTWISE
 from alpa_lite.trace.fills import Fill, beside, elementwise_fill, joined, literal_fill, product
 from alpa_lite.trace.flatten import FlatJaxpr, FlatOp, flatten
 from alpa_lite.trace.pad_groups import Factors, PadGroup, Place, is_anchor, places_of, tied_ops
 from alpa_lite.trace.pad_mask import pad_mask_p
 from alpa_lite.trace.pin_op import pin_p
 from alpa_lite.trace.program import Traced, build_program
-from alpa_lite.trace.rules import ELEMENTWISE
 
 _NEUTRAL = {"reduce_sum": Fill.ZERO, "reduce_max": Fill.LOWEST, "reduce_min": Fill.HIGHEST, "scatter-add": Fill.ZERO}
 _PRODUCTS = ("dot_general", "conv_general_dilated")

@@ -17,10 +17,11 @@ from alpa_lite.core.rule import OpShardingRule
 from alpa_lite.core.rule_text import NamedRule
 from alpa_lite.core.spec import ShardingSpec
 from alpa_lite.errors import AlpaLiteError, TraceError
+from alpa_lite.trace.elementwise import ELEMENTWISE
 from alpa_lite.trace.flatten import FlatJaxpr, FlatOp, flatten
 from alpa_lite.trace.paths import leaf_paths
 from alpa_lite.trace.rule_check import check_user_ops
-from alpa_lite.trace.rules import ELEMENTWISE, op_key, rules_for
+from alpa_lite.trace.rules import op_key, rules_for
 from alpa_lite.trace.user_rules import named_rules, operand_structs, shown_name
 
 _KEY_ITEMSIZE = 8  # a threefry key holds two uint32

@@ -1,0 +1,187 @@
+"""The plan file as msgspec objects: strict, versioned JSON; ``encode`` writes it, ``decode`` reads it.
+
+A plan of 14,000 ops repeats a few hundred layouts and strategies, so specs, strings, op strategies and steps are
+interned and referred to by position; collectives and leaves are rows. The tables are filled in order of first use, so
+the bytes are a function of the plan. Rows, not objects: ``columns`` in the file says what stands where.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from alpa_lite.core.collective import CollectiveKind
+from alpa_lite.plan.records import LeafRole
+
+FORMAT = "alpa_lite.plan"
+FORMAT_VERSION = 1
+
+
+class _Strict(msgspec.Struct, forbid_unknown_fields=True):
+    """An object of the file."""
+
+
+class _Row(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """A row of the file."""
+
+
+class Header(msgspec.Struct):
+    """Read first and leniently, so that a file of another version says so instead of naming some field."""
+
+    format: str = ""
+    format_version: int = 0
+
+
+class Mesh(_Strict):
+    shape: list[int]
+    axis_names: list[str]
+
+
+class LeafRow(_Row):
+    path: str
+    dtype: str
+    shape: list[int]
+    itemsize: int
+    spec: int
+    role: LeafRole
+    stage: int
+    pin: str
+
+
+class OpRow(_Row):
+    op: int
+    operands: list[int]
+    results: list[int]
+    time_s: float
+
+
+class CollectiveRow(_Row):
+    kind: CollectiveKind
+    axes: int
+    size_bytes: int
+    count: int
+    time_s: float
+    op: str
+    source: int
+    tensor: str
+
+
+class ConversionRow(_Row):
+    """``steps`` are rows of the step table; ``collectives`` as in the record."""
+
+    op: str
+    value: int
+    steps: list[int]
+    collectives: list[int]
+    made_by: str
+    cost: float
+    readers: int
+
+
+class StepRow(_Row):
+    """``kind`` is "" for a slice."""
+
+    kind: str
+    axes: int
+    source_dim: int
+    target_dim: int
+    before: int
+    after: int
+
+
+class SearchRow(_Row):
+    """``lower_bound`` is null where nothing was proven."""
+
+    objective: float
+    lower_bound: float | None
+    found_by: str
+
+
+class PaddingRow(_Row):
+    """``without`` is null where there is no plan without padding."""
+
+    dim: str
+    size: int
+    padded: int
+    shards: int
+    waste_bytes: int
+    waste_s: float
+    pins: list[tuple[int, str]]
+    without: float | None
+
+
+class Decisions(_Strict):
+    """``paths[i]`` is decided by row ``ops[i]`` of the op table."""
+
+    paths: list[str]
+    ops: list[int]
+
+
+class Stage(_Strict):
+    mesh: Mesh
+    submesh: tuple[int, int]
+    layers: list[int]
+    compute_s: float
+    penalty: float
+    memory: dict[str, int]
+    collectives: list[CollectiveRow]
+    conversions: list[ConversionRow]
+    decisions: Decisions
+
+
+class Candidate(_Strict):
+    mesh: Mesh
+    objective: float | None
+    lower_bound: float | None
+    peak_bytes: int | None
+    status: str
+    reason: str
+
+
+class Identity(_Strict):
+    fingerprint: str
+    cluster: str
+    calibration: str
+    jax_version: str
+    alpa_lite_version: str
+
+
+class Document(_Strict):
+    """A plan file. Fields are in reading order: what matters to a reader first, the long tables last."""
+
+    format: str
+    format_version: int
+    identity: Identity
+    objective: float
+    lower_bound: float
+    unit: str
+    status: str
+    costs: str
+    options: dict[str, Any]
+    pins: list[tuple[str, str]]
+    search: list[SearchRow]
+    paddings: list[PaddingRow]
+    notes: list[str]
+    mesh_table: list[Candidate]
+    columns: dict[str, list[str]]
+    inputs: list[LeafRow]
+    outputs: list[LeafRow]
+    specs: list[str]
+    strings: list[str]
+    axes: list[list[str]]
+    ops: list[OpRow]
+    steps: list[StepRow]
+    stages: list[Stage]
+
+
+ROWS: dict[str, type[_Row]] = {
+    "search": SearchRow,
+    "paddings": PaddingRow,
+    "inputs": LeafRow,
+    "outputs": LeafRow,
+    "ops": OpRow,
+    "steps": StepRow,
+}
+STAGE_ROWS: dict[str, type[_Row]] = {"collectives": CollectiveRow, "conversions": ConversionRow}
+COLUMNS = {table: list(kind.__struct_fields__) for table, kind in (ROWS | STAGE_ROWS).items()}

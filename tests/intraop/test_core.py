@@ -11,7 +11,7 @@ import pytest
 from alpa_lite.intraop.core import Core, Memory, extract_core, finite, restrict
 from alpa_lite.intraop.graph import CostGraph
 from alpa_lite.intraop.messages import Messages
-from alpa_lite.intraop.solve import _shifted
+from alpa_lite.intraop.proof import shifted
 from alpa_lite.intraop.tie import tie
 from tests.intraop.problems import random_problem
 
@@ -69,11 +69,11 @@ def test_shifted_core_has_the_same_costs_and_the_bound_as_its_constant() -> None
             messages.backward()
         if math.isinf(min(map(core.cost, choices(core)))):
             continue
-        shifted = _shifted(core, messages)
-        assert shifted.constant <= min(map(core.cost, choices(core))) + 1e-6
+        moved = shifted(core, messages)
+        assert moved.constant <= min(map(core.cost, choices(core))) + 1e-6
         for picks in choices(core):
-            assert shifted.cost(picks) == pytest.approx(core.cost(picks), abs=1e-6)
-        assert all(float(c.min()) >= 0 for c in (*shifted.unary, *shifted.costs))
+            assert moved.cost(picks) == pytest.approx(core.cost(picks), abs=1e-6)
+        assert all(float(c.min()) >= 0 for c in (*moved.unary, *moved.costs))
 
 
 def memory() -> Memory:

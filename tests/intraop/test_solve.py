@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from alpa_lite.intraop import solve as solver
+from alpa_lite.intraop import proof, state
 from alpa_lite.intraop.core import extract_core
 from alpa_lite.intraop.graph import CostGraph
 from alpa_lite.intraop.milp import Encoding
@@ -228,7 +228,7 @@ def test_memory_prices_come_near_the_exact_optimum(monkeypatch: pytest.MonkeyPat
     free = solve(replace(problem, usage_limit=None))
     assert exact.status == "optimal"
     assert free.peak_bytes > problem.usage_limit  # else the limit would be idle
-    monkeypatch.setattr(solver, "_MILP_PAIRS", 0)  # every core counts as large
+    monkeypatch.setattr(state, "_MILP_PAIRS", 0)  # every core counts as large
     priced = solve(problem)
     assert priced.status == "feasible"
     assert priced.peak_bytes <= problem.usage_limit
@@ -241,8 +241,8 @@ def test_large_cores_never_reach_the_milp(monkeypatch: pytest.MonkeyPatch) -> No
         def __init__(self, *args: object, **kwargs: object) -> None:
             raise AssertionError("a model was built")
 
-    monkeypatch.setattr(solver, "Encoding", Refuse)
-    monkeypatch.setattr(solver, "_MILP_PAIRS", 100)
+    monkeypatch.setattr(proof, "Encoding", Refuse)
+    monkeypatch.setattr(state, "_MILP_PAIRS", 100)
     solution = solve(layered(2))
     assert (solution.status, solution.limit_used) == ("feasible", "gap")
     assert 0 < solution.gap < 0.1

@@ -1,0 +1,79 @@
+"""The state of a search on one core: the best choice so far, and what is proven."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, field
+
+from alpa_lite.intraop.core import Core, finite
+from alpa_lite.intraop.prices import Prices
+from alpa_lite.intraop.problem import Array
+from alpa_lite.intraop.repair import improve
+from alpa_lite.plan.records import SearchStep
+
+_MILP_PAIRS = 600_000  # edge entries up to which the MILP is asked for a proof; HiGHS takes about 2 KB for each
+
+
+@dataclass(slots=True)
+class Search:
+    """The state of one search on one core."""
+
+    core: Core
+    deadline: float
+    unary: list[Array]
+    costs: tuple[Array, ...]
+    picks: list[int] | None = None
+    upper: float = math.inf
+    bound: float = -math.inf
+    proven_infeasible: bool = False
+    tied: bool = False
+    rows: int = 0
+    cutoff: float = math.inf
+    wish: list[int] | None = None  # a cheap choice that knows no limit
+    prices: Prices | None = None
+    rent: float = 0.0  # to be taken off the bound while the messages know the prices
+    found: list[SearchStep] = field(default_factory=list)
+    unit: float = 1.0
+
+    @classmethod
+    def of(cls, core: Core, deadline: float, cutoff: float, unit: float = 1.0) -> Search:
+        unary, costs = finite(core)
+        return cls(core, deadline, unary, costs, cutoff=cutoff, unit=unit)
+
+    @property
+    def gap(self) -> float:
+        return (self.upper - self.bound) / max(abs(self.upper), 1e-300) if self.picks is not None else math.inf
+
+    def tolerance(self, rel_gap: float) -> float:
+        """The relative gap that counts as closed."""
+        return tolerance_of(self.core, self.upper, rel_gap, self.unit) if self.picks is not None else rel_gap
+
+    @property
+    def too_dear(self) -> bool:
+        """Whether there is an answer and no better one can be cheap enough to matter."""
+        return self.picks is not None and self.bound > self.cutoff
+
+    @property
+    def out_of_time(self) -> bool:
+        return time.monotonic() > self.deadline
+
+    def offer(self, picks: list[int], *, tied: bool = False) -> None:
+        """Take a choice if it is allowed, fits and is cheaper."""
+        cost = self.core.cost(picks)
+        if cost < self.upper and self.core.fits(picks):
+            self.picks, self.upper, self.tied = list(picks), cost, tied
+            self.found.append(SearchStep(objective=cost, lower_bound=self.bound, found_by="search"))
+
+    def try_from(self, start: list[int], *, tied: bool = False) -> None:
+        self.offer(improve(self.core, self.unary, self.costs, start), tied=tied)
+
+
+def is_small(core: Core) -> bool:
+    """Whether a MILP of the core can be solved."""
+    return core.num_pairs <= _MILP_PAIRS
+
+
+def tolerance_of(core: Core, objective: float, rel_gap: float, unit: float) -> float:
+    """The relative gap at which an objective counts as optimal: whole costs leave less than one unit."""
+    return min(rel_gap, 0.5 * unit / max(abs(objective), unit)) if core.whole else rel_gap

@@ -1,18 +1,21 @@
-"""Draws ``images/conventions.png``: what the nine ways to split two Linears cost under slapo-2023-05, and of what."""
+"""What the nine ways to split two Linears cost under slapo-2023-05, and of what.
+
+``python -m docs.conventions`` draws ``images/conventions.png``.
+"""
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 import alpa_lite as al
+from docs import pages
 
-PICTURE = Path(__file__).resolve().parent / "images" / "conventions.png"
+PICTURE = pages.IMAGES / "conventions.png"
 WAYS = {"RRxRS": P(None, "x"), "RSxSR": P("x", None), "SRxRR": P()}
 PARTS = {"fc1 reduces": "tab:red", "between": "tab:orange", "fc2 reduces": "tab:purple", "result gathered": "tab:blue"}
 
@@ -47,12 +50,8 @@ def parts(fc1: str, fc2: str) -> tuple[al.Plan, Counter]:
     return plan, found
 
 
-def main() -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+def draw() -> None:
+    pyplot = pages.pyplot()
     schemes = [(*ways, *parts(*ways)) for ways in itertools.product(WAYS, repeat=2)]
     schemes.sort(key=lambda scheme: -scheme[2].objective)
     figure, axes = pyplot.subplots(figsize=(8, 4), layout="constrained")
@@ -64,12 +63,12 @@ def main() -> None:
         axes.text(left + 4e4, y, f"{plan.objective:,.0f}", va="center", fontsize=9)
     axes.set_yticks(range(len(schemes)), [f"{a}, {b}" for a, b, *_ in schemes])
     axes.set_xlim(0, 6.2e6)
-    axes.set_xlabel("elements moved (slapo-2023-05, 8 devices)")
+    axes.set_xticks([n * 1e6 for n in range(7)], map(str, range(7)))
+    axes.set_xlabel("millions of elements moved (slapo-2023-05, 8 devices)")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="upper right")
-    PICTURE.parent.mkdir(exist_ok=True)
-    figure.savefig(PICTURE, dpi=110)
+    pages.save(figure, PICTURE)
 
 
 if __name__ == "__main__":
-    main()
+    draw()

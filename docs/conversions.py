@@ -1,13 +1,9 @@
 """Writes what is generated on the page ``conversions.md``: the output of its example, and the picture.
 
-``python docs/conversions.py`` rewrites the page between its marks and draws ``images/conversion_graph.png``.
+``python -m docs.conversions`` rewrites the page between its marks and draws ``images/conversion_graph.png``.
 """
 
 from __future__ import annotations
-
-import contextlib
-import io
-from pathlib import Path
 
 import jax
 
@@ -17,11 +13,10 @@ from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.core.spec import ShardingSpec
 from alpa_lite.costs.conventions import cost_model
 from alpa_lite.costs.conversion import Conversions, step_price
+from docs import pages
 
-HERE = Path(__file__).resolve().parent
-PAGE = HERE / "conversions.md"
-PICTURE = HERE / "images" / "conversion_graph.png"
-MARK, END = "<!-- output -->\n", "<!-- end -->\n"
+PAGE = pages.DOCS / "conversions.md"
+PICTURE = pages.IMAGES / "conversion_graph.png"
 
 SHAPE = (1024, 1024)
 MESH = DeviceMesh(shape=(8,), axis_names=("x",))
@@ -38,22 +33,13 @@ HIGHLIGHTED = ("[_,_]+{x}", "[_,x]")
 
 
 def filled(text: str) -> str:
-    """The page's text with what its example prints."""
-    code = text.split("```python\n", 1)[1].split("```", 1)[0]
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        exec(compile(code, "conversions.md", "exec"), {})
-    head, rest = text.split(MARK)
-    return f"{head}{MARK}```text\n{printed.getvalue().rstrip()}\n```\n{END}{rest.split(END, 1)[1]}"
+    """The page's text with everything generated in its place."""
+    return pages.fill(text, {"output": pages.example_output(text, PAGE)})
 
 
 def draw() -> None:
     """Four specs of a matrix on a line of 8 devices, every single step with its price, one shortest path thick."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = pages.pyplot()
     costs = cost_model("roofline", al.Cluster.parse("1x8:h100-sxm"), MESH)
     made = Conversions(mesh=MESH, costs=costs)
     path = made.steps(*(ShardingSpec.parse(text) for text in HIGHLIGHTED), SHAPE, 4)
@@ -75,9 +61,7 @@ def draw() -> None:
         f"thick: the way from {HIGHLIGHTED[0]} to {HIGHLIGHTED[1]}",
         fontsize=12,
     )
-    PICTURE.parent.mkdir(exist_ok=True)
-    figure.savefig(PICTURE, dpi=110)
-    pyplot.close(figure)
+    pages.save(figure, PICTURE)
 
 
 def _node(axes, text: str):
@@ -121,7 +105,7 @@ def _arrow(axes, step: Step, boxes, colour: str, label: str, thick: bool) -> Non
 
 def main() -> None:
     jax.config.update("jax_num_cpu_devices", 8)
-    PAGE.write_text(filled(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    pages.rewrite(PAGE, filled)
     draw()
 
 

@@ -1,37 +1,32 @@
-"""Draws ``images/export.png``: which slices of the two weights of ``export.md`` each rank's folder holds."""
+"""Which slices of the two weights of ``export.md`` each rank's folder holds.
+
+``python -m docs.export`` draws ``images/export.png``.
+"""
 
 from __future__ import annotations
 
-import re
 import tempfile
 from pathlib import Path
 
 import jax
 
 import alpa_lite as al
+from docs import pages
 
-DOCS = Path(__file__).resolve().parent
-PICTURE = DOCS / "images" / "export.png"
+PAGE = pages.DOCS / "export.md"
+PICTURE = pages.IMAGES / "export.png"
 PATHS = ("0/up", "0/down")
-
-
-def blocks() -> list[str]:
-    """The Python of the page, in order."""
-    return re.findall(r"```python\n(.*?)```", (DOCS / "export.md").read_text(encoding="utf-8"), re.DOTALL)
 
 
 def export(folder: Path) -> Path:
     """What the first block of the page exports."""
-    exec(blocks()[0].replace('"out"', repr(str(folder / "out"))), {"__name__": "page"})
+    block = pages.python_blocks(PAGE.read_text(encoding="utf-8"))[0]
+    exec(block.replace('"out"', repr(str(folder / "out"))), {"__name__": "page"})
     return folder / "out"
 
 
-def main() -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+def draw() -> None:
+    pyplot = pages.pyplot()
     with tempfile.TemporaryDirectory() as name:
         out = export(Path(name))
         parts = [al.load_export(out, rank) for rank in range(4)]
@@ -49,11 +44,9 @@ def main() -> None:
             panel.set_title(f"rank_{part.rank}/{number}.npy\n[{top}:{bottom}, {left}:{right}]", fontsize=9)
         row[0].set_ylabel(f"{path}  {part.plan.inputs[number].spec}")
     figure.suptitle(f"Slices of the weights on the mesh {parts[0].plan.mesh}", fontsize=11)
-    PICTURE.parent.mkdir(exist_ok=True)
-    figure.savefig(PICTURE, dpi=110)
-    pyplot.close(figure)
+    pages.save(figure, PICTURE)
 
 
 if __name__ == "__main__":
     jax.config.update("jax_num_cpu_devices", 8)
-    main()
+    draw()

@@ -1,8 +1,9 @@
-"""Draws ``images/probing.png``: which elements of a result each block of an operand dim reaches, as probing sees it."""
+"""Which elements of a result each block of an operand dim reaches, as probing sees it.
+
+``python -m docs.probing`` draws ``images/probing.png``.
+"""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +11,9 @@ import numpy as np
 
 from alpa_lite.trace.influence import Influence, influence
 from alpa_lite.trace.samples import Sampler
+from docs import pages
 
-PICTURE = Path(__file__).resolve().parent / "images" / "probing.png"
+PICTURE = pages.IMAGES / "probing.png"
 SHARDS = 4
 
 
@@ -37,12 +39,8 @@ def panels():
         yield f"{name}, dim {place[1]}: {verdict(found, place, 2)}", found.masks[place][0]
 
 
-def main() -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+def draw() -> None:
+    pyplot = pages.pyplot()
     colours = pyplot.get_cmap("tab10")
     figure, axes = pyplot.subplots(4, 1, figsize=(8, 6.4), layout="constrained")
     for panel, (title, masks) in zip(axes, panels(), strict=True):
@@ -59,10 +57,8 @@ def main() -> None:
     labels = [*(f"block {s}" for s in range(SHARDS)), "all blocks"]
     figure.legend(handles, labels, loc="outside lower center", ncols=SHARDS + 1, frameon=False)
     figure.suptitle("Elements of the result that a block of an operand dim reaches", fontsize=11)
-    PICTURE.parent.mkdir(exist_ok=True)
-    figure.savefig(PICTURE, dpi=110)
-    pyplot.close(figure)
+    pages.save(figure, PICTURE)
 
 
 if __name__ == "__main__":
-    main()
+    draw()

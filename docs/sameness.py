@@ -1,23 +1,19 @@
 """Writes what is generated on the page ``sameness.md``: the table of patterns, the output of the example, and the picture.
 
-``python docs/sameness.py`` rewrites the page between its marks and draws ``images/device_index_map.png``.
+``python -m docs.sameness`` rewrites the page between its marks and draws ``images/device_index_map.png``.
 """
 
 from __future__ import annotations
-
-import contextlib
-import io
-from pathlib import Path
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import alpa_lite as al
+from docs import pages
 
-HERE = Path(__file__).resolve().parent
-PAGE = HERE / "sameness.md"
-PICTURE = HERE / "images" / "device_index_map.png"
+PAGE = pages.DOCS / "sameness.md"
+PICTURE = pages.IMAGES / "device_index_map.png"
 SHAPE = (8, 8)
 PANELS = (
     ("[x,y]", PartitionSpec("x", "y"), "each axis splits one dim"),
@@ -29,30 +25,9 @@ PANELS = (
 )
 
 
-def generated() -> dict[str, str]:
-    """What stands between the marks of the page, by mark."""
-    return {"patterns": al.analysis.patterns().markdown(), "output": f"```text\n{run_example()}```\n"}
-
-
-def example() -> str:
-    """The page's Python block."""
-    return PAGE.read_text(encoding="utf-8").split("```python\n", 1)[1].split("```", 1)[0]
-
-
-def run_example() -> str:
-    """What the example prints, with the page's name for its file."""
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        exec(compile(example(), "sameness.md", "exec"), {})
-    return "\n".join(line for line in printed.getvalue().splitlines() if line) + "\n"
-
-
 def filled(text: str) -> str:
     """The page's text with everything generated in its place."""
-    for mark, content in generated().items():
-        head, rest = text.split(f"<!-- {mark} -->\n")
-        text = f"{head}<!-- {mark} -->\n{content}<!-- end -->\n{rest.split('<!-- end -->' + chr(10), 1)[1]}"
-    return text
+    return pages.fill(text, {"patterns": al.analysis.patterns().markdown(), "output": pages.example_output(text, PAGE)})
 
 
 def holders(spec: PartitionSpec) -> dict[tuple[int, int], list[int]]:
@@ -68,11 +43,7 @@ def holders(spec: PartitionSpec) -> dict[tuple[int, int], list[int]]:
 
 def draw() -> None:
     """One panel per spec: which devices hold which element of an 8 x 8 tensor."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = pages.pyplot()
     figure, axes = pyplot.subplots(2, 3, figsize=(11, 8.8), layout="constrained")
     figure.get_layout_engine().set(hspace=0.08, wspace=0.04)
     colours = pyplot.get_cmap("tab10")
@@ -99,14 +70,12 @@ def draw() -> None:
     for panel in axes[:, 0]:
         panel.set_ylabel("dim 0")
     figure.suptitle("Devices that hold each element of a tensor (8, 8) on the mesh (x=2, y=4); device = 4 x + y")
-    PICTURE.parent.mkdir(exist_ok=True)
-    figure.savefig(PICTURE, dpi=110)
-    pyplot.close(figure)
+    pages.save(figure, PICTURE)
 
 
 def main() -> None:
     jax.config.update("jax_num_cpu_devices", 8)
-    PAGE.write_text(filled(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    pages.rewrite(PAGE, filled)
     draw()
 
 

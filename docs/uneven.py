@@ -1,32 +1,22 @@
-"""Writes the output of the example on the page ``uneven.md``, and draws ``images/uneven.png``: an array, padded and split."""
+"""Writes the output of the example on the page ``uneven.md``, and draws its picture: an array, padded and split.
+
+``python -m docs.uneven`` rewrites the page between its marks and draws ``images/uneven.png``.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import io
-from pathlib import Path
-
 import numpy as np
 
-HERE = Path(__file__).resolve().parent
-PAGE = HERE / "uneven.md"
-PICTURE = HERE / "images" / "uneven.png"
+from docs import pages
+
+PAGE = pages.DOCS / "uneven.md"
+PICTURE = pages.IMAGES / "uneven.png"
 ROWS, PADDED, COLUMNS, DEVICES = 10, 12, 8, 4
 
 
-def run_example() -> str:
-    """What the page's Python block prints."""
-    code = PAGE.read_text(encoding="utf-8").split("```python\n", 1)[1].split("```", 1)[0]
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        exec(compile(code, "uneven.md", "exec"), {})
-    return printed.getvalue()
-
-
 def filled(text: str) -> str:
-    """The page's text with the output in its place."""
-    head, rest = text.split("<!-- output -->\n")
-    return f"{head}<!-- output -->\n```text\n{run_example()}```\n<!-- end -->\n{rest.split('<!-- end -->' + chr(10), 1)[1]}"
+    """The page's text with everything generated in its place."""
+    return pages.fill(text, {"output": pages.example_output(text, PAGE)})
 
 
 def panels() -> list[tuple[str, np.ndarray]]:
@@ -41,11 +31,7 @@ def panels() -> list[tuple[str, np.ndarray]]:
 
 
 def draw() -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = pages.pyplot()
     figure, axes = pyplot.subplots(1, 3, figsize=(9, 4.2), layout="constrained")
     colours = pyplot.get_cmap("tab10")
     for panel, (title, devices) in zip(axes, panels(), strict=True):
@@ -63,13 +49,11 @@ def draw() -> None:
     handles.append(pyplot.Rectangle((0, 0), 1, 1, facecolor="0.6", hatch="///", edgecolor="white"))
     labels = [*(f"device {d}" for d in range(DEVICES)), "padding"]
     figure.legend(handles, labels, loc="outside lower center", ncols=DEVICES + 1, frameon=False)
-    PICTURE.parent.mkdir(exist_ok=True)
-    figure.savefig(PICTURE, dpi=110)
-    pyplot.close(figure)
+    pages.save(figure, PICTURE)
 
 
 def main() -> None:
-    PAGE.write_text(filled(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    pages.rewrite(PAGE, filled)
     draw()
 
 

@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
+from docs import export as page
+from docs import pages
+
 pytest.importorskip("flatbuffers", reason="flatbuffers is not installed: pip install 'alpa-lite[export]'")
 pytest.importorskip("flax", reason="Flax is not installed: pip install 'alpa-lite[examples]'")
 
-DOCS = Path(__file__).parents[2] / "docs"
-TEXT = (DOCS / "export.md").read_text(encoding="utf-8")
-
-
-def page():
-    spec = importlib.util.spec_from_file_location("export_page", DOCS / "export.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+TEXT = page.PAGE.read_text(encoding="utf-8")
 
 
 def test_the_blocks_run_and_say_what_their_comments_say(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = {"__name__": "page"}
-    for block in page().blocks():
+    for block in pages.python_blocks(TEXT):
         exec(block, names)
     part, plan = names["part"], names["plan"]
     assert part.slices["1"] == ((0, 32), (0, 256))
@@ -43,10 +35,9 @@ def test_the_blocks_run_and_say_what_their_comments_say(tmp_path, monkeypatch):
 
 
 def test_the_table_lists_the_files(tmp_path):
-    out = page().export(tmp_path)
+    out = page.export(tmp_path)
     rows = re.findall(r"^\| (`.*?) \|", TEXT.partition("## Read a part")[0], re.MULTILINE)
     listed = {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
     held = {p.relative_to(out).as_posix() for p in out.rglob("*") if p.is_file()}
     assert listed == {n for n in held if not n.startswith("rank_")} | {"rank_0/slices.json", "rank_0/0.npy"}
     assert {n for n in held if n.startswith("rank_3")} == {"rank_3/slices.json", "rank_3/0.npy", "rank_3/1.npy"}
-    assert (DOCS / "images" / "export.png").exists()

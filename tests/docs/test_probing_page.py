@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 import alpa_lite as al
+from docs import pages
+from docs import probing as page
 
-DOCS = Path(__file__).parents[2] / "docs"
-TEXT = (DOCS / "probing.md").read_text(encoding="utf-8")
+TEXT = (pages.DOCS / "probing.md").read_text(encoding="utf-8")
 
 
 def test_the_error_shown_is_the_error_raised():
@@ -32,10 +31,6 @@ def test_what_probing_is_said_to_find():
 
 
 def test_the_panels_of_the_picture_say_what_the_text_says():
-    spec = importlib.util.spec_from_file_location("probing_page", DOCS / "probing.py")
-    assert spec is not None and spec.loader is not None
-    page = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(page)
     verdicts = [title.rpartition(", dim ")[2] for title, _ in page.panels()]
     assert verdicts == [
         "0: follows result dim 0",
@@ -43,4 +38,3 @@ def test_the_panels_of_the_picture_say_what_the_text_says():
         "2: stays whole",
         "1: mixes: partial results",
     ]
-    assert (DOCS / "images" / "probing.png").exists()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -25,14 +25,8 @@ def run_alone(x: jax.Array, steps: Sequence[Step], numbers: Sequence[int], mesh:
 
     Inside a larger program ``run_step`` leaves the order to XLA, which makes the neighbours read what the collective
     left. Here nobody else reads it, and XLA would transpose it; putting the pieces together by hand copies rows.
-
-    Args:
-        numbers: per step the number of its collective, -1 for a slice, for the audit.
     """
-    for step, number in zip(steps, numbers, strict=True):
-        with jax.named_scope(f"al_c{number}") if number >= 0 else nullcontext():
-            x = _run_in_pieces(x, step, mesh)
-    return x
+    return run_steps(x, steps, numbers, mesh, _run_in_pieces)
 
 
 def _run_in_pieces(x: jax.Array, step: Step, mesh: DeviceMesh) -> jax.Array:
@@ -77,6 +71,24 @@ def run_step(x: jax.Array, step: Step, mesh: DeviceMesh) -> jax.Array:
         case CollectiveKind.COLLECTIVE_PERMUTE:
             return _permute(x, step, mesh)
     raise AssertionError(f"unknown step {step}")
+
+
+def run_steps(
+    x: jax.Array,
+    steps: Sequence[Step],
+    numbers: Sequence[int],
+    mesh: DeviceMesh,
+    run: Callable[[jax.Array, Step, DeviceMesh], jax.Array] = run_step,
+) -> jax.Array:
+    """All steps of a conversion on the local tile ``x``.
+
+    Args:
+        numbers: per step the number of its collective, -1 for a slice, for the audit.
+    """
+    for step, number in zip(steps, numbers, strict=True):
+        with jax.named_scope(f"al_c{number}") if number >= 0 else nullcontext():
+            x = run(x, step, mesh)
+    return x
 
 
 def tile_index(axes: tuple[str, ...], mesh: DeviceMesh) -> jax.Array | int:

@@ -22,7 +22,7 @@ from alpa_lite.core.collective import Collective
 from alpa_lite.core.conversion import Conversion
 from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.core.spec import ShardingSpec
-from alpa_lite.lowering.collectives import run_step
+from alpa_lite.lowering.collectives import run_steps
 from alpa_lite.lowering.local_ops import LocalOp, evaluate
 from alpa_lite.plan.records import OpDecision
 from alpa_lite.trace.flatten import FlatJaxpr, FlatOp
@@ -205,9 +205,7 @@ class _Region:
         """Run the conversions that the plan places before ``path``."""
         for conversion in self.lowering.conversions.get(path, ()):
             tile = self.tiles[conversion.value][conversion.source]
-            for step, number in zip(conversion.steps, conversion.collectives, strict=True):
-                with jax.named_scope(f"al_c{number}") if number >= 0 else nullcontext():
-                    tile = run_step(tile, step, self.lowering.mesh)
+            tile = run_steps(tile, conversion.steps, conversion.collectives, self.lowering.mesh)
             self.tiles[conversion.value][conversion.target] = tile
 
     def results(self, op: FlatOp, path: str, decision: OpDecision, inputs: list[Any]) -> list[Any]:

@@ -97,7 +97,8 @@ def _draw_memory(axes: Any, plan: PlansByNumber, shown: list[int], budgets: dict
             len(plan.values) - 0.5, size / 1e9, f" {label.replace('_', ' ')}", ha="right", va="bottom", fontsize=8
         )
     for n in plan.without_plan:
-        axes.text(at[n], 0, "no plan", rotation=90, ha="center", va="bottom", fontsize=7, color="#777777")
+        above_axis = {"xytext": (0, 4), "textcoords": "offset points", "ha": "center", "va": "bottom"}
+        axes.annotate("no plan", (at[n], 0), **above_axis, rotation=90, fontsize=8, color="#777777")
     axes.set_xlim(-0.6, len(plan.values) - 0.4)
     axes.set_ylim(top=1.08 * max([*floor, *(size / 1e9 for size in budgets.values())]))
     axes.set_ylabel("GB per device at the peak")

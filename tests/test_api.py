@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import alpa_lite as al
-from alpa_lite import api
+from alpa_lite.api import request
 from alpa_lite.errors import AlpaLiteError
 from alpa_lite.executor.local import local_mesh
 from alpa_lite.plan.encode import encode_plan
@@ -177,7 +177,7 @@ def test_a_saved_plan_runs_without_solving(tmp_path, monkeypatch):
     def never(*args, **kwargs):
         raise AssertionError("a loaded plan must not be solved again")
 
-    monkeypatch.setattr(api, "plan_step", never)
+    monkeypatch.setattr(request, "plan_step", never)
     loaded = al.load_plan(tmp_path / "plan.json")
     assert loaded == plan
     bound = loaded.bind(step, state, *data)

@@ -23,7 +23,9 @@ from alpa_lite.analysis import (
     place_conversions,
     trace,
 )
+from alpa_lite.cluster.cluster import Cluster
 from alpa_lite.core.collective import CollectiveKind
+from alpa_lite.costs.conventions import cost_model
 from alpa_lite.costs.conversion import Conversions
 from alpa_lite.costs.patterns import REFUSED, SUPPORTED, Pattern
 from alpa_lite.errors import AlpaLiteError
@@ -145,6 +147,10 @@ def test_two_axes_at_once():
     assert swapped == 2  # [x,y] and [y,x]
     (verdict,) = needs_resharding(program, {"0": "[x.y,_]", "out": "[y.x,_]"}, MESH)
     assert verdict.patterns == ("axis order", "axis order")
+    roofline = Conversions(mesh=MESH, costs=cost_model("roofline", Cluster.parse("1x4:h100-sxm"), MESH))
+    for before, after in (("[x,y]", "[y,x]"), ("[x.y,_]", "[y.x,_]")):
+        steps = roofline.steps(ShardingSpec.parse(before), ShardingSpec.parse(after), SQUARE, 4)
+        assert [step.kind for step in steps] == [CollectiveKind.COLLECTIVE_PERMUTE]
 
 
 EXAMPLE_OPS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -211,7 +217,6 @@ def test_stated_assumptions():
     assert needs_resharding(program, {"0": "[y,_]", "out": "[y,_,_]"}, MESH)[0].same
 
 
-@pytest.mark.medium
 @pytest.mark.medium
 def test_pairwise_cost():
     """Row: linear in the pairs, 10,000 of them in less than a second of one core (CPU time; the benchmark prints both)."""

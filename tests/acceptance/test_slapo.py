@@ -216,24 +216,6 @@ def test_schedule_out_names_sharded_weights():
     assert {"shard    0/fc1/weight: [_,x]", "shard    0/fc2/weight: [x,_]"} <= set(lines)
 
 
-SPECS = {"RR": P(), "RS": P(None, "x"), "SR": P("x", None)}
-
-
-@pytest.mark.medium
-@pytest.mark.parametrize("num_devices", [2, 4, 8])
-def test_nine_pairwise_reshards(num_devices):
-    """Every ordered pair, on real values."""
-    value = np.arange(64 * 64, dtype=np.float32).reshape(64, 64)
-    for before, after in itertools.product(SPECS.values(), repeat=2):
-        step = al.parallelize(
-            lambda x: {"y": x + 1},
-            cluster=al.Cluster.parse(f"1x{num_devices}:cpu"),
-            pins={"0": before, "out/y": after},
-            options=al.PlanOptions(mesh_shape=(num_devices,), axis_names=("x",)),
-        )
-        np.testing.assert_array_equal(np.asarray(step(value)["y"]), value + 1)
-
-
 # What goes into fc1, comes out of it, goes into fc2 and comes out of that.
 _N, _ROW, _COL = P(), P(None, "x", None), P(None, None, "x")
 HAND_SCHEMES = {
@@ -272,7 +254,6 @@ def test_eight_hand_schemes():
         np.testing.assert_allclose(np.asarray(step(params, value)), expected, rtol=2e-4, atol=2e-5)
         predicted[name] = step.plan(params, value).objective
     print(*(f"{name}: {cost:.3g} s" for name, cost in sorted(predicted.items(), key=lambda item: item[1])), sep="\n")
-    assert len(predicted) == 8
     assert len(set(predicted.values())) > 4
 
 

@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 import alpa_lite as al
-from alpa_lite import api
+from alpa_lite.api import request
 from alpa_lite.core.program import Program
 from alpa_lite.costs.conventions import cost_model
 from alpa_lite.costs.conversion import Conversions
@@ -29,7 +29,7 @@ from examples import seven_b
 from examples.registry import EXAMPLES
 from tests.harness import device_mesh
 
-SRC = Path(inspect.getfile(api)).parent
+SRC = Path(inspect.getfile(al)).parent
 H100 = {"device": "h100-sxm", "devices_per_host": 8}
 COLLECTIVES = {"psum", "psum_invariant", "all_gather", "reduce_scatter", "all_to_all", "ppermute", "pmax", "axis_index"}
 
@@ -230,7 +230,7 @@ def test_analysis_as_a_function_of_n_breakpoints():
 def test_analysis_as_a_function_of_n_traces_once(monkeypatch):
     """Row: a sweep over 16 values traces and asks for sharding rules once (times: benchmarks/symbolic_sweep.py)."""
     calls = []
-    monkeypatch.setattr(api, "trace", lambda *args, **kwargs: calls.append(1) or trace(*args, **kwargs))
+    monkeypatch.setattr(request, "trace", lambda *args, **kwargs: calls.append(1) or trace(*args, **kwargs))
     plan = symbolic.__wrapped__("tvm", tuple(range(1, 17)))
     assert len(plan.regimes) > 1
     assert len(calls) == 1

@@ -22,7 +22,7 @@ def brute_force(members, feasible):
     return found
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.frozensets(st.integers(0, 7), max_size=4), min_size=1, max_size=5), st.permutations(range(8)))
 def test_is_one_of_the_irreducible_sets(conflicts, members):
     """Feasible means that no conflict is contained: every monotone test has this form."""
@@ -33,7 +33,7 @@ def test_is_one_of_the_irreducible_sets(conflicts, members):
     assert minimal_clash(members, feasible) in brute_force(members, feasible)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.integers(0, 9), max_size=9), st.integers(0, 30))
 def test_budgets_with_equal_members(sizes, budget):
     members = list(enumerate(sizes))

@@ -139,7 +139,7 @@ def test_a_group_of_operands_is_unreduced_together():
     assert texts(rule, (4,), made)[-1] == "[_]+{x} [_]+{x} [_]+{x}"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.tuples(*[st.sampled_from([1, 2, 3, 4, 6, 8, 12, 16])] * 3),
     st.sampled_from([(4,), (8,), (2, 4), (4, 2), (2, 2, 2)]),

@@ -137,7 +137,7 @@ def test_a_large_plan_is_small_and_quick(plan, tmp_path):
     assert min(seconds) < 0.3
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     st.recursive(
         st.none()

@@ -1,0 +1,147 @@
+"""A plan and the function it was made for: pytrees back, the checks that they belong together, exports."""
+
+from __future__ import annotations
+
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from alpa_lite.core.rule_text import NamedRule
+from alpa_lite.core.spec import ShardingSpec
+from alpa_lite.errors import AlpaLiteError, ArgumentsError, TraceError
+from alpa_lite.executor.export import check_target, write_export
+from alpa_lite.executor.verify_plan import VerifyReport, verify_plan
+from alpa_lite.lowering.lower import partition_spec
+from alpa_lite.plan.identity import verify_identity
+from alpa_lite.plan.plan import Plan
+from alpa_lite.planner.padded import padded_like
+from alpa_lite.trace.paths import leaf_paths
+from alpa_lite.trace.program import Traced, trace
+
+JIT_SETTINGS = ("static_argnums", "static_argnames", "donate_argnums")
+
+
+@dataclass(frozen=True, slots=True)
+class Trees:
+    """Joins a plan to JAX; see ``plan.plan.PlanTrees``."""
+
+    in_tree: Any = None
+    out_tree: Any = None
+    in_shapes: tuple[jax.ShapeDtypeStruct, ...] = ()
+
+    @classmethod
+    def of(cls, traced: Traced) -> Trees:
+        avals = [traced.flat.avals[v] for v in traced.flat.inputs]
+        shapes = (jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=getattr(a, "weak_type", False)) for a in avals)
+        return cls(traced.in_tree, traced.out_tree, tuple(shapes))
+
+    def partition_spec(self, spec: ShardingSpec) -> Any:
+        return partition_spec(spec)
+
+    def in_specs(self, plan: Plan) -> Any:
+        args, kwargs = jax.tree_util.tree_unflatten(self._known(self.in_tree), self._specs(plan.input_specs))
+        return (args, kwargs) if kwargs else args
+
+    def out_specs(self, plan: Plan) -> Any:
+        return jax.tree_util.tree_unflatten(self._known(self.out_tree), self._specs(plan.output_specs))
+
+    def _specs(self, specs: Sequence[ShardingSpec]) -> list[Any]:
+        return [partition_spec(s) for s in specs]
+
+    def _known(self, tree: Any) -> Any:
+        if tree is None:
+            raise AlpaLiteError(
+                "this plan was read from a file, which holds paths but no pytrees. Its in_specs and out_specs, and an export "
+                "without arguments, exist once it is bound. Use `plan.specs_by_path`, or `plan = plan.bind(fn, *args)` first."
+            )
+        return tree
+
+    def bind(self, plan: Plan, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+        traced = traced_for(plan, fn, args, kwargs)
+        return replace(plan, trees=Trees.of(traced))
+
+    def verify(self, plan: Plan, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> VerifyReport:
+        return verify_plan(plan, traced_for(plan, fn, args, kwargs))
+
+    def export(
+        self, plan: Plan, fn: Any, out_dir: Path, args: tuple[Any, ...], kwargs: dict[str, Any], overwrite: bool
+    ) -> None:
+        check_target(out_dir, overwrite=overwrite)
+        settings = dict(plan.options)
+        static: Any = settings.get("static_argnums", ())
+        names: Any = settings.get("static_argnames", ())
+        if not args and not kwargs and not static and not names:
+            args, kwargs = jax.tree_util.tree_unflatten(self._known(self.in_tree), self.in_shapes)
+        traced = traced_for(plan, fn, args, kwargs)
+        dynamic = [a for i, a in enumerate(args) if i not in static]
+        dynamic += [kwargs[k] for k in sorted(kwargs) if k not in names]
+        write_export(plan, traced, jax.tree_util.tree_leaves(dynamic), out_dir, overwrite=overwrite)
+
+
+def traced_for(plan: Plan, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
+    """The traced function, checked to be the plan's; how to trace it is recorded with the plan."""
+    settings: dict[str, Any] = {name: value for name, value in plan.options if name in JIT_SETTINGS}
+    try:
+        traced = trace(plain(fn), args, kwargs, rules=rules_of(plan), **settings)
+    except TraceError as error:
+        static = settings.get("static_argnums", ()), settings.get("static_argnames", ())
+        raise other_arguments(plan, args, kwargs, *static) or error from error
+    traced = padded_like(traced, plan.paddings, rules_of(plan))
+    check_identity(plan, traced)
+    return traced
+
+
+def rules_of(plan: Plan) -> tuple[NamedRule, ...]:
+    """The user's rules by primitive that a plan was made with."""
+    texts: Any = dict(plan.options).get("rules", ())
+    return tuple(map(NamedRule.read, texts))
+
+
+def other_arguments(
+    plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any], static_argnums: Any, static_argnames: Any
+) -> ArgumentsError | None:
+    """If the arguments have other leaves than the plan's, that is why the function cannot be traced with them."""
+    trees = {str(i): a for i, a in enumerate(args) if i not in static_argnums}
+    trees |= {name: a for name, a in kwargs.items() if name not in static_argnames}
+    given = [path for name, tree in trees.items() for path, _ in leaf_paths(tree, name)]
+    missing = [path for path in plan.input_paths if path not in given]
+    new = [path for path in given if path not in plan.input_paths]
+    if not missing and not new:
+        return None
+    facts = [f"they lack {', '.join(map(repr, missing[:3]))}"] if missing else []
+    facts += [f"the plan does not know {', '.join(map(repr, new[:3]))}"] if new else []
+    return ArgumentsError(
+        f"the arguments do not fit the plan: {'; '.join(facts)} ({len(given)} leaves given, {len(plan.inputs)} planned). "
+        f"A plan holds for exactly the argument tree it was made for. At {user_line()}. Pass such arguments, or make a "
+        "new plan for these with al.plan."
+    )
+
+
+class Parallelized:
+    """What ``parallelize`` makes; ``__wrapped__`` is the user's function."""
+
+    __wrapped__: Callable[..., Any]
+
+
+def plain(fn: Any) -> Callable[..., Any]:
+    """The user's function, also of an already parallelized one."""
+    return fn.__wrapped__ if isinstance(fn, Parallelized) else fn
+
+
+def check_identity(plan: Plan, traced: Traced) -> None:
+    """Refuse a plan of another program; warn about another JAX version."""
+    for text in verify_identity(plan, traced.program, jax_version=jax.__version__):
+        warnings.warn(text, stacklevel=3)
+
+
+def user_line() -> str:
+    """``file:line (function)`` of the innermost frame outside of this package and JAX."""
+    for frame in reversed(traceback.extract_stack()):
+        if "/alpa_lite/" not in frame.filename and "/jax/" not in frame.filename and "contextlib" not in frame.filename:
+            return f"{frame.filename}:{frame.lineno} ({frame.name})"
+    return "unknown"

@@ -1,0 +1,173 @@
+"""What a user asked for: traces, resolves pins, plans."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from os import PathLike
+from typing import Any
+
+import jax
+
+from alpa_lite import __version__
+from alpa_lite.api.bound import JIT_SETTINGS, Trees
+from alpa_lite.cluster.cluster import Cluster as ClusterData
+from alpa_lite.cluster.symbolic import SymbolicCluster
+from alpa_lite.core.program import Program
+from alpa_lite.errors import AlpaLiteError
+from alpa_lite.plan.pins import ResolvedPins
+from alpa_lite.plan.plan import Plan
+from alpa_lite.planner.options import PlanOptions
+from alpa_lite.planner.padded import plan_with_padding
+from alpa_lite.planner.plan_step import Versions, mesh_task, plan_step
+from alpa_lite.planner.symbolic import SymbolicPlan as PlansByNumber
+from alpa_lite.planner.symbolic import SymbolicTask
+from alpa_lite.trace.annotations import annotation_note, annotations_from_args
+from alpa_lite.trace.pins import resolve_pins
+from alpa_lite.trace.program import Traced, trace
+
+
+class SymbolicPlan(PlansByNumber):
+    __doc__ = PlansByNumber.__doc__
+
+    def plot(self, path: str | PathLike[str], **budgets: float) -> None:
+        """Draws memory and traffic per device over the number of workers, as PNG, SVG or PDF by the name's ending.
+
+        Args:
+            path: of the picture.
+            budgets: lines of memory to compare with, e.g. ``budget_bytes=16e9``.
+        """
+        from alpa_lite.report.symbolic import draw_symbolic
+
+        draw_symbolic(self, path, **budgets)
+
+
+_VERSIONS = Versions(jax=jax.__version__, alpa_lite=__version__)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a user asked for, whatever the arguments."""
+
+    fn: Callable[..., Any]
+    pins: Any
+    pin_like: Mapping[str, str] | None
+    options: PlanOptions
+    static_argnums: tuple[int, ...]
+    static_argnames: tuple[str, ...]
+    donate_argnums: tuple[int, ...]
+
+    def trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
+        return trace(
+            self.fn,
+            args,
+            kwargs,
+            static_argnums=self.static_argnums,
+            static_argnames=self.static_argnames,
+            donate_argnums=self.donate_argnums,
+            rules=self.options.rules,
+        )
+
+    def plan(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        cluster: ClusterData,
+        source: str,
+        progress: Callable[[str], None] | None = None,
+    ) -> tuple[Traced, Plan]:
+        self._check(cluster, source)
+        if self.options.verbose:
+            progress = _tell
+        traced = self.trace(args, kwargs)
+        pins, notes = self._pins_and_notes(traced, args, kwargs, source)
+
+        def plan_program(program: Program, pins: ResolvedPins) -> Plan:
+            return plan_step(program, cluster, pins, self.options, _VERSIONS, notes=notes, progress=progress)
+
+        if self.options.padding == "off":
+            made = plan_program(traced.program, pins)
+        else:
+            traced, made = plan_with_padding(traced, cluster, pins, plan_program, self.options.rules)
+        return traced, self._finished(made, traced)
+
+    def symbolic_plan(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], cluster: SymbolicCluster, source: str
+    ) -> SymbolicPlan:
+        if self.options.symbol != cluster.name:
+            raise AlpaLiteError(
+                f"mesh_shape={self.options.mesh_shape} was given for the symbolic cluster '{cluster}'. One of its sizes must be "
+                f"the name {cluster.name!r}. At {source}. Give PlanOptions(mesh_shape=({cluster.name!r},)), or "
+                f"({cluster.name!r}, 2) with an axis of fixed size beside it."
+            )
+        traced = self.trace(args, kwargs)
+        pins, notes = self._pins_and_notes(traced, args, kwargs, source)
+        task = SymbolicTask(
+            task=mesh_task(traced.program, cluster.host, pins, replace(self.options, padding="off")),
+            cluster=cluster,
+            versions=_VERSIONS,
+            notes=notes,
+            finish=lambda made: self._finished(made, traced),
+            source=source,
+        )
+        return SymbolicPlan(task)
+
+    def _check(self, cluster: ClusterData, source: str) -> None:
+        """Refuse what is no cluster, and names where devices are needed."""
+        if isinstance(cluster, SymbolicCluster):
+            raise AlpaLiteError(
+                f"the cluster '{cluster}' is symbolic, and this needs devices. A number of workers must be chosen before a step "
+                f"runs. At {source}. Plan with al.plan(..., cluster=...), choose with plan.specialize({cluster.name}=8), and "
+                "run that with al.parallelize(fn, plan=...)."
+            )
+        if not isinstance(cluster, ClusterData):
+            raise AlpaLiteError(
+                f"cluster={cluster!r} is no cluster. It must be an al.Cluster. At {source}. Give "
+                "al.Cluster.parse('1x8:h100-sxm'), or al.Cluster.local() for the devices of this process."
+            )
+        if self.options.symbol is not None:
+            raise AlpaLiteError(
+                f"mesh_shape={self.options.mesh_shape} holds the name {self.options.symbol!r}, and the cluster {cluster} has a "
+                f"known number of devices. Sizes must be numbers there. At {source}. Give numbers, e.g. "
+                f"mesh_shape=({cluster.num_devices},), or a cluster=al.Cluster.symbolic({self.options.symbol!r}, ...)."
+            )
+
+    def _pins_and_notes(
+        self, traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any], source: str
+    ) -> tuple[ResolvedPins, tuple[str, ...]]:
+        found = annotations_from_args(args, kwargs)
+        binding = self.options.annotations == "pin"
+        pins = self.resolve(traced, source, {a.path: a.spec for a in found} if binding else None)
+        return pins, annotation_note(found, binding=binding)
+
+    def _finished(self, made: Plan, traced: Traced) -> Plan:
+        settings = tuple((name, getattr(self, name)) for name in JIT_SETTINGS if getattr(self, name))
+        made = replace(made, options=(*made.options, *settings))
+        return replace(made, trees=Trees.of(traced))
+
+    def resolve(self, traced: Traced, source: str, annotations: Mapping[str, Any] | None) -> ResolvedPins:
+        program = traced.program
+        return resolve_pins(
+            self.pins,
+            self.pin_like,
+            program.input_paths,
+            [program.values[v].shape for v in program.inputs],
+            program.output_paths,
+            [program.values[v].shape if v >= 0 else () for v in program.outputs],
+            mesh=None,
+            source=source,
+            annotations=annotations,
+        )
+
+
+def as_ints(value: int | Sequence[int]) -> tuple[int, ...]:
+    return (value,) if isinstance(value, int) else tuple(value)
+
+
+def as_names(value: str | Sequence[str]) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else tuple(value)
+
+
+def _tell(text: str) -> None:
+    sys.stderr.write(f"alpa_lite: {text}\n")

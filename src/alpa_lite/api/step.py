@@ -1,0 +1,204 @@
+"""A step that runs under a plan: planned, lowered and compiled on first use, once per signature."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import jax
+
+from alpa_lite.api.bound import Parallelized, Trees, check_identity, other_arguments, rules_of, user_line
+from alpa_lite.api.request import Request
+from alpa_lite.cluster.cluster import Cluster as ClusterData
+from alpa_lite.errors import ArgumentsError, TraceError
+from alpa_lite.executor.calibrate import local_cluster
+from alpa_lite.executor.local import CompiledStep, RunnableStep, SignatureChanged, local_mesh, runnable
+from alpa_lite.executor.verify_plan import VerifyReport, verify_plan
+from alpa_lite.lowering.lower import partition_spec
+from alpa_lite.plan.plan import Plan
+from alpa_lite.planner.options import PlanOptions
+from alpa_lite.planner.padded import padded_like
+from alpa_lite.trace.program import Traced
+
+
+class ParallelStep(Parallelized):
+    """A step that runs under a plan. Make one with ``parallelize``."""
+
+    def __init__(self, request: Request, cluster: ClusterData | None, given: Plan | None, source: str) -> None:
+        self._request, self._cluster, self._given, self._source = request, cluster, given, source
+        self._steps: dict[Any, tuple[Traced, RunnableStep]] = {}
+        self._planned: dict[Any, tuple[Traced, Plan]] = {}
+        self._last: RunnableStep | None = None
+        self.__wrapped__ = request.fn
+        self.__name__ = getattr(request.fn, "__name__", "step")
+        self.__doc__ = request.fn.__doc__
+
+    def __repr__(self) -> str:
+        return f"<al.parallelize of {getattr(self._request.fn, '__qualname__', self._request.fn)}>"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # The fast path leaves every check to jit's own cache; static and keyword arguments need sorting out first.
+        if self._last is not None and not kwargs and not self._request.static_argnums:
+            try:
+                return self._last.run(*args)
+            except SignatureChanged:
+                pass
+            except ValueError:
+                if self._key(args, kwargs) == self._last_key:
+                    return self._run_placed(args)
+        step = self._step(args, kwargs)
+        return self._run(step, self._dynamic(args, kwargs))
+
+    def _run(self, step: RunnableStep, dynamic: tuple[Any, ...]) -> Any:
+        try:
+            return step.run(*dynamic)
+        except ValueError as error:
+            if not any(isinstance(x, jax.Array) and x.committed for x in jax.tree_util.tree_leaves(dynamic)):
+                raise
+            del error  # arrays committed to another layout: move them, as jit does with uncommitted ones
+        return step.run(*step.place(dynamic))
+
+    def _run_placed(self, args: tuple[Any, ...]) -> Any:
+        assert self._last is not None
+        return self._run(self._last, args)
+
+    def plan(self, *args: Any, **kwargs: Any) -> Plan:
+        """The plan for these arguments (arrays or ``jax.ShapeDtypeStruct``), made on first use."""
+        return self._traced_plan(args, kwargs)[1]
+
+    def compile(self, *args: Any, **kwargs: Any) -> CompiledStep:
+        """Compile for these arguments without running; ``.audit()`` compares the result with the plan."""
+        traced, planned = self._traced_plan(args, kwargs)
+        step = self._step(args, kwargs)
+        del traced
+        shapes = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(jax.numpy.shape(x), _dtype(x)), self._dynamic(args, kwargs)
+        )
+        return CompiledStep(planned, step.run.lower(*shapes).compile())
+
+    def verify(self, *args: Any, **kwargs: Any) -> VerifyReport:
+        """Compile the planned step with the cluster's own compiler, without its devices; see ``Plan.verify``."""
+        traced, planned = self._traced_plan(args, kwargs)
+        return verify_plan(planned, traced)
+
+    def init(self, init_fn: Callable[..., Any], *init_args: Any, argnum: int = 0) -> Any:
+        """``init_fn(*init_args)``, computed directly in the planned layout of argument ``argnum``.
+
+        Raises:
+            ArgumentsError: there is no plan yet, or the result is not shaped like that argument.
+        """
+        known = next(iter(self._planned.values()), None)
+        planned = known[1] if known else self._given
+        if planned is None:
+            raise ArgumentsError(
+                "step.init needs a plan to know the layout, and there is none yet. A plan exists after step.plan(...), a "
+                f"call, or with parallelize(plan=...). At {user_line()}. Call step.plan(*shapes) first."
+            )
+        shape = jax.eval_shape(init_fn, *init_args)
+        leaves, tree = jax.tree_util.tree_flatten(shape)
+        prefix = f"{argnum}"
+        chosen = [leaf for leaf in planned.inputs if leaf.path == prefix or leaf.path.startswith(prefix + "/")]
+        want = [(leaf.value.shape, leaf.value.dtype) for leaf in chosen]
+        got = [(tuple(x.shape), str(x.dtype)) for x in leaves]
+        if want != got:
+            first = next(
+                (i for i, (a, b) in enumerate(zip(want, got, strict=False)) if a != b), min(len(want), len(got))
+            )
+            path = chosen[first].path if first < len(chosen) else "(no such leaf)"
+            raise ArgumentsError(
+                f"init_fn returns {len(got)} leaves, argument {argnum} of the plan has {len(want)}; first difference at "
+                f"{path}. It must return exactly what the step takes there. At {user_line()}. Check init_fn and argnum."
+            )
+        mesh = local_mesh(planned.mesh)
+        shardings = [jax.sharding.NamedSharding(mesh, partition_spec(leaf.spec)) for leaf in chosen]
+        return jax.jit(init_fn, out_shardings=jax.tree_util.tree_unflatten(tree, shardings))(*init_args)
+
+    # -- planning and lowering, once per signature ------------------------------------------------------------------
+
+    _last_key: Any = None
+
+    def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        static = tuple((i, args[i]) for i in self._request.static_argnums if i < len(args))
+        named = tuple((k, kwargs[k]) for k in self._request.static_argnames if k in kwargs)
+        dynamic = self._dynamic(args, kwargs)
+        leaves, tree = jax.tree_util.tree_flatten(dynamic)
+        shapes = tuple((jax.numpy.shape(x), str(_dtype(x))) for x in leaves)
+        return static, named, tuple(sorted(k for k in kwargs)), tree, shapes
+
+    def _dynamic(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        positional = (a for i, a in enumerate(args) if i not in self._request.static_argnums)
+        return (*positional, *(kwargs[k] for k in sorted(kwargs) if k not in self._request.static_argnames))
+
+    def _traced_plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Traced, Plan]:
+        key = self._key(args, kwargs)
+        if key not in self._planned:
+            if self._given is not None:
+                traced = self._trace_given(self._given, args, kwargs)
+                given = replace(self._given, trees=Trees.of(traced))
+                self._planned[key] = (traced, given)
+            else:
+                self._planned[key] = self._plan_for(args, kwargs, None, None, None, None)
+        return self._planned[key]
+
+    def _trace_given(self, given: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
+        """Trace for a plan that the user brought; the step's own settings count, and must be those of the plan."""
+        request = replace(self._request, options=replace(self._request.options, rules=rules_of(given)))
+        try:
+            traced = request.trace(args, kwargs)
+        except TraceError as error:
+            static = request.static_argnums, request.static_argnames
+            raise other_arguments(given, args, kwargs, *static) or error from error
+        traced = padded_like(traced, given.paddings, request.options.rules)
+        check_identity(given, traced)
+        return traced
+
+    def _request_with(self, pins: Any, pin_like: Mapping[str, str] | None, options: PlanOptions | None) -> Request:
+        return replace(
+            self._request,
+            pins=self._request.pins if pins is None else pins,
+            pin_like=self._request.pin_like if pin_like is None else pin_like,
+            options=options or self._request.options,
+        )
+
+    def _plan_for(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        cluster: ClusterData | None,
+        pins: Any,
+        pin_like: Mapping[str, str] | None,
+        options: PlanOptions | None,
+    ) -> tuple[Traced, Plan]:
+        request = self._request_with(pins, pin_like, options)
+        chosen = cluster or self._cluster or local_cluster(False)
+        with _progress_line(request.options.verbose) as progress:
+            return request.plan(args, kwargs, chosen, self._source, progress)
+
+    def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RunnableStep:
+        key = self._key(args, kwargs)
+        if key not in self._steps:
+            traced, planned = self._traced_plan(args, kwargs)
+            positions = [i for i in range(len(args)) if i not in self._request.static_argnums]
+            donate = tuple(positions.index(i) for i in self._request.donate_argnums if i in positions)
+            self._steps[key] = (traced, runnable(traced, planned, donate, local_mesh(planned.mesh)))
+        self._last, self._last_key = self._steps[key][1], key
+        return self._last
+
+
+def _dtype(x: Any) -> Any:
+    return x.dtype if hasattr(x, "dtype") else jax.dtypes.canonicalize_dtype(jax.numpy.result_type(x))
+
+
+@contextlib.contextmanager
+def _progress_line(verbose: bool) -> Iterator[Callable[[str], None] | None]:
+    """A line on a terminal while planning; nothing elsewhere, nor where every line is told anyway."""
+    if verbose or not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status("alpa_lite: tracing") as status:
+        yield lambda text: status.update(f"alpa_lite: {text}")

@@ -18,6 +18,7 @@ del globals()["plan"]
 
 if TYPE_CHECKING:
     from alpa_lite import analysis as analysis
+    from alpa_lite import schedule as schedule
     from alpa_lite.api import Cluster as Cluster
     from alpa_lite.api import ParallelStep as ParallelStep
     from alpa_lite.api import PlanTarget as PlanTarget
@@ -55,7 +56,11 @@ _PUBLIC = {
     "reshard": "alpa_lite.lowering.reshard",
     "register_rule": "alpa_lite.trace.user_op",
 }
-_MODULES = {"analysis": "alpa_lite.analysis", "rules": "alpa_lite.trace.rule_tools"}
+_MODULES = {
+    "analysis": "alpa_lite.analysis",
+    "rules": "alpa_lite.trace.rule_tools",
+    "schedule": "alpa_lite.schedule",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -69,3 +69,11 @@ class ExportError(AlpaLiteError):
 
 class LaunchError(AlpaLiteError):
     """The local ranks of an export did not start, or did not end well."""
+
+
+class ScheduleError(AlpaLiteError):
+    """A schedule cannot be run; ``problem`` says what it is, e.g. "deadlock", "missing", "double"."""
+
+    def __init__(self, message: str, problem: str = "") -> None:
+        super().__init__(message)
+        self.problem = problem

@@ -18,6 +18,7 @@ del globals()["plan"]
 
 if TYPE_CHECKING:
     from alpa_lite import analysis as analysis
+    from alpa_lite import interop as interop
     from alpa_lite import schedule as schedule
     from alpa_lite.api import Cluster as Cluster
     from alpa_lite.api import ParallelStep as ParallelStep
@@ -58,6 +59,7 @@ _PUBLIC = {
 }
 _MODULES = {
     "analysis": "alpa_lite.analysis",
+    "interop": "alpa_lite.interop",
     "rules": "alpa_lite.trace.rule_tools",
     "schedule": "alpa_lite.schedule",
 }

@@ -77,3 +77,7 @@ class ScheduleError(AlpaLiteError):
     def __init__(self, message: str, problem: str = "") -> None:
         super().__init__(message)
         self.problem = problem
+
+
+class SlicingError(AlpaLiteError):
+    """A table of stages or layers is malformed, its pins contradict each other, or nothing fits."""

@@ -13,7 +13,10 @@ from alpa_lite.schedule.csv_table import parse_schedule as parse_schedule
 from alpa_lite.schedule.csv_table import read_schedule as read_schedule
 from alpa_lite.schedule.csv_table import schedule_csv as schedule_csv
 from alpa_lite.schedule.csv_table import write_schedule as write_schedule
+from alpa_lite.schedule.donation import donated_inputs as donated_inputs
 from alpa_lite.schedule.emit import emit_instructions as emit_instructions
+from alpa_lite.schedule.formulas import bubble_s as bubble_s
+from alpa_lite.schedule.formulas import peak_residuals as peak_residuals
 from alpa_lite.schedule.generators import GENERATORS as GENERATORS
 from alpa_lite.schedule.in_flight import InFlight as InFlight
 from alpa_lite.schedule.in_flight import in_flight as in_flight

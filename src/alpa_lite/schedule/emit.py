@@ -40,12 +40,14 @@ AT_START = -1
 """Place of what is there before the first action of a mesh."""
 
 
-def emit_instructions(schedule: Schedule, step: StepIO) -> Instructions:
+def emit_instructions(schedule: Schedule, step: StepIO, *, prefetch: int = 1) -> Instructions:
     """The instruction lists of a step under a schedule.
 
     Args:
         schedule: what runs where in which order.
         step: what each of its programs reads and writes.
+        prefetch: how many RUNs before its first reader a RECV stands at the latest. 0 holds memory for a shorter time, and
+            a transfer then waits until the RUN before the reader is over.
 
     Raises:
         ScheduleError: a table or a step that its verifier refuses, or values that cannot flow in the order of the table
@@ -57,7 +59,7 @@ def emit_instructions(schedule: Schedule, step: StepIO) -> Instructions:
     """
     check_schedule(schedule)
     check_step(schedule, step)
-    flow = _Flow.of(schedule, step)
+    flow = _Flow.of(schedule, step, prefetch)
     order = linear_order(schedule, lambda action: flow.needs[action])
     transfers = _number(flow, order)
     meshes = tuple(_write(flow, mesh, transfers) for mesh in range(schedule.num_meshes))
@@ -91,12 +93,13 @@ class _Flow:
     meshes: tuple[int, ...]
     at: dict[Action, tuple[int, int]]
     writers: dict[str, list[StageIO]]
+    prefetch: int
     needs: dict[Action, tuple[Action, ...]] = field(default_factory=dict)
     copies: dict[tuple[BufferId, int], _Copy] = field(default_factory=dict)
     uses: list[dict[BufferId, list[int]]] = field(default_factory=list)
 
     @classmethod
-    def of(cls, schedule: Schedule, step: StepIO) -> _Flow:
+    def of(cls, schedule: Schedule, step: StepIO, prefetch: int) -> _Flow:
         writers: dict[str, list[StageIO]] = defaultdict(list)
         for program in step.programs:
             for port in program.writes:
@@ -108,6 +111,7 @@ class _Flow:
             meshes=schedule.mesh_of_stage(),
             at=places(schedule.columns),
             writers=writers,
+            prefetch=prefetch,
             uses=[defaultdict(list) for _ in schedule.columns],
         )
         for mesh, column in enumerate(schedule.columns):
@@ -277,7 +281,7 @@ def _recv_places(flow: _Flow, mesh: int, transfers: Sequence[Transfer]) -> dict[
     for transfer in reversed(transfers):
         if transfer.destination != mesh:
             continue
-        wanted = max(flow.copies[transfer.buffer, mesh].read_at - 1, 0)
+        wanted = max(flow.copies[transfer.buffer, mesh].read_at - flow.prefetch, 0)
         # Not behind a transfer of the same pair that leaves later.
         latest[transfer.source] = min(wanted, latest.get(transfer.source, wanted))
         found[latest[transfer.source]].append(transfer)

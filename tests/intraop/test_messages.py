@@ -127,13 +127,13 @@ def test_edge_rests_keep_the_sides_of_the_core() -> None:
             messages = messages_of(core, copies=copies)
             messages.forward()
             messages.backward()
-            rests = messages.node_rests()
+            rests, rests_of_edges = messages.node_rests(), messages.edge_rests()
             for picks in itertools.product(*(range(len(c)) for c in core.unary)):
                 cost = core.cost(picks)
                 if math.isfinite(cost):
                     total = sum(float(r[x]) for r, x in zip(rests, picks, strict=True))
                     for e, (a, b) in enumerate(zip(core.left, core.right, strict=True)):
-                        total += float(messages.edge_rest(e)[picks[a], picks[b]])
+                        total += float(rests_of_edges[e][picks[a], picks[b]])
                     assert total + core.constant == pytest.approx(cost), seed
 
 

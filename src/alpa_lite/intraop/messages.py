@@ -160,17 +160,15 @@ class Messages:
             _add_rows(rests[e.right], e.right_slots, e.to_right)
         return [rests[g][s] for g, s in zip(self.tied.group, self.tied.slot, strict=True)]
 
-    def edge_rest(self, edge: int) -> Array:
-        """The matrix of one of the core's edges with its messages out."""
-        group, slot = self.tied.edge_group[edge], self.tied.edge_slot[edge]
-        e = self._edges[group]
-        rest = e.costs - e.to_left[slot][:, None] - e.to_right[slot]
-        return rest.T if self.tied.flipped[group] else rest
+    def edge_rests(self) -> list[Array]:
+        """The matrices of the core's edges with their messages out."""
+        groups = [e.costs - e.to_left[:, :, None] - e.to_right[:, None, :] for e in self._edges]
+        turned = [g.transpose(0, 2, 1) if flip else g for g, flip in zip(groups, self.tied.flipped, strict=True)]
+        return [turned[g][s] for g, s in zip(self.tied.edge_group, self.tied.edge_slot, strict=True)]
 
     def exact_bound(self) -> float:
         """The bound as the module docstring states it, without constant."""
-        nodes = sum(float(r.min()) for r in self.node_rests())
-        return nodes + sum(float(self.edge_rest(e).min()) for e in range(len(self.tied.edge_group)))
+        return sum(float(r.min()) for r in (*self.node_rests(), *self.edge_rests()))
 
     def excluded(self, core: Core, slack: float) -> tuple[list[Array], dict[int, Array]]:
         """What no choice within ``slack`` of the bound contains: per node a mask of states, per edge a mask of pairs.
@@ -181,13 +179,10 @@ class Messages:
         rests = self.node_rests()
         extra = [r - r.min() for r in rests]
         over: list[Array] = [x.copy() for x in extra]
-        edges = []
-        for e, (a, b) in enumerate(zip(core.left, core.right, strict=True)):
-            rest = self.edge_rest(e)
-            rest = rest - rest.min()
+        edges = [rest - rest.min() for rest in self.edge_rests()]
+        for rest, a, b in zip(edges, core.left, core.right, strict=True):
             over[a] += rest.min(1)
             over[b] += rest.min(0)
-            edges.append(rest)
         pairs = {}
         for e, (a, b) in enumerate(zip(core.left, core.right, strict=True)):
             mask = (edges[e] + extra[a][:, None] + extra[b] > slack) & np.isfinite(core.costs[e])

@@ -21,7 +21,6 @@ _EXCLUDE_PAIRS = 4_000_000  # edge entries up to which exclusion may bring a cor
 _CLOSE_GAP = 1e-2  # so close, a proof is tried only if it is quick
 _RESET_SWEEPS = 20  # after memory prices, back to costs without them
 _PROOF_PAIRS = 100_000  # edge entries up to which a gap below _CLOSE_GAP is worth a proof
-_GUESSED_GAPS = (2e-3, 8e-3)  # tried in turn, see guess
 
 
 def prove(search: Search, messages: Messages, seed: int, rel_gap: float, *, node_limit: int | None = None) -> None:
@@ -76,32 +75,6 @@ def _reduced(search: Search, messages: Messages) -> tuple[Core, Core, list[Array
         whole, _ = restrict(whole, gone, pairs)
     quick = core.num_pairs <= _PROOF_PAIRS if search.gap <= _CLOSE_GAP else is_small(core)
     return (core, whole, kept) if quick else None
-
-
-def guess(search: Search, messages: Messages, seed: int) -> bool:
-    """An incumbent from the few choices that would lie close above the bound; whether one was found.
-
-    Where the bound is better than the choices found so far, what the true gap excludes is too little for the MILP to be
-    quick. Guessing a smaller gap proves nothing, but nearly always leaves the best choice inside.
-    """
-    core = search.core
-    bound = messages.exact_bound() + core.constant
-    for share in _GUESSED_GAPS:
-        if search.gap <= share or search.out_of_time:
-            return False
-        gone, pairs = messages.excluded(core, share * abs(bound))
-        if any(mask.all() for mask in gone):
-            continue
-        reduced, kept = restrict(shifted(core, messages), gone, pairs)
-        if not is_small(reduced):
-            return False
-        encoding = Encoding(reduced, upper=bound * (1 + share))
-        limit = max(search.deadline - time.monotonic(), 0.0)
-        result = encoding.solve(time_limit_s=limit, rel_gap=0.0, abs_gap=0.1 * share * abs(bound), seed=seed)
-        if result.picks is not None:
-            search.offer([int(k[p]) for k, p in zip(kept, result.picks, strict=True)])
-            return True
-    return False
 
 
 def prove_narrow(search: Search, core: Core, kept: list[Array], max_entries: float = math.inf) -> bool:
@@ -183,7 +156,10 @@ def shifted(core: Core, messages: Messages) -> Core:
     The MILP's tolerances are relative to its numbers, so this is what makes proofs to the unit possible.
     """
     nodes = [np.where(np.isfinite(c), r, np.inf) for c, r in zip(core.unary, messages.node_rests(), strict=True)]
-    edges = [np.where(np.isfinite(m), messages.edge_rest(e), np.inf) for e, m in enumerate(core.costs)]
+    blocked = {number: ~np.isfinite(m) for number, m in zip(core.matrix_ids, core.costs, strict=True)}
+    blocked = {number: mask for number, mask in blocked.items() if mask.any()}
+    rests = zip(core.matrix_ids, messages.edge_rests(), strict=True)
+    edges = [np.where(blocked[number], np.inf, rest) if number in blocked else rest for number, rest in rests]
     constant = core.constant + sum(float(a.min()) for a in (*nodes, *edges))
     return replace(
         core,

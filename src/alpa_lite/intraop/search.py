@@ -6,20 +6,25 @@ import math
 
 import numpy as np
 
+from alpa_lite.intraop.frontier import Frontier
 from alpa_lite.intraop.messages import Messages
 from alpa_lite.intraop.prices import price_memory
 from alpa_lite.intraop.problem import IntraOpProblem
-from alpa_lite.intraop.proof import guess, prove, prove_narrow
+from alpa_lite.intraop.proof import prove, prove_narrow, shifted
 from alpa_lite.intraop.repair import improve
 from alpa_lite.intraop.state import Search, is_small
 from alpa_lite.intraop.tie import Tie, tie, tied_core
 
-_LARGE_GAP = 2e-3  # good enough where a proof is out of reach
+_LARGE_GAP = 1.5e-3  # good enough where a proof is out of reach
 _TIED_FROM = 200  # core nodes from which on copies are treated alike
 _TIED_GAP = 5e-4  # for the tied problem, which only gives an incumbent
-_TIED_NODES = 50  # of its branch and bound
+_EARLY_SWEEPS = 15  # on the tied problem
+_TRIED_SWEEPS = 2  # on the untied one, from its messages
 _PRICE_STEPS = 60
 _UNTIED_PRICE_STEPS = 10  # after those on the tied problem
+_FRONTIER_GAP = 5e-3  # from which on a search along the frontier may be complete
+_FRONTIER_WORK = 150  # partial choices per node
+_BEAM = 100
 _QUICK_ENTRIES = 1_000_000  # of the tables of an elimination that takes less time than any sweep
 
 
@@ -35,14 +40,13 @@ def search_core(search: Search, problem: IntraOpProblem, seed: int, rel_gap: flo
     if core.memory is None and prove_narrow(search, core, [np.arange(len(c)) for c in core.unary], _QUICK_ENTRIES):
         return
     tied = tie(core, problem.classes if core.num_nodes > _TIED_FROM else None)
-    messages = Messages.zero(core, search.unary, search.costs, tied)
-    if not tied.is_trivial:
-        inner = _start_tied(search, tied, seed)
-        if search.prices is not None:
-            messages.start_from(inner)
+    if tied.is_trivial:
+        messages = Messages.zero(core, search.unary, search.costs, tied)
+    else:
+        messages = _start_tied(search, tied)
     small = is_small(core)
     if search.prices is None:  # else the messages know the prices already
-        _sweep(search, messages, rel_gap, small)
+        _sweep(search, messages, rel_gap, small=small, most=160 if small else 40)
     wanted = search.tolerance(rel_gap if small else _LARGE_GAP)
     if core.memory is not None and search.gap > wanted and not search.too_dear:
         _price_memory(search, messages, _PRICE_STEPS if tied.is_trivial else _UNTIED_PRICE_STEPS)
@@ -50,24 +54,49 @@ def search_core(search: Search, problem: IntraOpProblem, seed: int, rel_gap: flo
         prove(search, messages, seed, rel_gap)
 
 
-def _start_tied(search: Search, tied: Tie, seed: int) -> Messages:
-    """An incumbent from the tied problem, memory prices to start from, and its messages."""
+def _start_tied(search: Search, tied: Tie) -> Messages:
+    """An incumbent from the tied problem, memory prices to start from, and messages that start with its."""
     inner = Search.of(tied_core(search.core, tied), search.deadline, search.cutoff, search.unit)
     messages = Messages.zero(inner.core, inner.unary, inner.costs, tie(inner.core, None))
-    _sweep(inner, messages, _TIED_GAP, small=True)
-    if inner.core.memory is not None and not inner.too_dear:
-        # No proof here: with memory the copies of the best choice differ, and the untied steps that follow find it.
-        _price_memory(inner, messages, _PRICE_STEPS)
-        search.prices = inner.prices
-    elif inner.gap > _TIED_GAP and not inner.too_dear and not guess(inner, messages, seed):
-        prove(inner, messages, seed, _TIED_GAP, node_limit=_TIED_NODES)
+    if inner.core.memory is None:
+        started = _settle_tied(search, tied, inner, messages)
+    else:
+        _sweep(inner, messages, _TIED_GAP, small=True)
+        if not inner.too_dear:
+            # No proof here: with memory the copies of the best choice differ, and the untied steps that follow find it.
+            _price_memory(inner, messages, _PRICE_STEPS)
+            search.prices = inner.prices
+        started = Messages.zero(search.core, search.unary, search.costs, tied)
+        if search.prices is not None:
+            started.start_from(messages)
     start = messages.pick() if inner.picks is None else inner.picks
     spread = [start[g] for g in tied.group]
     search.offer(spread, tied=True)
     search.try_from(spread, tied=True)  # which no longer knows the memory limit
     if inner.wish is not None:
         search.wish = improve(search.core, search.unary, search.costs, [inner.wish[g] for g in tied.group])
-    return messages
+    return started
+
+
+def _settle_tied(search: Search, tied: Tie, inner: Search, messages: Messages) -> Messages:
+    """Sweeps over the tied core; the better start from its messages early on and at the end.
+
+    In the end they fit layers that repeat for ever. How well that suits layers with ends differs from problem to problem.
+    """
+    best, bound = None, -math.inf
+    for most in (_EARLY_SWEEPS, 160):
+        _sweep(inner, messages, _TIED_GAP, small=True, most=most)
+        started = Messages.zero(search.core, search.unary, search.costs, tied)
+        started.start_from(messages)
+        for _ in range(_TRIED_SWEEPS):
+            started.forward()
+            value = started.backward()
+        if best is None or value > bound:
+            best, bound = started, value
+        if inner.gap <= _TIED_GAP or inner.out_of_time or inner.too_dear:
+            break
+    assert best is not None
+    return best
 
 
 def _price_memory(search: Search, messages: Messages, num_steps: int) -> None:
@@ -95,9 +124,28 @@ def _price_memory(search: Search, messages: Messages, num_steps: int) -> None:
     search.bound, search.prices, search.rent = max(search.bound, bound), prices, prices.rent
 
 
-def _sweep(search: Search, messages: Messages, rel_gap: float, small: bool) -> None:
+def _search_frontier(search: Search, messages: Messages) -> None:
+    """A search along the frontier whenever the messages have become much better: for a choice, then for a proof."""
+    core, close = search.core, search.gap <= _FRONTIER_GAP
+    if search.gap > (0.5 if close else 0.25) * search.searched_gap or search.out_of_time:
+        return
+    search.searched_gap = search.gap
+    if search.frontier is None:
+        search.frontier = Frontier(core)
+    left = shifted(core, messages)
+    error = 1e-12 * abs(search.upper)  # of adding up the costs
+    slack = (search.upper - left.constant) * (1 + 1e-9) + error
+    work = _FRONTIER_WORK * core.num_nodes if close else 0
+    found = search.frontier.search(left, slack, work=work, beam=0 if close else _BEAM)
+    if found.picks is not None:
+        search.offer(found.picks)
+    if found.complete:
+        search.bound = max(search.bound, search.upper - error)
+
+
+def _sweep(search: Search, messages: Messages, rel_gap: float, *, small: bool, most: int = 160) -> None:
     """Sweeps until the gap is closed or further sweeps do not pay."""
-    most, wanted, every = (160, rel_gap, 5) if small else (40, _LARGE_GAP, 4)
+    wanted, every = (rel_gap, 5) if small else (_LARGE_GAP, 4)
     before = -math.inf
     for count in range(1, most + 1):
         messages.forward()
@@ -107,6 +155,8 @@ def _sweep(search: Search, messages: Messages, rel_gap: float, small: bool) -> N
             continue
         if count >= 3 * every or search.out_of_time or search.picks is None:
             search.try_from(messages.pick())
+        if small and count > every and search.core.memory is None and search.gap > search.tolerance(wanted):
+            _search_frontier(search, messages)
         if search.gap <= search.tolerance(wanted) or search.out_of_time or search.too_dear:
             return
         if small and count > 40 and value - before < 0.01 * (search.upper - value):

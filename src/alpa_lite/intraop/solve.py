@@ -3,8 +3,9 @@
 The answer is scored on the problem as given.
 
 1. Presolve without memory (``presolve.py``); what is left is the *core*.
-2. Repeated layers tied (``tie.py``) give an incumbent that costs the same whatever the depth.
-3. Message passing on the untied core (``messages.py``) gives the lower bound and further incumbents.
+2. Repeated layers tied (``tie.py``) give an incumbent that costs the same whatever the depth, and messages to start from.
+3. Message passing on the untied core (``messages.py``) gives the lower bound; where that is good, a search along a frontier
+   (``frontier.py``) gives incumbents and proofs.
    Cores so narrow that elimination is quick are solved exactly at once (``narrow.py``), instead of 2 to 4.
 4. On cores of moderate size the gap excludes states and pairs, and HiGHS closes it (``milp.py``).
 5. If the optimum without memory fits the limit, it is the optimum. Else 1-4 again with memory: rows are added lazily in

@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass, field
 
 from alpa_lite.intraop.core import Core, finite
+from alpa_lite.intraop.frontier import Frontier
 from alpa_lite.intraop.prices import Prices
 from alpa_lite.intraop.problem import Array
 from alpa_lite.intraop.repair import improve
@@ -35,6 +36,8 @@ class Search:
     rent: float = 0.0  # to be taken off the bound while the messages know the prices
     found: list[SearchStep] = field(default_factory=list)
     unit: float = 1.0
+    frontier: Frontier | None = None  # made when it is first searched
+    searched_gap: float = math.inf  # when that was done last
 
     @classmethod
     def of(cls, core: Core, deadline: float, cutoff: float, unit: float = 1.0) -> Search:

@@ -88,6 +88,7 @@ def _settle_tied(search: Search, tied: Tie, inner: Search, messages: Messages) -
         _sweep(inner, messages, _TIED_GAP, small=True, most=most)
         started = Messages.zero(search.core, search.unary, search.costs, tied)
         started.start_from(messages)
+        value = -math.inf
         for _ in range(_TRIED_SWEEPS):
             started.forward()
             value = started.backward()

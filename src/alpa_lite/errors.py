@@ -2,6 +2,25 @@
 
 from __future__ import annotations
 
+import os
+import traceback
+
+_PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+
+
+def is_user_file(name: str) -> bool:
+    """Whether a source file belongs neither to this package nor to JAX."""
+    ours = name.startswith(_PACKAGE) or os.path.basename(name) == "contextlib.py"
+    return not ours and "/jax/" not in name and "/jaxlib/" not in name
+
+
+def user_line() -> str:
+    """``file:line (function)`` of the innermost frame that is the user's, for messages."""
+    for frame in reversed(traceback.extract_stack()):
+        if is_user_file(frame.filename):
+            return f"{frame.filename}:{frame.lineno} ({frame.name})"
+    return "unknown"
+
 
 class AlpaLiteError(ValueError):
     """Base of all errors that alpa_lite raises for user input."""

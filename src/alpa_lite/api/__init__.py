@@ -8,8 +8,9 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, overload
 
-from alpa_lite.api.bound import Trees, plain, traced_for, user_line
-from alpa_lite.api.request import Request, SymbolicPlan, as_ints, as_names
+from alpa_lite.api.bound import Trees, plain, traced_for
+from alpa_lite.api.given import argnames, argnums, check_function, checked_options, checked_plan
+from alpa_lite.api.request import Request, SymbolicPlan
 from alpa_lite.api.step import ParallelStep
 from alpa_lite.cluster.cluster import Cluster as ClusterData
 from alpa_lite.cluster.symbolic import SymbolicCluster
@@ -114,16 +115,10 @@ def plan(
     Example:
         >>> plan = al.plan(train_step, state, batch, cluster=al.Cluster.parse("1x8:h100-sxm"), donate_argnums=0)
     """
-    if isinstance(fn, ParallelStep):
-        if not isinstance(cluster, SymbolicCluster):
-            return fn._plan_for(args, kwargs, cluster, pins, pin_like, options)[1]
-        request = fn._request_with(pins, pin_like, options)
-    else:
-        settings = as_ints(static_argnums), as_names(static_argnames), as_ints(donate_argnums)
-        request = Request(fn, pins, pin_like, options or PlanOptions(), *settings)
+    request = Request.of(fn, pins, pin_like, options, static_argnums, static_argnames, donate_argnums)
     if isinstance(cluster, SymbolicCluster):
-        return request.symbolic_plan(args, kwargs, cluster, user_line())
-    return request.plan(args, kwargs, cluster, user_line())[1]
+        return request.symbolic_plan(args, kwargs, cluster)
+    return request.plan(args, kwargs, cluster)[1]
 
 
 def graph(
@@ -148,8 +143,8 @@ def graph(
         >>> Path("planned.dot").write_text(al.graph(step, state, batch, plan=plan).dot())
     """
     if plan is None:
-        static = {"static_argnums": as_ints(static_argnums), "static_argnames": as_names(static_argnames)}
-        traced = trace(plain(fn), args, kwargs, **static)
+        numbers, names = argnums(plain(fn), "static_argnums", static_argnums), argnames(static_argnames)
+        traced = trace(plain(fn), args, kwargs, static_argnums=numbers, static_argnames=names)
     else:
         traced = traced_for(plan, fn, args, kwargs)
     return graph_of(traced.program, weight_positions(traced.program, roles_of(traced.program)), plan)
@@ -188,9 +183,9 @@ def parallelize(
     """
     if executor != "local":
         raise AlpaLiteError(f"executor={executor!r} is not known; allowed is 'local'. Leave it out.")
-    options = options or PlanOptions()
-    if num_microbatches is not None and num_microbatches != options.num_microbatches:
-        if options.num_microbatches != 1:
+    if num_microbatches is not None:
+        options = checked_options(options)
+        if options.num_microbatches not in (1, num_microbatches):
             raise AlpaLiteError(
                 f"num_microbatches={num_microbatches} and PlanOptions(num_microbatches={options.num_microbatches}) "
                 "differ. Give it in one place, or the same number in both."
@@ -198,16 +193,9 @@ def parallelize(
         options = replace(options, num_microbatches=num_microbatches)
 
     def wrap(function: Callable[..., Any]) -> ParallelStep:
-        request = Request(
-            function,
-            pins,
-            pin_like,
-            options,
-            as_ints(static_argnums),
-            as_names(static_argnames),
-            as_ints(donate_argnums),
-        )
-        return ParallelStep(request, cluster, plan, user_line())
+        settings = static_argnums, static_argnames, donate_argnums
+        request = Request.of(check_function(function), pins, pin_like, options, *settings)
+        return ParallelStep(request, cluster, checked_plan(plan))
 
     return wrap if fn is None else wrap(fn)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +12,7 @@ import jax
 
 from alpa_lite.core.rule_text import NamedRule
 from alpa_lite.core.spec import ShardingSpec
-from alpa_lite.errors import AlpaLiteError, ArgumentsError, TraceError
+from alpa_lite.errors import AlpaLiteError, ArgumentsError, TraceError, user_line
 from alpa_lite.executor.export import check_target, write_export
 from alpa_lite.executor.verify_plan import VerifyReport, verify_plan
 from alpa_lite.lowering.lower import partition_spec
@@ -123,9 +122,10 @@ def other_arguments(
 
 
 class Parallelized:
-    """What ``parallelize`` makes; ``__wrapped__`` is the user's function."""
+    """What ``parallelize`` makes of the user's function, ``__wrapped__``, as ``_request`` asks."""
 
     __wrapped__: Callable[..., Any]
+    _request: Any
 
 
 def plain(fn: Any) -> Callable[..., Any]:
@@ -137,11 +137,3 @@ def check_identity(plan: Plan, traced: Traced) -> None:
     """Refuse a plan of another program; warn about another JAX version."""
     for text in verify_identity(plan, traced.program, jax_version=jax.__version__):
         warnings.warn(text, stacklevel=3)
-
-
-def user_line() -> str:
-    """``file:line (function)`` of the innermost frame outside of this package and JAX."""
-    for frame in reversed(traceback.extract_stack()):
-        if "/alpa_lite/" not in frame.filename and "/jax/" not in frame.filename and "contextlib" not in frame.filename:
-            return f"{frame.filename}:{frame.lineno} ({frame.name})"
-    return "unknown"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
 from typing import Any
@@ -11,11 +12,12 @@ from typing import Any
 import jax
 
 from alpa_lite import __version__
-from alpa_lite.api.bound import JIT_SETTINGS, Trees
+from alpa_lite.api.bound import JIT_SETTINGS, Parallelized, Trees, plain
+from alpa_lite.api.given import argnames, argnums, checked_options
 from alpa_lite.cluster.cluster import Cluster as ClusterData
 from alpa_lite.cluster.symbolic import SymbolicCluster
 from alpa_lite.core.program import Program
-from alpa_lite.errors import AlpaLiteError
+from alpa_lite.errors import AlpaLiteError, user_line
 from alpa_lite.plan.pins import ResolvedPins
 from alpa_lite.plan.plan import Plan
 from alpa_lite.planner.options import PlanOptions
@@ -48,7 +50,7 @@ _VERSIONS = Versions(jax=jax.__version__, alpa_lite=__version__)
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a user asked for, whatever the arguments."""
+    """What a user asked for, whatever the arguments; ``source`` is the line where, for messages."""
 
     fn: Callable[..., Any]
     pins: Any
@@ -57,6 +59,43 @@ class Request:
     static_argnums: tuple[int, ...]
     static_argnames: tuple[str, ...]
     donate_argnums: tuple[int, ...]
+    source: str
+
+    @classmethod
+    def of(
+        cls,
+        fn: Callable[..., Any],
+        pins: Any,
+        pin_like: Mapping[str, str] | None,
+        options: PlanOptions | None,
+        static_argnums: int | Sequence[int],
+        static_argnames: str | Sequence[str],
+        donate_argnums: int | Sequence[int],
+    ) -> Request:
+        """What a user gave, checked; what is not given is as an already parallelized function has it."""
+        own: Request | None = fn._request if isinstance(fn, Parallelized) else None
+        given = cls(
+            plain(fn),
+            pins,
+            pin_like,
+            checked_options(options),
+            argnums(plain(fn), "static_argnums", static_argnums),
+            argnames(static_argnames),
+            argnums(plain(fn), "donate_argnums", donate_argnums),
+            user_line(),
+        )
+        if own is None:
+            return given
+        return cls(
+            given.fn,
+            own.pins if pins is None else pins,
+            own.pin_like if pin_like is None else pin_like,
+            own.options if options is None else given.options,
+            given.static_argnums or own.static_argnums,
+            given.static_argnames or own.static_argnames,
+            given.donate_argnums or own.donate_argnums,
+            own.source if pins is None else given.source,
+        )
 
     def trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
         return trace(
@@ -69,76 +108,66 @@ class Request:
             rules=self.options.rules,
         )
 
-    def plan(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        cluster: ClusterData,
-        source: str,
-        progress: Callable[[str], None] | None = None,
-    ) -> tuple[Traced, Plan]:
-        self._check(cluster, source)
-        if self.options.verbose:
-            progress = _tell
-        traced = self.trace(args, kwargs)
-        pins, notes = self._pins_and_notes(traced, args, kwargs, source)
+    def plan(self, args: tuple[Any, ...], kwargs: dict[str, Any], cluster: ClusterData) -> tuple[Traced, Plan]:
+        self._check(cluster)
+        with _told(self.options.verbose) as progress:
+            traced = self.trace(args, kwargs)
+            pins, notes = self._pins_and_notes(traced, args, kwargs)
 
-        def plan_program(program: Program, pins: ResolvedPins) -> Plan:
-            return plan_step(program, cluster, pins, self.options, _VERSIONS, notes=notes, progress=progress)
+            def plan_program(program: Program, pins: ResolvedPins) -> Plan:
+                return plan_step(program, cluster, pins, self.options, _VERSIONS, notes=notes, progress=progress)
 
-        if self.options.padding == "off":
-            made = plan_program(traced.program, pins)
-        else:
-            traced, made = plan_with_padding(traced, cluster, pins, plan_program, self.options.rules)
+            if self.options.padding == "off":
+                made = plan_program(traced.program, pins)
+            else:
+                traced, made = plan_with_padding(traced, cluster, pins, plan_program, self.options.rules)
         return traced, self._finished(made, traced)
 
-    def symbolic_plan(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], cluster: SymbolicCluster, source: str
-    ) -> SymbolicPlan:
+    def symbolic_plan(self, args: tuple[Any, ...], kwargs: dict[str, Any], cluster: SymbolicCluster) -> SymbolicPlan:
         if self.options.symbol != cluster.name:
             raise AlpaLiteError(
                 f"mesh_shape={self.options.mesh_shape} was given for the symbolic cluster '{cluster}'. One of its sizes must be "
-                f"the name {cluster.name!r}. At {source}. Give PlanOptions(mesh_shape=({cluster.name!r},)), or "
+                f"the name {cluster.name!r}. At {self.source}. Give PlanOptions(mesh_shape=({cluster.name!r},)), or "
                 f"({cluster.name!r}, 2) with an axis of fixed size beside it."
             )
         traced = self.trace(args, kwargs)
-        pins, notes = self._pins_and_notes(traced, args, kwargs, source)
+        pins, notes = self._pins_and_notes(traced, args, kwargs)
         task = SymbolicTask(
             task=mesh_task(traced.program, cluster.host, pins, replace(self.options, padding="off")),
             cluster=cluster,
             versions=_VERSIONS,
             notes=notes,
             finish=lambda made: self._finished(made, traced),
-            source=source,
+            source=self.source,
         )
         return SymbolicPlan(task)
 
-    def _check(self, cluster: ClusterData, source: str) -> None:
+    def _check(self, cluster: ClusterData) -> None:
         """Refuse what is no cluster, and names where devices are needed."""
         if isinstance(cluster, SymbolicCluster):
             raise AlpaLiteError(
-                f"the cluster '{cluster}' is symbolic, and this needs devices. A number of workers must be chosen before a step "
-                f"runs. At {source}. Plan with al.plan(..., cluster=...), choose with plan.specialize({cluster.name}=8), and "
-                "run that with al.parallelize(fn, plan=...)."
+                f"the cluster '{cluster}' is symbolic, and this needs devices. A number of workers must be chosen before a "
+                f"step runs. At {self.source}. Plan with al.plan(..., cluster=...), choose with "
+                f"plan.specialize({cluster.name}=8), and run that with al.parallelize(fn, plan=...)."
             )
         if not isinstance(cluster, ClusterData):
             raise AlpaLiteError(
-                f"cluster={cluster!r} is no cluster. It must be an al.Cluster. At {source}. Give "
+                f"cluster={cluster!r} is no cluster. It must be an al.Cluster. At {self.source}. Give "
                 "al.Cluster.parse('1x8:h100-sxm'), or al.Cluster.local() for the devices of this process."
             )
         if self.options.symbol is not None:
             raise AlpaLiteError(
                 f"mesh_shape={self.options.mesh_shape} holds the name {self.options.symbol!r}, and the cluster {cluster} has a "
-                f"known number of devices. Sizes must be numbers there. At {source}. Give numbers, e.g. "
+                f"known number of devices. Sizes must be numbers there. At {self.source}. Give numbers, e.g. "
                 f"mesh_shape=({cluster.num_devices},), or a cluster=al.Cluster.symbolic({self.options.symbol!r}, ...)."
             )
 
     def _pins_and_notes(
-        self, traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any], source: str
+        self, traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[ResolvedPins, tuple[str, ...]]:
         found = annotations_from_args(args, kwargs)
         binding = self.options.annotations == "pin"
-        pins = self.resolve(traced, source, {a.path: a.spec for a in found} if binding else None)
+        pins = self._resolve(traced, {a.path: a.spec for a in found} if binding else None)
         return pins, annotation_note(found, binding=binding)
 
     def _finished(self, made: Plan, traced: Traced) -> Plan:
@@ -146,7 +175,7 @@ class Request:
         made = replace(made, options=(*made.options, *settings))
         return replace(made, trees=Trees.of(traced))
 
-    def resolve(self, traced: Traced, source: str, annotations: Mapping[str, Any] | None) -> ResolvedPins:
+    def _resolve(self, traced: Traced, annotations: Mapping[str, Any] | None) -> ResolvedPins:
         program = traced.program
         return resolve_pins(
             self.pins,
@@ -156,18 +185,25 @@ class Request:
             program.output_paths,
             [program.values[v].shape if v >= 0 else () for v in program.outputs],
             mesh=None,
-            source=source,
+            source=self.source,
             annotations=annotations,
         )
 
 
-def as_ints(value: int | Sequence[int]) -> tuple[int, ...]:
-    return (value,) if isinstance(value, int) else tuple(value)
-
-
-def as_names(value: str | Sequence[str]) -> tuple[str, ...]:
-    return (value,) if isinstance(value, str) else tuple(value)
-
-
 def _tell(text: str) -> None:
     sys.stderr.write(f"alpa_lite: {text}\n")
+
+
+@contextlib.contextmanager
+def _told(verbose: bool) -> Iterator[Callable[[str], None] | None]:
+    """Every line on stderr if ``verbose``; else one line that changes on a terminal, and nothing elsewhere."""
+    if verbose:
+        yield _tell
+        return
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status("alpa_lite: tracing") as status:
+        yield lambda text: status.update(f"alpa_lite: {text}")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +17,6 @@ from alpa_lite.executor.local import CompiledStep, RunnableStep, SignatureChange
 from alpa_lite.executor.verify_plan import VerifyReport, verify_plan
 from alpa_lite.lowering.lower import partition_spec
 from alpa_lite.plan.plan import Plan
-from alpa_lite.planner.options import PlanOptions
 from alpa_lite.planner.padded import padded_like
 from alpa_lite.trace.program import Traced
 
@@ -27,8 +24,8 @@ from alpa_lite.trace.program import Traced
 class ParallelStep(Parallelized):
     """A step that runs under a plan. Make one with ``parallelize``."""
 
-    def __init__(self, request: Request, cluster: ClusterData | None, given: Plan | None, source: str) -> None:
-        self._request, self._cluster, self._given, self._source = request, cluster, given, source
+    def __init__(self, request: Request, cluster: ClusterData | None, given: Plan | None) -> None:
+        self._request, self._cluster, self._given = request, cluster, given
         self._steps: dict[Any, tuple[Traced, RunnableStep]] = {}
         self._planned: dict[Any, tuple[Traced, Plan]] = {}
         self._last: RunnableStep | None = None
@@ -140,7 +137,8 @@ class ParallelStep(Parallelized):
                 given = replace(self._given, trees=Trees.of(traced))
                 self._planned[key] = (traced, given)
             else:
-                self._planned[key] = self._plan_for(args, kwargs, None, None, None, None)
+                cluster = self._cluster or local_cluster(False)
+                self._planned[key] = self._request.plan(args, kwargs, cluster)
         return self._planned[key]
 
     def _trace_given(self, given: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
@@ -155,28 +153,6 @@ class ParallelStep(Parallelized):
         check_identity(given, traced)
         return traced
 
-    def _request_with(self, pins: Any, pin_like: Mapping[str, str] | None, options: PlanOptions | None) -> Request:
-        return replace(
-            self._request,
-            pins=self._request.pins if pins is None else pins,
-            pin_like=self._request.pin_like if pin_like is None else pin_like,
-            options=options or self._request.options,
-        )
-
-    def _plan_for(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        cluster: ClusterData | None,
-        pins: Any,
-        pin_like: Mapping[str, str] | None,
-        options: PlanOptions | None,
-    ) -> tuple[Traced, Plan]:
-        request = self._request_with(pins, pin_like, options)
-        chosen = cluster or self._cluster or local_cluster(False)
-        with _progress_line(request.options.verbose) as progress:
-            return request.plan(args, kwargs, chosen, self._source, progress)
-
     def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RunnableStep:
         key = self._key(args, kwargs)
         if key not in self._steps:
@@ -190,15 +166,3 @@ class ParallelStep(Parallelized):
 
 def _dtype(x: Any) -> Any:
     return x.dtype if hasattr(x, "dtype") else jax.dtypes.canonicalize_dtype(jax.numpy.result_type(x))
-
-
-@contextlib.contextmanager
-def _progress_line(verbose: bool) -> Iterator[Callable[[str], None] | None]:
-    """A line on a terminal while planning; nothing elsewhere, nor where every line is told anyway."""
-    if verbose or not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-
-    with Console(stderr=True).status("alpa_lite: tracing") as status:
-        yield lambda text: status.update(f"alpa_lite: {text}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -45,6 +46,15 @@ def load_target(text: str) -> PlanTarget:
 
 
 def _checked(make: Callable[[], Any], text: str) -> PlanTarget:
+    try:
+        inspect.signature(make).bind()
+    except TypeError as error:
+        raise TargetError(
+            f"the target {text!r} cannot be called without arguments: {error}. A target names a function that takes nothing "
+            "and returns (fn, args) or al.PlanTarget(...). Write such a function beside the step, and name that one."
+        ) from None
+    except ValueError:
+        pass  # not every callable has a signature
     made = make()
     if isinstance(made, PlanTarget):
         return made

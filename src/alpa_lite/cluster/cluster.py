@@ -54,7 +54,7 @@ class Cluster:
         Raises:
             ClusterError: the text has another form, a number is 0, or the device is unknown.
         """
-        match = _TEXT.fullmatch(text.strip())
+        match = _TEXT.fullmatch(text.strip()) if isinstance(text, str) else None
         if match is None:
             raise ClusterError(
                 f"the cluster text {text!r} cannot be read. It must be HOSTSxDEVICES_PER_HOST:DEVICE, like "

@@ -93,9 +93,9 @@ def load_part(out_dir: Path, rank: int) -> ExportedPart:
         ExportError: no export, a file is missing or changed, another version, or no such rank.
     """
     manifest = read_manifest(out_dir)
-    if not 0 <= rank < manifest.num_ranks:
+    if not isinstance(rank, int) or not 0 <= rank < manifest.num_ranks:
         raise ExportError(
-            f"rank {rank} was asked of the export {str(out_dir)!r}, which has {manifest.num_ranks} "
+            f"rank {rank!r} was asked of the export {str(out_dir)!r}, which has {manifest.num_ranks} "
             f"(0 to {manifest.num_ranks - 1}), one per device of its mesh. It was given as rank. Give one of those, or plan for "
             "more devices and export again."
         )

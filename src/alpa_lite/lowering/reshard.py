@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
+from numbers import Integral
 from typing import Any
 
 import jax
@@ -62,14 +63,24 @@ def conversion(
         total                             448 KiB  7.27 us
     """
     where = "al.conversion"
+    if not isinstance(shape, tuple | list) or not all(isinstance(n, Integral) and int(n) >= 1 for n in shape):
+        raise SpecError(
+            f"{tensor} was given the shape {shape!r}. A shape is a tuple of sizes of at least 1, like (1024, 1024). It was "
+            f"given to {where} (shape); correct it there."
+        )
     if isinstance(mesh, DeviceMesh):
         device_mesh = mesh
     else:
         device_mesh = read_mesh(dict(mesh.shape) if hasattr(mesh, "shape") else mesh, f"{where} (mesh)")
     if cluster is None:
         cluster = _cluster_of(mesh, device_mesh)
+    elif not isinstance(cluster, Cluster):
+        raise SpecError(
+            f"{where} was given cluster={cluster!r}. Allowed is an al.Cluster, whose links are priced. It was given to {where} "
+            "(cluster); write for example cluster=al.Cluster.parse('1x8:h100-sxm')."
+        )
     made = Conversions(mesh=device_mesh, costs=cost_model(costs, cluster, device_mesh))
-    kind = np.dtype(dtype)
+    kind = _dtype(dtype, tensor, where)
     old = _read(before, shape, device_mesh, tensor, f"{where} (before)")
     new = _read(after, shape, device_mesh, tensor, f"{where} (after)")
     return price_conversion(made, old, new, shape, kind.name, kind.itemsize)
@@ -89,6 +100,11 @@ def reshard(x: jax.Array, sharding: NamedSharding, *, cluster: Cluster | None = 
     Example:
         >>> y = al.reshard(x, NamedSharding(x.sharding.mesh, P(None, "x")))
     """
+    if not isinstance(sharding, NamedSharding):
+        raise SpecError(
+            f"al.reshard was asked for {sharding!r}. Allowed is a NamedSharding on the mesh of the array. It was given as "
+            "sharding; write jax.sharding.NamedSharding(x.sharding.mesh, spec)."
+        )
     has = getattr(x, "sharding", None)  # of a traced value: None, or one on an abstract mesh
     if not isinstance(has, NamedSharding) or has.mesh != sharding.mesh:
         raise SpecError(
@@ -152,6 +168,11 @@ def _read(spec: SpecLike, shape: tuple[int, ...], mesh: DeviceMesh, tensor: str,
             ) from None
     if isinstance(spec, ShardingSpec):
         return read_spec(spec.dims, spec.unreduced, shape, mesh, tensor, where)
+    if not isinstance(spec, PartitionSpec):
+        raise SpecError(
+            f"{tensor} was given the spec {spec!r} of type {type(spec).__name__}. Allowed are a PartitionSpec, or the text of a "
+            f"spec like '[x,_]' or '[_,_]+{{y}}'. It was given to {where}; correct it there."
+        )
     entries = [() if e is None else (e,) if isinstance(e, str) else e for e in spec.partitions]
     if PartitionSpec.UNCONSTRAINED in spec.partitions:
         raise SpecError(
@@ -159,6 +180,16 @@ def _read(spec: SpecLike, shape: tuple[int, ...], mesh: DeviceMesh, tensor: str,
             f"given to {where}; write None for a whole dim or name its axes."
         )
     return read_spec(entries, sorted(spec.unreduced), shape, mesh, tensor, where)
+
+
+def _dtype(dtype: Any, tensor: str, where: str) -> np.dtype:
+    try:
+        return np.dtype(dtype)
+    except TypeError:
+        raise SpecError(
+            f"{tensor} was given the dtype {dtype!r}, which NumPy does not know. A name like 'float32' or 'bfloat16', or a "
+            f"dtype itself, is allowed. It was given to {where} (dtype); correct it there."
+        ) from None
 
 
 def _cluster_of(mesh: Any, device_mesh: DeviceMesh) -> Cluster:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
+from numbers import Integral, Real
 from typing import Literal
 
 from alpa_lite.core.rule_text import NamedRule
@@ -62,13 +64,19 @@ class PlanOptions:
     verbose: bool = False
 
     def __post_init__(self) -> None:
-        if self.mesh_shape is not None:
-            object.__setattr__(self, "mesh_shape", tuple(self.mesh_shape))
-        if self.axis_names is not None:
-            object.__setattr__(self, "axis_names", tuple(self.axis_names))
-        object.__setattr__(self, "forbid", tuple(self.forbid))
-        object.__setattr__(self, "rules", tuple(self.rules))
-        for fault in self._names_for_numbers() or self._faults():
+        for name, example in (
+            ("mesh_shape", (2, 4)),
+            ("axis_names", ("x", "y")),
+            ("forbid", ("all-gather",)),
+            ("rules", ()),
+        ):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if isinstance(value, str) or not isinstance(value, Iterable):
+                raise AlpaLiteError(f"PlanOptions: {name}={value!r} was given; it must be a tuple, e.g. {example}.")
+            object.__setattr__(self, name, tuple(value))
+        for fault in self._no_numbers() or self._faults():
             raise AlpaLiteError(f"PlanOptions: {fault}")
 
     def _faults(self) -> list[str]:
@@ -107,14 +115,14 @@ class PlanOptions:
                 f"rules has {wrong[0]!r}; allowed are rules by primitive name, e.g. al.register_rule('my_op', '... i -> ... i'). "
                 "A rule for a function is not an option: call what al.register_rule(fn, rule) returns."
             )
-        if self.time_limit_s <= 0:
+        if not self.time_limit_s > 0:
             faults.append(f"time_limit_s={self.time_limit_s} was given; it must be positive (seconds per mesh).")
-        if self.memory_budget_bytes is not None and self.memory_budget_bytes <= 0:
+        if self.memory_budget_bytes is not None and not self.memory_budget_bytes > 0:  # nan is none either
             faults.append(f"memory_budget_bytes={self.memory_budget_bytes} was given; it must be positive.")
         return faults
 
-    def _names_for_numbers(self) -> list[str]:
-        """Faults of options that need a number and were given a text, such as the name of the number of workers."""
+    def _no_numbers(self) -> list[str]:
+        """Faults of options that need a number and were given something else, such as the name of the number of workers."""
         faults = []
         for name in (
             "max_axes",
@@ -125,11 +133,13 @@ class PlanOptions:
             "seed",
         ):
             value = getattr(self, name)
-            if isinstance(value, str):
+            if isinstance(value, str) and value.isidentifier():
                 faults.append(
                     f"{name}={value!r} was given; it must be a number. Only one size of mesh_shape may be the name of a "
                     f"symbolic number. Give a number, or plan.specialize({value}=...) first and compute it from there."
                 )
+            elif value is not None and not isinstance(value, Real):
+                faults.append(f"{name}={value!r} was given; it must be a number, e.g. 16e9 for 16 GB.")
         return faults
 
     @property
@@ -154,5 +164,5 @@ class PlanOptions:
         return tuple(changed.items())
 
 
-def _is_size(n: int | str) -> bool:
-    return n.isidentifier() if isinstance(n, str) else n >= 1
+def _is_size(n: object) -> bool:
+    return n.isidentifier() if isinstance(n, str) else isinstance(n, Integral) and int(n) >= 1

@@ -8,7 +8,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from alpa_lite._jax_compat import identity_primitive
-from alpa_lite.errors import PinError
+from alpa_lite.errors import PinError, user_line
 from alpa_lite.plan.pins import PinnedDims
 from alpa_lite.trace.pins import pinned_dims, spec_text
 
@@ -26,11 +26,16 @@ def pin(x: jax.Array, spec: PartitionSpec | None) -> jax.Array:
             None leaves all free.
 
     Raises:
-        PinError: the spec has more entries than ``x`` has dims.
+        PinError: the spec is none, or has more entries than ``x`` has dims.
 
     Example:
         >>> hidden = al.pin(x @ w, P(None, "model"))
     """
+    if spec is not None and not isinstance(spec, PartitionSpec):
+        raise PinError(
+            f"al.pin got {spec!r} of type {type(spec).__name__}. A pin is a jax.sharding.PartitionSpec, or None for free. "
+            f"At {user_line()}. Write for example al.pin(x, P(None, 'model'))."
+        )
     rank = jax.numpy.ndim(x)
     dims = pinned_dims(spec, rank)
     if len(dims) > rank:

@@ -91,6 +91,11 @@ def resolve_pins(
         >>> str(resolve_pins(pins, None, ["0/a/kernel"], [(4, 8)], [], [], mesh=None, source="here").inputs[0])
         '[_,model]'
     """
+    if not isinstance(pin_like, Mapping | None):
+        raise PinError(
+            f"pin_like={pin_like!r} was given. It is a dict of paths: leaves under the first follow those under the second. At "
+            f"{source}. Write for example pin_like={{'0/opt_state': '0/params'}}."
+        )
     leaves = _Leaves(
         paths=[*input_paths, *output_paths],
         shapes=[tuple(shape) for shape in (*input_shapes, *output_shapes)],

@@ -16,7 +16,7 @@ from alpa_lite.core.program import FixedLayout, Op, Program, Value, check_progra
 from alpa_lite.core.rule import OpShardingRule
 from alpa_lite.core.rule_text import NamedRule
 from alpa_lite.core.spec import ShardingSpec
-from alpa_lite.errors import AlpaLiteError, TraceError
+from alpa_lite.errors import AlpaLiteError, TraceError, is_user_file, user_line
 from alpa_lite.trace.elementwise import ELEMENTWISE
 from alpa_lite.trace.flatten import FlatJaxpr, FlatOp, flatten
 from alpa_lite.trace.paths import leaf_paths
@@ -111,13 +111,13 @@ def _trace_message(fn: Callable[..., Any], error: Exception) -> str:
 
 def _user_line(error: BaseException) -> str:
     """Innermost frame of the traceback that is outside of JAX and this package."""
-    best, tb = "unknown", error.__traceback__
+    best, tb = "", error.__traceback__
     while tb is not None:
         file = tb.tb_frame.f_code.co_filename
-        if "/jax/" not in file and "/alpa_lite/" not in file and "/jaxlib/" not in file:
+        if is_user_file(file):
             best = f"{file}:{tb.tb_lineno} ({tb.tb_frame.f_code.co_name})"
         tb = tb.tb_next
-    return best
+    return best or user_line()  # where the call stands, if the function was not entered
 
 
 def _input_paths(

@@ -16,7 +16,7 @@ import jax
 
 from alpa_lite._jax_compat import calling_primitive
 from alpa_lite.core.rule_text import NamedRule, RuleText, parse_rule
-from alpa_lite.errors import RuleError
+from alpa_lite.errors import RuleError, user_line
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -139,6 +139,14 @@ def register_rule(
             text, reduction=reduction, need_replication=need_replication, reduce_op=reduce_op, **factor_sizes
         )
 
+    def ruled(fn: Callable[..., Any], parsed: RuleText) -> RuledFunction:
+        if not callable(fn):
+            raise RuleError(
+                f"al.register_rule was given {fn!r} to rule, which cannot be called. A rule belongs to a function, or to a "
+                f"primitive by its name. At {user_line()}. Use it as @al.register_rule('i k, k j -> i j') above the function."
+            )
+        return RuledFunction(fn, parsed, check)
+
     if rule is None:
         if not isinstance(target, str):
             raise RuleError(
@@ -146,7 +154,7 @@ def register_rule(
                 "Use it as @al.register_rule('i k, k j -> i j') above the function."
             )
         parsed = parse(target)
-        return lambda fn: RuledFunction(fn, parsed, check)
+        return lambda fn: ruled(fn, parsed)
     if isinstance(target, str):
         if check:
             raise RuleError(
@@ -154,4 +162,4 @@ def register_rule(
                 "check=True goes with a function. Leave it out, or use al.rules.check on a function that binds the primitive."
             )
         return NamedRule(primitive=target, rule=parse(rule))
-    return RuledFunction(target, parse(rule), check)
+    return ruled(target, parse(rule))

@@ -1,0 +1,75 @@
+"""What was given to a public function, checked once and brought into one form."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from alpa_lite.errors import AlpaLiteError, user_line
+from alpa_lite.plan.plan import Plan
+from alpa_lite.planner.options import PlanOptions
+
+
+def check_function(fn: Any) -> Callable[..., Any]:
+    """The function to be parallelized."""
+    if not callable(fn):
+        raise AlpaLiteError(
+            f"al.parallelize was given {fn!r}, which cannot be called. It takes a function of arrays, and all settings by "
+            f"name. At {user_line()}. Write al.parallelize(fn, ...), or @al.parallelize(...) above the function."
+        )
+    return fn
+
+
+def checked_options(options: Any) -> PlanOptions:
+    """The options; their own fields check themselves."""
+    if options is None:
+        return PlanOptions()
+    if not isinstance(options, PlanOptions):
+        raise AlpaLiteError(
+            f"options={options!r} was given. Allowed is an al.PlanOptions, or None for its defaults. At {user_line()}. "
+            "Write for example options=al.PlanOptions(mesh_shape=(2, 4))."
+        )
+    return options
+
+
+def checked_plan(plan: Any) -> Plan | None:
+    """A plan to run, if one was given."""
+    if plan is not None and not isinstance(plan, Plan):
+        raise AlpaLiteError(
+            f"plan={plan!r} was given. Allowed is a plan that al.plan made or al.load_plan read. At {user_line()}. For a "
+            "file write plan=al.load_plan(path); of a symbolic plan take plan.specialize(n=...)."
+        )
+    return plan
+
+
+def argnums(fn: Callable[..., Any], name: str, value: int | Sequence[int]) -> tuple[int, ...]:
+    """Positions of arguments, counted from the start; as in ``jax.jit`` they may be given counted from the end."""
+    count = _num_positional(fn)
+    listed = tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
+    for n in listed:
+        known = isinstance(n, int) and not isinstance(n, bool)
+        if not known or (n < 0 if count is None else not -count <= n < count):
+            allowed = "positions from 0 on" if count is None else f"its {count} positions, 0 to {count - 1}"
+            shown = getattr(fn, "__qualname__", repr(fn))
+            raise AlpaLiteError(
+                f"{name}={value!r} was given for {shown}. Allowed are {allowed}, as one number or a tuple. At {user_line()}. "
+                "Correct the position; arguments passed by name have none."
+            )
+    return tuple(n + (count or 0) if n < 0 else n for n in listed)
+
+
+def argnames(value: str | Sequence[str]) -> tuple[str, ...]:
+    """Names of arguments."""
+    return (value,) if isinstance(value, str) else tuple(value)
+
+
+def _num_positional(fn: Callable[..., Any]) -> int | None:
+    """How many arguments the function takes by position; None where that is open."""
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):  # not every callable has a signature
+        return None
+    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return None
+    return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)

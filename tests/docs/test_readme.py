@@ -1,0 +1,43 @@
+"""The Python of the README runs, in the order in which it stands, on a model with the paths that it names."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+from docs import pages
+
+README = pages.DOCS.parent / "README.md"
+
+
+def loss_fn(params, batch):
+    hidden = jax.nn.relu(batch["inputs"] @ params["block0"]["up"]["kernel"])
+    return jnp.mean((hidden @ params["block0"]["down"]["kernel"] - batch["targets"]) ** 2)
+
+
+@pytest.mark.medium
+def test_the_python_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(jax.config, "update", lambda name, value: None)  # the tests have 8 virtual devices already
+    optimizer = optax.adam(1e-3)
+    params = {"block0": {"up": {"kernel": jnp.ones((32, 64))}, "down": {"kernel": jnp.ones((64, 32))}}}
+    state = {"params": params, "opt_state": optimizer.init(params)}
+    batch = {"inputs": jnp.ones((64, 32)), "targets": jnp.ones((64, 32))}
+    shapes = jax.eval_shape(lambda: (state, batch))
+    names = {"optimizer": optimizer, "loss_fn": loss_fn, "state": state, "batch": batch}
+    names |= {"state_shapes": shapes[0], "batch_shapes": shapes[1], "x": jnp.ones((4, 6, 8)), "w": jnp.ones((8, 8))}
+    use, cluster, pins, rule = pages.python_blocks(README.read_text(encoding="utf-8"))
+    exec(use, names)
+    assert "Audit on mesh" in capsys.readouterr().out and names["loss"].shape == ()
+    exec(cluster.replace("8x8:h100-sxm", "1x8:h100-sxm"), names)
+    assert (tmp_path / "plan.json").exists() and (tmp_path / "out" / "manifest.json").exists()
+    state, loss = names["step"](*jax.tree.map(jnp.copy, (names["state"], batch)))
+    assert loss.shape == () and names["step"].plan(state, batch) == names["plan"]
+    exec(pins.replace("al.parallelize(", "pinned = al.parallelize(", 1), names)
+    specs = names["pinned"].plan(state, batch).specs_by_path
+    P = jax.sharding.PartitionSpec
+    assert specs["0/params/block0/up/kernel"] == specs["0/opt_state/0/mu/block0/up/kernel"] == P(None, "model")
+    exec(rule, names)
+    assert names["my_matmul"](jnp.ones((2, 3)), jnp.ones((3, 4))) is None  # its body is left out there

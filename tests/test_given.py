@@ -1,0 +1,113 @@
+"""Wrong arguments of the public functions: every message says what was given, what is allowed, where, and what to do."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import alpa_lite as al
+from alpa_lite.api.given import argnums
+
+CLUSTER = al.Cluster.parse("1x8:cpu")
+X = jax.ShapeDtypeStruct((8, 8), "float32")
+
+
+def step(w, x):
+    return (x @ w).sum()
+
+
+def plan(**settings):
+    return al.plan(step, X, X, **{"cluster": CLUSTER, **settings})
+
+
+def convert(before="[x,_]", after="[_,x]", shape=(8, 8), dtype="float32", **settings):
+    return al.conversion(before, after, shape, dtype, **{"mesh": {"x": 8}, "cluster": CLUSTER, **settings})
+
+
+def sharded():
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    return jax.device_put(jnp.ones((8, 8)), jax.NamedSharding(mesh, P("x")))
+
+
+HERE = "test_given.py"
+WRONG = {
+    "plan: options": (lambda: plan(options={"seed": 1}), ["options={'seed': 1}", "al.PlanOptions", HERE, "Write"]),
+    "plan: pin_like": (lambda: plan(pin_like=["0"]), ["pin_like=['0']", "a dict of paths", HERE, "Write"]),
+    "plan: donated": (lambda: plan(donate_argnums=2), ["donate_argnums=2", "2 positions, 0 to 1", HERE, "Correct"]),
+    "plan: donated by name": (lambda: plan(donate_argnums="w"), ["donate_argnums='w'", "0 to 1", HERE, "Correct"]),
+    "plan: static": (lambda: plan(static_argnums=-3), ["static_argnums=-3", "0 to 1", HERE, "Correct"]),
+    "plan: too few": (lambda: al.plan(step, X, cluster=CLUSTER), ["argument: 'x'", HERE, "allowed:", "next:"]),
+    "parallelize: fn": (lambda: al.parallelize(5), ["given 5", "a function of arrays", HERE, "Write"]),
+    "parallelize: options": (lambda: al.parallelize(step, options={}), ["options={}", "al.PlanOptions", HERE, "Write"]),
+    "parallelize: plan": (
+        lambda: al.parallelize(step, plan="plan.json"),
+        ["plan='plan.json'", "that al.plan made", HERE, "al.load_plan(path)"],
+    ),
+    "pin": (lambda: al.pin(jnp.ones(3), "x"), ["al.pin got 'x' of type str", "PartitionSpec", HERE, "Write"]),
+    "conversion: spec": (lambda: convert(None), ["the spec None", "like '[x,_]'", "al.conversion (before)", "correct"]),
+    "conversion: shape": (lambda: convert(shape=8), ["the shape 8", "sizes of at least 1", "al.conversion (shape)"]),
+    "conversion: size": (lambda: convert(shape=(8, -8)), ["the shape (8, -8)", "sizes of at least 1", "correct it"]),
+    "conversion: dtype": (lambda: convert(dtype="float3"), ["dtype 'float3'", "'float32'", "al.conversion (dtype)"]),
+    "conversion: cluster": (
+        lambda: convert(cluster="1x8:cpu"),
+        ["cluster='1x8:cpu'", "al.Cluster", "write for example"],
+    ),
+    "reshard": (lambda: al.reshard(sharded(), P()), ["asked for P", "a NamedSharding", "given as sharding", "write"]),
+    "Cluster.parse": (
+        lambda: al.Cluster.parse(8),
+        ["text 8", "HOSTSxDEVICES_PER_HOST:DEVICE", "Cluster.parse", "correct"],
+    ),
+    "register_rule": (
+        lambda: al.register_rule("i -> i")(3),
+        ["given 3", "a function, or to a primitive", HERE, "Use it"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_messages_have_four_parts(name):
+    call, parts = WRONG[name]
+    with pytest.raises(al.AlpaLiteError) as caught:
+        call()
+    missing = [part for part in parts if part not in str(caught.value)]
+    assert not missing, f"the message lacks {missing}:\n{caught.value}"
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "allowed"),
+    [
+        ("mesh_shape", 8, "a tuple, e.g. (2, 4)"),
+        ("mesh_shape", (2.5,), "sizes of at least 1"),
+        ("axis_names", "xy", "a tuple, e.g. ('x', 'y')"),
+        ("forbid", "all-gather", "a tuple, e.g. ('all-gather',)"),
+        ("memory_budget_bytes", "16GB", "a number, e.g. 16e9"),
+        ("memory_budget_bytes", float("nan"), "must be positive"),
+        ("time_limit_s", [1], "a number"),
+    ],
+)
+def test_options_say_what_they_take(option, value, allowed):
+    with pytest.raises(al.AlpaLiteError) as caught:
+        al.PlanOptions(**{option: value})
+    assert f"PlanOptions: {option}={value!r} was given" in str(caught.value) and allowed in str(caught.value)
+
+
+def test_positions_may_be_counted_from_the_end():
+    def fn(a, b, *, c=0): ...
+
+    assert argnums(fn, "donate_argnums", -1) == (1,)
+    assert argnums(fn, "donate_argnums", (0, -2)) == (0, 0)
+    assert argnums(lambda *args: None, "donate_argnums", [7]) == (7,)
+    with pytest.raises(al.AlpaLiteError, match="positions from 0 on"):
+        argnums(lambda *args: None, "donate_argnums", -1)
+
+
+def test_a_step_that_is_parallelized_again_keeps_its_own_settings():
+    first = al.parallelize(step, pins={"0": P("x")}, options=al.PlanOptions(mesh_shape=(8,)), donate_argnums=-1)
+    again = al.parallelize(first, pins={"1": P("x")})
+    assert [leaf.pin for leaf in first.plan(X, X).inputs] == ["0", ""]
+    assert [leaf.pin for leaf in again.plan(X, X).inputs] == ["", "1"]
+    assert again.plan(X, X).mesh.shape == (8,)
+    assert dict(again.plan(X, X).options)["donate_argnums"] == (1,)
+    assert al.plan(first, X, X, cluster=CLUSTER).pins == first.plan(X, X).pins

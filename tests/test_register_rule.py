@@ -69,7 +69,8 @@ def test_a_registered_kernel_is_split_by_its_rule(pins, kinds):
 
 def test_without_a_rule_it_is_replicated_and_the_report_says_so():
     plan = al.plan(matmul, *data((64, 32), (32, 16)), cluster=CLUSTER, options=OPTIONS)
-    assert all(s.is_replicated for d in decisions(plan, "pallas_call") for s in (*d.operands, *d.results))
+    (kernel,) = decisions(plan, "pallas_call")
+    assert all(s.is_replicated for s in (*kernel.operands, *kernel.results))
     assert any(note.startswith("replicated: 1 pallas_call (a custom kernel") for note in plan.notes)
     assert "replicated: 1 pallas_call" in str(plan)
 

@@ -43,7 +43,8 @@ def test_partition_and_load_partition(tmp_path):
     assert {n.partition("/")[0] for n in names if n.startswith("rank_")} == {"rank_0", "rank_1"}
     assert len(re.findall(r"= dot_general\(", (tmp_path / "out" / "program.txt").read_text())) == 2
     scheme = (tmp_path / "out" / "scheme.txt").read_text()
-    assert all(f"shard    {leaf.path}: {leaf.spec}" in scheme for leaf in plan.inputs if not leaf.spec.is_replicated)
+    split = [leaf for leaf in plan.inputs if not leaf.spec.is_replicated]
+    assert split and all(f"shard    {leaf.path}: {leaf.spec}" in scheme for leaf in split)
     assert al.load_plan(tmp_path / "out" / "plan.json") == plan
 
     parts = [al.load_export(tmp_path / "out", rank) for rank in range(2)]

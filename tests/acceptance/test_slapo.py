@@ -272,10 +272,12 @@ def test_attention_support_never_reduces_over_a_sharded_dim(costs, layer, shape)
 def test_attention_support_head_split_keeps_only_the_outer_factor():
     """A sharded last dim passes the head split as sharded heads, or not at all."""
     plan = plan_of(bert_layer, layer_args(512, 1024), "slapo-head", memory_budget_bytes=float("inf"))
-    for decision in plan.stages[0].decisions:
-        if decision.op.startswith("reshape") and "8,512,16,64]" in decision.op.partition("->")[2]:
-            assert decision.results[0].dims[3] == ()
-            assert decision.operands[0].dims[2] == decision.results[0].dims[2]
+    reshapes = [d for d in plan.stages[0].decisions if d.op.startswith("reshape")]
+    splits = [d for d in reshapes if "8,512,16,64]" in d.op.partition("->")[2]]
+    assert len(splits) == 3  # queries, keys, values
+    for decision in splits:
+        assert decision.results[0].dims[3] == ()
+        assert decision.operands[0].dims[2] == decision.results[0].dims[2]
 
 
 @pytest.mark.parametrize(("seq_len", "optimum"), [(512, 524289), (1024, 1048577)])

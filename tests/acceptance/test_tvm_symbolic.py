@@ -277,7 +277,10 @@ def imported(path):
     return found | {a.name for node in ast.walk(tree) if isinstance(node, ast.Import) for a in node.names}
 
 
-RULE_FILES = ("rules", "shardy", "flatten", "influence", "user_rules", "rule_check", "tiles")
+RULE_FILES = (
+    *("rules", "own_rules", "linearity", "blocked", "elementwise", "shardy"),
+    *("flatten", "influence", "user_rules", "rule_check", "tiles"),
+)
 
 
 @pytest.mark.parametrize("name", RULE_FILES)

@@ -58,6 +58,10 @@ UNARY = [
 BINARY = ["add", "atan2", "div", "max", "min", "mul", "nextafter", "pow", "rem", "sub"]
 
 
+# Nothing is said of the padding that these make.
+UNCLAIMED = frozenset(["acos", "acosh", "cbrt", "cosh", "erfc", "log", "rsqrt", "atan2", "nextafter", "pow", "rem"])
+
+
 def holds(fill: Fill, element: float) -> bool:
     if fill in (Fill.ZERO, Fill.LOWEST, Fill.HIGHEST):
         return element == float(fill)
@@ -65,7 +69,8 @@ def holds(fill: Fill, element: float) -> bool:
 
 
 def agrees(primitive, params, count):
-    name = primitive.name
+    """How many claims about the fill of a result were compared with results."""
+    name, claims = primitive.name, 0
     for fills in itertools.product(Fill, repeat=count):
         claimed = elementwise_fill(name, params, fills)
         if claimed is Fill.ANY or set(fills) == {Fill.ROW}:  # a row's padding is computed as its true elements are
@@ -73,6 +78,8 @@ def agrees(primitive, params, count):
         for elements in itertools.product(*(ELEMENTS[f] for f in fills)):
             made = float(primitive.bind(*map(jnp.float32, elements), **params))
             assert holds(claimed, made), f"{name}{elements} = {made}, fills {fills} claim {claimed}"
+            claims += 1
+    return claims
 
 
 @pytest.mark.parametrize("name", UNARY)
@@ -81,17 +88,17 @@ def test_unary(name):
     params = {"rounding_method": lax.RoundingMethod.AWAY_FROM_ZERO} if name == "round" else {}
     if name in ("exp", "log", "sin", "cos", "tan", "tanh", "logistic", "sqrt", "rsqrt", "cbrt", "expm1", "log1p"):
         params["accuracy"] = None
-    agrees(primitive, params, 1)
+    assert bool(agrees(primitive, params, 1)) == (name not in UNCLAIMED)
 
 
 @pytest.mark.parametrize("name", BINARY)
 def test_binary(name):
-    agrees(getattr(lax, f"{name}_p"), {}, 2)
+    assert bool(agrees(getattr(lax, f"{name}_p"), {}, 2)) == (name not in UNCLAIMED)
 
 
 @pytest.mark.parametrize("y", [-2, 1, 3])
 def test_integer_pow(y):
-    agrees(lax.integer_pow_p, {"y": y}, 1)
+    assert bool(agrees(lax.integer_pow_p, {"y": y}, 1)) == (y > 0)
 
 
 def test_select():

@@ -126,10 +126,6 @@ class Cluster:
         np.add.at(counts, (np.broadcast_to(np.arange(groups.shape[1]), groups.shape), groups), 1)
         return int((counts > 0).sum(axis=1).max()), int(counts.max())
 
-    def axes_inside_hosts(self, mesh: DeviceMesh) -> tuple[str, ...]:
-        """The mesh axes along which every group lies inside one host."""
-        return tuple(axis for axis in mesh.axis_names if self.group_extent(mesh, (axis,))[0] == 1)
-
     def describe(self) -> str:
         """A few lines for people: layout, device, links."""
         device, rates = self.device, ", ".join(f"{d} {rate / 1e12:.4g}" for d, rate in self.device.flops_per_s)

@@ -12,8 +12,6 @@ from typing import Any
 
 import jax
 
-OUT = "out"
-
 
 def leaf_paths(tree: Any, prefix: str, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[str, Any]]:
     """(path, leaf) pairs in pytree order; a tree that is a single leaf has the path ``prefix``.

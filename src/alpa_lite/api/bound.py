@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -82,26 +82,30 @@ class Trees:
         write_export(plan, traced, jax.tree_util.tree_leaves(dynamic), out_dir, overwrite=overwrite)
 
 
-def traced_for(plan: Plan, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
-    """The traced function, checked to be the plan's; how to trace it is recorded with the plan."""
-    settings: dict[str, Any] = {name: value for name, value in plan.options if name in JIT_SETTINGS}
+def traced_for(
+    plan: Plan, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], settings: Mapping[str, Any] | None = None
+) -> Traced:
+    """The traced function, checked to be the plan's; ``settings`` as in ``jax.jit``, by default those recorded with the plan."""
+    if settings is None:
+        settings = {name: value for name, value in plan.options if name in JIT_SETTINGS}
+    rules = _rules_of(plan)
     try:
-        traced = trace(plain(fn), args, kwargs, rules=rules_of(plan), **settings)
+        traced = trace(plain(fn), args, kwargs, rules=rules, **settings)
     except TraceError as error:
         static = settings.get("static_argnums", ()), settings.get("static_argnames", ())
-        raise other_arguments(plan, args, kwargs, *static) or error from error
-    traced = padded_like(traced, plan.paddings, rules_of(plan))
-    check_identity(plan, traced)
+        raise _other_arguments(plan, args, kwargs, *static) or error from error
+    traced = padded_like(traced, plan.paddings, rules)
+    _check_identity(plan, traced)
     return traced
 
 
-def rules_of(plan: Plan) -> tuple[NamedRule, ...]:
+def _rules_of(plan: Plan) -> tuple[NamedRule, ...]:
     """The user's rules by primitive that a plan was made with."""
     texts: Any = dict(plan.options).get("rules", ())
     return tuple(map(NamedRule.read, texts))
 
 
-def other_arguments(
+def _other_arguments(
     plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any], static_argnums: Any, static_argnames: Any
 ) -> ArgumentsError | None:
     """If the arguments have other leaves than the plan's, that is why the function cannot be traced with them."""
@@ -133,7 +137,7 @@ def plain(fn: Any) -> Callable[..., Any]:
     return fn.__wrapped__ if isinstance(fn, Parallelized) else fn
 
 
-def check_identity(plan: Plan, traced: Traced) -> None:
+def _check_identity(plan: Plan, traced: Traced) -> None:
     """Refuse a plan of another program; warn about another JAX version."""
     for text in verify_identity(plan, traced.program, jax_version=jax.__version__):
         warnings.warn(text, stacklevel=3)

@@ -8,16 +8,15 @@ from typing import Any
 
 import jax
 
-from alpa_lite.api.bound import Parallelized, Trees, check_identity, other_arguments, rules_of, user_line
+from alpa_lite.api.bound import JIT_SETTINGS, Parallelized, Trees, traced_for
 from alpa_lite.api.request import Request
 from alpa_lite.cluster.cluster import Cluster as ClusterData
-from alpa_lite.errors import ArgumentsError, TraceError
+from alpa_lite.errors import ArgumentsError, user_line
 from alpa_lite.executor.calibrate import local_cluster
 from alpa_lite.executor.local import CompiledStep, RunnableStep, SignatureChanged, local_mesh, runnable
 from alpa_lite.executor.verify_plan import VerifyReport, verify_plan
 from alpa_lite.lowering.lower import partition_spec
 from alpa_lite.plan.plan import Plan
-from alpa_lite.planner.padded import padded_like
 from alpa_lite.trace.program import Traced
 
 
@@ -29,6 +28,7 @@ class ParallelStep(Parallelized):
         self._steps: dict[Any, tuple[Traced, RunnableStep]] = {}
         self._planned: dict[Any, tuple[Traced, Plan]] = {}
         self._last: RunnableStep | None = None
+        self._last_key: Any = None
         self.__wrapped__ = request.fn
         self.__name__ = getattr(request.fn, "__name__", "step")
         self.__doc__ = request.fn.__doc__
@@ -45,7 +45,7 @@ class ParallelStep(Parallelized):
                 pass
             except ValueError:
                 if self._key(args, kwargs) == self._last_key:
-                    return self._run_placed(args)
+                    return self._run(self._last, args)
         step = self._step(args, kwargs)
         return self._run(step, self._dynamic(args, kwargs))
 
@@ -58,19 +58,14 @@ class ParallelStep(Parallelized):
             del error  # arrays committed to another layout: move them, as jit does with uncommitted ones
         return step.run(*step.place(dynamic))
 
-    def _run_placed(self, args: tuple[Any, ...]) -> Any:
-        assert self._last is not None
-        return self._run(self._last, args)
-
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """The plan for these arguments (arrays or ``jax.ShapeDtypeStruct``), made on first use."""
         return self._traced_plan(args, kwargs)[1]
 
     def compile(self, *args: Any, **kwargs: Any) -> CompiledStep:
         """Compile for these arguments without running; ``.audit()`` compares the result with the plan."""
-        traced, planned = self._traced_plan(args, kwargs)
+        _, planned = self._traced_plan(args, kwargs)
         step = self._step(args, kwargs)
-        del traced
         shapes = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(jax.numpy.shape(x), _dtype(x)), self._dynamic(args, kwargs)
         )
@@ -115,8 +110,6 @@ class ParallelStep(Parallelized):
 
     # -- planning and lowering, once per signature ------------------------------------------------------------------
 
-    _last_key: Any = None
-
     def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         static = tuple((i, args[i]) for i in self._request.static_argnums if i < len(args))
         named = tuple((k, kwargs[k]) for k in self._request.static_argnames if k in kwargs)
@@ -133,25 +126,14 @@ class ParallelStep(Parallelized):
         key = self._key(args, kwargs)
         if key not in self._planned:
             if self._given is not None:
-                traced = self._trace_given(self._given, args, kwargs)
+                own = {name: getattr(self._request, name) for name in JIT_SETTINGS}
+                traced = traced_for(self._given, self._request.fn, args, kwargs, own)
                 given = replace(self._given, trees=Trees.of(traced))
                 self._planned[key] = (traced, given)
             else:
                 cluster = self._cluster or local_cluster(False)
                 self._planned[key] = self._request.plan(args, kwargs, cluster)
         return self._planned[key]
-
-    def _trace_given(self, given: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
-        """Trace for a plan that the user brought; the step's own settings count, and must be those of the plan."""
-        request = replace(self._request, options=replace(self._request.options, rules=rules_of(given)))
-        try:
-            traced = request.trace(args, kwargs)
-        except TraceError as error:
-            static = request.static_argnums, request.static_argnames
-            raise other_arguments(given, args, kwargs, *static) or error from error
-        traced = padded_like(traced, given.paddings, request.options.rules)
-        check_identity(given, traced)
-        return traced
 
     def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RunnableStep:
         key = self._key(args, kwargs)

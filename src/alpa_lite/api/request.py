@@ -20,6 +20,7 @@ from alpa_lite.core.program import Program
 from alpa_lite.errors import AlpaLiteError, user_line
 from alpa_lite.plan.pins import ResolvedPins
 from alpa_lite.plan.plan import Plan
+from alpa_lite.planner.collector import collector_paused
 from alpa_lite.planner.options import PlanOptions
 from alpa_lite.planner.padded import plan_with_padding
 from alpa_lite.planner.plan_step import Versions, mesh_task, plan_step
@@ -108,6 +109,7 @@ class Request:
             rules=self.options.rules,
         )
 
+    @collector_paused()
     def plan(self, args: tuple[Any, ...], kwargs: dict[str, Any], cluster: ClusterData) -> tuple[Traced, Plan]:
         self._check(cluster)
         with _told(self.options.verbose) as progress:
@@ -123,6 +125,7 @@ class Request:
                 traced, made = plan_with_padding(traced, cluster, pins, plan_program, self.options.rules)
         return traced, self._finished(made, traced)
 
+    @collector_paused()
     def symbolic_plan(self, args: tuple[Any, ...], kwargs: dict[str, Any], cluster: SymbolicCluster) -> SymbolicPlan:
         if self.options.symbol != cluster.name:
             raise AlpaLiteError(

@@ -22,6 +22,7 @@ from alpa_lite.core.program import Program
 from alpa_lite.errors import AlpaLiteError, MemoryBudgetError
 from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.records import MemoryProfile
+from alpa_lite.planner.collector import collector_paused
 from alpa_lite.planner.one_mesh import MeshResult, MeshTask, plan_on_mesh, task_costs
 from alpa_lite.planner.plan_step import Versions, axis_names_of, plan_of_result
 from alpa_lite.planner.regime import Regime, ranges, regime_of
@@ -94,6 +95,7 @@ class SymbolicPlan:
         """The numbers that are considered, rising."""
         return self._task.cluster.values
 
+    @collector_paused()
     def specialize(self, number: int | None = None, /, **named: int) -> Plan:
         """The plan for one number of workers: ``plan.specialize(8)`` or, by the number's name, ``plan.specialize(n=8)``.
 
@@ -110,6 +112,7 @@ class SymbolicPlan:
         return self._task.finish(plan)
 
     @property
+    @collector_paused()
     def regimes(self) -> tuple[Regime, ...]:
         """The different plans, each with its numbers and its formulas, by smallest number."""
         if self._regimes is None:
@@ -219,6 +222,7 @@ class SymbolicPlan:
             raise found
         return found
 
+    @collector_paused()
     def _planned(self, n: int) -> MeshResult | AlpaLiteError:
         task, mesh = self._task.at(n)
         forced = self._forced(n)

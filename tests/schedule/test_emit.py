@@ -240,6 +240,44 @@ def test_a_sum_on_two_meshes_is_refused():
         emit_instructions(make_schedule("1f1b", 2, 2), step)
 
 
+def test_a_phase_changes_a_buffer_once():
+    """Two stages of one mesh that both synchronise a tied gradient."""
+    schedule = make_schedule(lambda s, m: [["0F0", "1F0", "1B0", "0B0"]], 2, 1, update=False)
+    step = chain_step(schedule)
+    both = [
+        replace(p, reads=(*p.reads, Port("g0")), writes=(*p.writes, Port("g0")))
+        if (p.stage, p.kind) == (1, K.GRADSYNC)
+        else p
+        for p in step.programs
+    ]
+    with pytest.raises(ScheduleError, match="'g0', changed by GRADSYNC of stage 0 and GRADSYNC of stage 1"):
+        emit_instructions(schedule, replace(step, programs=tuple(both)))
+
+
+def test_two_values_of_one_buffer_are_not_sent_to_one_mesh():
+    """Stage 1 asks for the gradient of stage 0 before and after it is synchronised."""
+    step = two_stages({(1, K.GRADSYNC): (("g0",), ()), (1, K.UPDATE): (("g0",), ())}, ())
+    with pytest.raises(ScheduleError, match="'g0' after mesh 0 has changed it in place, and an earlier action"):
+        emit_instructions(make_schedule("1f1b", 2, 2), step)
+
+
+def test_a_value_has_one_maker_per_microbatch():
+    """Both halves of stage 1 say that they make the value that stage 0 reads; or neither does for whole backwards."""
+    schedule = make_schedule("zb-h1", 2, 2)
+    step = chain_step(schedule)
+    twice = tuple(
+        replace(p, writes=(*p.writes, Port("dx1"))) if (p.stage, p.kind) == (1, K.W) else p for p in step.programs
+    )
+    with pytest.raises(ScheduleError, match="reads 'dx1@0', made by 1I0 and 1W0"):
+        emit_instructions(schedule, replace(step, programs=twice))
+    columns = [["0F0", "0F1", "0B0", "0B1"], ["1F0", "1I0", "1W0", "1F1", "1B1"]]
+    mixed = make_schedule(lambda s, m: columns, 2, 2)
+    step = chain_step(mixed)
+    never = tuple(replace(p, writes=p.writes[:1]) if (p.stage, p.kind) == (1, K.B) else p for p in step.programs)
+    with pytest.raises(ScheduleError, match="reads 'dx1@1', made by nobody"):
+        emit_instructions(mixed, replace(step, programs=never))
+
+
 def test_a_weight_is_not_updated_before_its_last_reader_on_the_mesh():
     columns = [["0F0", "1F0", "1B0", "0B0", "0UPDATE", "1UPDATE"]]
     schedule = make_schedule(lambda stages, microbatches: columns, 2, 1, gradsync=False)
@@ -287,6 +325,12 @@ CORRUPTIONS = {
     "never freed": (1, lambda x: x.remove(first(x, Free)), "leak", "still on mesh 1"),
     "no zeros": (0, lambda x: x.remove(first(x, Zeros)), "use before definition", "before the buffer is there"),
     "zeros twice": (0, lambda x: x.insert(-3, first(x, Zeros)), "double", "though the buffer was made before"),
+    "made again after it was freed": (
+        0,
+        lambda x: x.append(first(x, Zeros)),
+        "double",
+        "though the buffer was made before",
+    ),
     "a result freed": (0, lambda x: x.append(Free(first(x, Run).reads[0])), "missing", "not on mesh 0"),
 }
 

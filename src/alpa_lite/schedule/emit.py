@@ -154,8 +154,8 @@ class _Flow:
             found = [maker for maker in found if maker in self.at]
             if len(found) != 1:
                 raise ScheduleError(
-                    f"{action} reads {str(self.instance(name, action))!r}, which {' and '.join(map(str, found)) or 'nobody'} "
-                    f"makes in the schedule {self.schedule.name!r}. A buffer is made once for each microbatch. Correct the "
+                    f"{action} reads {str(self.instance(name, action))!r}, made by {' and '.join(map(str, found)) or 'nobody'} "
+                    f"in the schedule {self.schedule.name!r}. A buffer is made once for each microbatch. Correct the "
                     "writes of its StageIO, or the schedule.",
                     "buffers",
                 )
@@ -236,7 +236,6 @@ def _write(flow: _Flow, mesh: int, transfers: Sequence[Transfer]) -> MeshInstruc
     for transfer in transfers:
         if transfer.source == mesh:
             sends[flow.copies[transfer.buffer, transfer.destination].made_at].append(transfer)
-            uses[transfer.buffer].append(flow.copies[transfer.buffer, transfer.destination].made_at)
     recvs = _recv_places(flow, mesh, transfers)
     arguments = _arguments(flow, mesh)
     given, kept = set(arguments), {buffer for buffer in {*arguments, *uses} if _is_kept(flow, mesh, buffer)}

@@ -68,10 +68,10 @@ def _raise_double(schedule: Schedule, what: str, action: Action) -> None:
 
 def _check_missing(schedule: Schedule) -> None:
     present = {action for column in schedule.columns for action in column}
-    at = schedule.mesh_of_stage()
+    at, training = schedule.mesh_of_stage(), schedule.is_training
     for stage in range(schedule.num_stages):
         for k in range(schedule.num_microbatches):
-            for kind in _wanted(present, schedule.is_training, stage, k):
+            for kind in _wanted(present, training, stage, k):
                 if Action(kind, stage, k) not in present:
                     _raise_missing(schedule, Action(kind, stage, k), at[stage])
         again = [Action(K.RECOMPUTE, stage, k) in present for k in range(schedule.num_microbatches)]
@@ -81,7 +81,7 @@ def _check_missing(schedule: Schedule) -> None:
     if any(updates) and not all(updates):
         stage = updates.index(False)
         _raise_missing(schedule, Action(K.UPDATE, stage), at[stage])
-    if not schedule.is_training:
+    if not training:
         for action in sorted(present, key=str):
             if action.kind in (K.RECOMPUTE, *PER_STEP):
                 _raise_missing(schedule, Action(K.B, action.stage, action.microbatch or 0), at[action.stage])

@@ -40,7 +40,7 @@ AT_START = -1
 """Place of what is there before the first action of a mesh."""
 
 
-def emit_instructions(schedule: Schedule, step: StepIO, *, prefetch: int = 1) -> Instructions:
+def emit_instructions(schedule: Schedule, step: StepIO, *, prefetch: int = 1, checked: bool = False) -> Instructions:
     """The instruction lists of a step under a schedule.
 
     Args:
@@ -48,6 +48,7 @@ def emit_instructions(schedule: Schedule, step: StepIO, *, prefetch: int = 1) ->
         step: what each of its programs reads and writes.
         prefetch: how many RUNs before its first reader a RECV stands at the latest. 0 holds memory for a shorter time, and
             a transfer then waits until the RUN before the reader is over.
+        checked: the table has passed ``check_schedule``, as those of ``make_schedule`` have.
 
     Raises:
         ScheduleError: a table or a step that its verifier refuses, or values that cannot flow in the order of the table
@@ -57,7 +58,8 @@ def emit_instructions(schedule: Schedule, step: StepIO, *, prefetch: int = 1) ->
         >>> schedule = make_schedule("1f1b", 2, 1)
         >>> print(emit_instructions(schedule, chain_step(schedule)))
     """
-    check_schedule(schedule)
+    if not checked:
+        check_schedule(schedule)
     check_step(schedule, step)
     flow = _Flow.of(schedule, step, prefetch)
     order = linear_order(schedule, lambda action: flow.needs[action])
@@ -82,6 +84,7 @@ class _Flow:
     """Who reads what from where.
 
     Attributes:
+        homes: per name the meshes on which it is made or given; the first one sends it to others.
         needs: per action the actions that make what it reads.
         copies: per (buffer, destination) the value that is sent there.
         uses: per mesh and buffer the places of the actions that read or write it there.
@@ -91,6 +94,7 @@ class _Flow:
     buffers: dict[str, Buffer]
     programs: dict[tuple[int, ActionKind], StageIO]
     meshes: tuple[int, ...]
+    homes: dict[str, tuple[int, ...]]
     at: dict[Action, tuple[int, int]]
     writers: dict[str, list[StageIO]]
     prefetch: int
@@ -104,11 +108,16 @@ class _Flow:
         for program in step.programs:
             for port in program.writes:
                 writers[port.name].append(program)
+        meshes, homes = schedule.mesh_of_stage(), {}
+        for buffer in step.buffers:
+            stages = buffer.stages or tuple(program.stage for program in writers[buffer.name])
+            homes[buffer.name] = tuple(meshes[stage] for stage in stages)
         flow = cls(
             schedule=schedule,
             buffers={buffer.name: buffer for buffer in step.buffers},
             programs={(program.stage, program.kind): program for program in step.programs},
-            meshes=schedule.mesh_of_stage(),
+            meshes=meshes,
+            homes=homes,
             at=places(schedule.columns),
             writers=writers,
             prefetch=prefetch,
@@ -125,11 +134,6 @@ class _Flow:
     def instance(self, name: str, action: Action) -> BufferId:
         return BufferId(name, action.microbatch if self.buffers[name].per_microbatch else None)
 
-    def homes(self, name: str) -> tuple[int, ...]:
-        """Meshes on which the buffer is made or given; the first one sends it to others."""
-        stages = self.buffers[name].stages or tuple(program.stage for program in self.writers[name])
-        return tuple(self.meshes[stage] for stage in stages)
-
     def _trace(self, mesh: int, place: int, action: Action) -> None:
         program, needs = self.program(action), []
         written = {port.name for port in program.writes}
@@ -137,7 +141,7 @@ class _Flow:
             buffer, makers = self.instance(name, action), self._makers(name, action, in_place=name in written)
             needs += makers
             self.uses[mesh][buffer].append(place)
-            homes = self.homes(name)
+            homes = self.homes[name]
             if mesh not in homes:
                 made_at = max((self.at[maker][1] for maker in makers), default=AT_START)
                 self._copy(buffer, homes[0], mesh, made_at, place, action)
@@ -242,7 +246,7 @@ def _write(flow: _Flow, mesh: int, transfers: Sequence[Transfer]) -> MeshInstruc
     zeros, frees = defaultdict(list), defaultdict(list)
     for buffer in {**dict.fromkeys(arguments), **uses}:
         places_ = uses.get(buffer) or [AT_START]
-        if flow.buffers[buffer.name].origin is Origin.ZEROS and mesh in flow.homes(buffer.name) and buffer not in given:
+        if flow.buffers[buffer.name].origin is Origin.ZEROS and mesh in flow.homes[buffer.name] and buffer not in given:
             zeros[min(places_)].append(buffer)
         if buffer not in kept:
             frees[max(places_)].append(buffer)
@@ -297,4 +301,4 @@ def _arguments(flow: _Flow, mesh: int) -> tuple[BufferId, ...]:
 
 
 def _is_kept(flow: _Flow, mesh: int, buffer: BufferId) -> bool:
-    return flow.buffers[buffer.name].kept and mesh in flow.homes(buffer.name)
+    return flow.buffers[buffer.name].kept and mesh in flow.homes[buffer.name]

@@ -53,11 +53,11 @@ def make_schedule(
         name = getattr(schedule, "__name__", type(schedule).__name__)
         columns = _user_columns(name, schedule(num_stages, num_microbatches))
         table = Schedule(name=name, num_stages=num_stages, num_microbatches=num_microbatches, columns=columns)
-    # Checked before the passes, which count on a whole table.
-    check_schedule(table)
+        # Before the passes, which count on a whole table. Files are checked when they are read.
+        check_schedule(table)
     if table.is_training:
         table = with_step_actions(with_recompute(table, recompute), gradsync=gradsync, update=update)
-        check_schedule(table)
+    check_schedule(table)
     return table
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
@@ -27,27 +28,29 @@ def linear_order(schedule: Schedule, needs: Needs) -> list[Action]:
     Raises:
         ScheduleError: there is no such order ("order" where one mesh contradicts itself, else "deadlock").
     """
-    columns = schedule.columns
-    at = places(columns)
-    readers: dict[Action, list[Action]] = {}
-    missing: dict[Action, int] = {}
-    for column in columns:
-        for k, action in enumerate(column):
-            before = [*needs(action), *column[max(k - 1, 0) : k]]
-            missing[action] = len(before)
-            for other in before:
-                readers.setdefault(other, []).append(action)
-    ready = deque(action for action in at if missing[action] == 0)
+    actions = [action for column in schedule.columns for action in column]
+    # Numbers instead of actions: tables of long steps have tens of thousands.
+    number = {action: k for k, action in enumerate(actions)}
+    readers: list[list[int]] = [[] for _ in actions]
+    missing = [0] * len(actions)
+    first = {0, *itertools.accumulate(len(column) for column in schedule.columns)}
+    for k, action in enumerate(actions):
+        before = [number[other] for other in needs(action)] + ([] if k in first else [k - 1])
+        missing[k] = len(before)
+        for other in before:
+            readers[other].append(k)
+    ready = deque(k for k, count in enumerate(missing) if count == 0)
     order = []
     while ready:
-        action = ready.popleft()
-        order.append(action)
-        for reader in readers.get(action, ()):
+        k = ready.popleft()
+        order.append(actions[k])
+        for reader in readers[k]:
             missing[reader] -= 1
             if missing[reader] == 0:
                 ready.append(reader)
-    if len(order) < len(at):
-        raise _stuck(schedule, needs, at, {action for action in at if missing[action] > 0})
+    if len(order) < len(actions):
+        left = {actions[k] for k, count in enumerate(missing) if count > 0}
+        raise _stuck(schedule, needs, places(schedule.columns), left)
     return order
 
 

@@ -61,11 +61,20 @@ def simulate(
 
 
 def simulate_schedule(
-    schedule: Schedule, durations_s: Durations, transfer_s: TransferTime | None = None, step: StepIO | None = None
+    schedule: Schedule,
+    durations_s: Durations,
+    transfer_s: TransferTime | None = None,
+    step: StepIO | None = None,
+    *,
+    checked: bool = False,
 ) -> Timeline:
-    """Plays an action table through, as the plain chain of stages that it is if ``step`` does not say more."""
-    step = chain_step(schedule) if step is None else step
-    return simulate(emit_instructions(schedule, step), durations_s, transfer_s, checked=True)
+    """Plays an action table through, as the plain chain of stages that it is if ``step`` does not say more.
+
+    ``checked``: the table has passed ``check_schedule``, as those of ``make_schedule`` have. Else as ``simulate``.
+    """
+    instructions = emit_instructions(schedule, chain_step(schedule) if step is None else step, checked=checked)
+    # What is emitted is sound by construction; the tests check that.
+    return simulate(instructions, durations_s, transfer_s, checked=True)
 
 
 def _duration_of(name: str, durations_s: Durations) -> Callable[[Action], float]:
@@ -84,7 +93,7 @@ def _duration_of(name: str, durations_s: Durations) -> Callable[[Action], float]
 
 @dataclass(slots=True)
 class _Mesh:
-    """How far one mesh is. ``arrived`` holds received buffers and when; what the mesh made itself is there in time anyway."""
+    """How far one mesh is. ``awaited`` holds received buffers; what the mesh made itself is there in time anyway."""
 
     list: MeshInstructions
     sizes: dict[str, int]
@@ -222,6 +231,6 @@ class _Play:
         cycle = "; ".join(words[seen[number] :])
         return ScheduleError(
             f"the instructions of {self.instructions.name!r} are a deadlock: {cycle}. Lists are allowed if every RUN's "
-            " transfers are sent by what can run before it. Move one of these SENDs, or what makes its buffer, up.",
+            "transfers are sent by what can run before it. Move one of these SENDs, or what makes its buffer, up.",
             "deadlock",
         )

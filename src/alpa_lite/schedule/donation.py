@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from alpa_lite.schedule.actions import ActionKind
-from alpa_lite.schedule.instructions import BufferId, Free, Instructions, Run, Send
+from alpa_lite.schedule.instructions import BufferId, Free, Instruction, Instructions, Run, Send
 
 
 def donated_inputs(instructions: Instructions) -> Mapping[tuple[int, ActionKind], tuple[str, ...]]:
@@ -19,14 +19,14 @@ def donated_inputs(instructions: Instructions) -> Mapping[tuple[int, ActionKind]
         sent = {i.buffer for i in each.instructions if isinstance(i, Send)}
         for place, run in enumerate(each.instructions):
             if isinstance(run, Run):
-                dead = {*_freed_after(each.instructions, place), *run.writes} - sent
+                dead = _freed_after(each.instructions, place) - sent
                 names = {buffer.name for buffer in run.reads if buffer in dead or buffer in run.writes}
                 key = run.action.stage, run.action.kind
                 found[key] = found[key] & names if key in found else names
     return {key: tuple(sorted(names)) for key, names in found.items()}
 
 
-def _freed_after(instructions: tuple, place: int) -> set[BufferId]:
+def _freed_after(instructions: tuple[Instruction, ...], place: int) -> set[BufferId]:
     """Buffers that are freed between a RUN and the next."""
     freed = set()
     for instruction in instructions[place + 1 :]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from alpa_lite.schedule.actions import ActionKind, Schedule
+from alpa_lite.schedule.actions import ActionKind, Column, Schedule
 
 K = ActionKind
 
@@ -34,7 +34,7 @@ def in_flight(schedule: Schedule) -> tuple[InFlight, ...]:
         return tuple(InFlight(stage=stage, inputs=0, residuals=0) for stage in range(schedule.num_stages))
     peaks = {}
     for column in schedule.columns:
-        inputs, residuals = _changes(schedule, column)
+        inputs, residuals = _changes(column)
         for stage in {action.stage for action in column}:
             one = {stage: 1.0}
             peaks[stage] = InFlight(
@@ -52,10 +52,10 @@ def mesh_residuals(schedule: Schedule, sizes: Mapping[int, float] | None = None)
     if not schedule.is_training:
         return (0.0,) * schedule.num_meshes
     weights = sizes if sizes is not None else dict.fromkeys(range(schedule.num_stages), 1.0)
-    return tuple(_peak(_changes(schedule, column)[1], weights) for column in schedule.columns)
+    return tuple(_peak(_changes(column)[1], weights) for column in schedule.columns)
 
 
-def _changes(schedule: Schedule, column: tuple) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+def _changes(column: Column) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
     """(stage, +1 or -1) of inputs and of residuals, in the order of the column."""
     again = {(a.stage, a.microbatch) for a in column if a.kind is K.RECOMPUTE}
     inputs, residuals = [], []

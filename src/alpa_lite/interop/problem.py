@@ -180,7 +180,7 @@ def _tolerated(values: ArrayLike, shape: tuple[int, ...]) -> Ints:
             "tolerated_later_stages holds a NaN or a fraction. Its entries must be whole numbers: how many later stages "
             "the memory tolerates, negative for none at all. It was given to slice_stages; round it down."
         )
-    return np.clip(tolerated, -1, 2**40).astype(np.int64)
+    return np.clip(tolerated, -1, 2**20).astype(np.int64)
 
 
 def _sizes(submesh_sizes: Sequence[int], num_submeshes: int, num_devices: int) -> tuple[int, ...]:

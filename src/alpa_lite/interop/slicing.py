@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -103,19 +104,24 @@ class StageCountTable:
         return min(given, key=lambda slicing: slicing.objective, default=None)
 
     def __str__(self) -> str:
-        best = self.best
         lines = [f"{'stages':>6}  {'step (s)':>10}  {'over best':>9}  {'slowest (s)':>11}  {'bubble':>6}"]
-        for count, slicing in self.slicings:
-            if slicing is None or best is None:
-                lines.append(f"{count:>6}  none fits the devices, the memory and the pins")
+        for missing, group in groupby(self.slicings, key=lambda row: row[1] is None):
+            if missing:
+                counts = [count for count, _ in group]
+                named = str(counts[0]) if len(counts) == 1 else f"{counts[0]}-{counts[-1]}"
+                lines.append(f"{named:>6}  none fits the devices, the memory and the pins")
                 continue
-            over = slicing.objective / best.objective - 1 if best.objective else 0.0
-            chosen = "  chosen" if slicing is best else ""
-            lines.append(
-                f"{count:>6}  {slicing.objective:>10.4g}  {over:>9.1%}  {slicing.slowest_s:>11.4g}  "
-                f"{slicing.bubble_share:>6.1%}{chosen}"
-            )
+            lines += [self._line(count, slicing) for count, slicing in group if slicing is not None]
         return "\n".join(lines) + "\n"
+
+    def _line(self, count: int, slicing: StageSlicing) -> str:
+        best = self.best
+        over = slicing.objective / best.objective - 1 if best and best.objective else 0.0
+        chosen = "  chosen" if slicing is best else ""
+        return (
+            f"{count:>6}  {slicing.objective:>10.4g}  {over:>9.1%}  {slicing.slowest_s:>11.4g}  "
+            f"{slicing.bubble_share:>6.1%}{chosen}"
+        )
 
 
 def slice_stages(

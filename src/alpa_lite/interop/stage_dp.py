@@ -8,8 +8,9 @@ still to place on d devices in s stages (submesh w for the first of them, where 
                  whose memory tolerates s - 1 later stages                                           (_count_table)
 
 Alpa's dynamic program (OSDI 2022, section 5.2) has the same recurrence. It is run here on few arcs: the recurrence
-without s and without memory is a lower bound (``_suffix_sums``), taken from both ends of the pipeline, and an arc stays
-only if the bound through it is within the sum that can still matter (``_arcs``). Nothing is lost, so the result is exact.
+without s, with memory only as far as the fewest later stages go, is a lower bound (``_suffix_sums``). It is taken from both
+ends of the pipeline, and an arc stays only if the bound through it is within the sum that can still matter (``_arcs``).
+Nothing is lost, so the result is exact.
 """
 
 from __future__ import annotations
@@ -17,12 +18,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
 from alpa_lite.interop.problem import TIE, Cells, Floats, Ints, SliceProblem, stage_rows
 
 Stage = tuple[int, int, int, int]
+
+_NEVER = 1 << 30  # a number of stages that stands for "cannot"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +82,7 @@ def best_within(problem: SliceProblem, cells: Cells, limits: Limits) -> Slicing 
     transfer_s = problem.transfer_s
     if transfer_s is not None:
         transfer_s = np.where(transfer_s <= raised(limits.time_s), transfer_s, np.inf)
-    arcs = _arcs(problem, cells, cost_s.min(axis=1), transfer_s, unit, raised(limits.sum_s))
+    arcs = _arcs(problem, cells, cost_s, transfer_s, unit, raised(limits.sum_s))
     if arcs is None:
         return None
     found = _fewest_seconds(problem, cells, cost_s, arcs)
@@ -88,16 +92,26 @@ def best_within(problem: SliceProblem, cells: Cells, limits: Limits) -> Slicing 
 
 
 def _suffix_sums(
-    cells: Cells, least_s: Floats, transfer_s: Floats | None, shape: tuple[int, int, int], unit: int
-) -> tuple[Floats, Floats]:
+    cells: Cells,
+    least_s: Floats,
+    transfer_s: Floats | None,
+    shape: tuple[int, int, int],
+    unit: int,
+    tolerated: Ints | None = None,
+) -> tuple[Floats, Floats, Ints]:
     """Lower bounds, by layer, submesh and devices left: of all from a stage on, and of all after a stage.
 
+    The third result is the fewest stages that can follow, exactly, for cells that tolerate so many (None = any number):
+    fewer later stages only help those before, so the smallest count of a suffix is all that memory has to know of it.
     Without transfers the submesh makes no difference, and its dim has the size 1.
     """
     layers, width, devices = shape
     start = np.full((layers + 1, width, devices), np.inf)
     after = np.full((layers + 1, width, devices), np.inf)
+    fewest_start = np.full(start.shape, _NEVER)
+    fewest = np.full(start.shape, _NEVER)
     after[layers, :, 0] = 0.0
+    fewest[layers, :, 0] = 0
     order = np.lexsort((cells.submesh, -cells.first))
     bounds = np.flatnonzero(np.diff(cells.first[order] * (cells.submesh.max() + 1) + cells.submesh[order])) + 1
     groups = np.split(order, bounds)
@@ -106,23 +120,30 @@ def _suffix_sums(
         first, submesh, size = (int(axis[group[0]]) for axis in (cells.first, cells.submesh, cells.size // unit))
         while done > first:  # every stage that starts at `done` or later has been seen
             _leave(start, after, transfer_s, done)
+            _leave(fewest_start, fewest, None if transfer_s is None else _NEVER * np.isinf(transfer_s), done)
             done -= 1
         w = submesh if width > 1 else 0
         rest = after[cells.last[group] + 1, w, : devices - size] + least_s[group, None]
+        if tolerated is not None:
+            later = fewest[cells.last[group] + 1, w, : devices - size]
+            fits = later <= tolerated[group, None]
+            rest = np.where(fits, rest, np.inf)
+            counts = fewest_start[first, w, size:]
+            np.minimum(counts, np.where(fits, later + 1, _NEVER).min(axis=0), out=counts)
         np.minimum(start[first, w, size:], rest.min(axis=0), out=start[first, w, size:])
     for layer in range(done, -1, -1):
         _leave(start, after, transfer_s, layer)
-    return start, after
+    return start, after, fewest
 
 
-def _leave(start: Floats, after: Floats, transfer_s: Floats | None, layer: int) -> None:
+def _leave(start: Any, after: Any, transfer: Any, layer: int) -> None:
     """Fills ``after`` at one layer: the cheapest next submesh, with the transfer to it."""
     if layer == len(after) - 1:
         return
-    if transfer_s is None:
+    if transfer is None:
         after[layer] = start[layer]
     elif layer > 0:
-        after[layer] = (transfer_s[layer - 1][:, :, None] + start[layer][None]).min(axis=1)
+        after[layer] = (transfer[layer - 1][:, :, None] + start[layer][None]).min(axis=1)
     else:
         after[layer] = start[layer].min(axis=0)
 
@@ -142,13 +163,16 @@ def _mirrored(cells: Cells, transfer_s: Floats | None, layers: int) -> tuple[Cel
 
 
 def _arcs(
-    problem: SliceProblem, cells: Cells, least_s: Floats, transfer_s: Floats | None, unit: int, most_s: float
+    problem: SliceProblem, cells: Cells, cost_s: Floats, transfer_s: Floats | None, unit: int, most_s: float
 ) -> _Arcs | None:
     """The stages with the devices left before them that can lie on a slicing with a sum within ``most_s``."""
     layers, devices = problem.num_layers, problem.num_devices // unit + 1
     width = 1 if transfer_s is None else len(problem.submesh_sizes)
     shape = (layers, width, devices)
-    start, after = _suffix_sums(cells, least_s, transfer_s, shape, unit)
+    least_s = cost_s.min(axis=1)
+    tolerated = np.where(cost_s < np.inf, cells.tolerated, -1).max(axis=1)
+    scarce = tolerated if tolerated.min() < layers else None  # the common case of ample memory is cheaper
+    start, after, fewest = _suffix_sums(cells, least_s, transfer_s, shape, unit, scarce)
     if not after[0].min(axis=0)[-1] <= most_s:
         return None
     turned, turned_transfer = _mirrored(cells, transfer_s, layers)
@@ -160,7 +184,10 @@ def _arcs(
         w = submesh if width > 1 else 0
         so_far = before[layers - first, w, : devices - size][::-1] + least_s[group, None]
         bound = so_far + after[cells.last[group] + 1, w, : devices - size]
-        row, left = np.nonzero((bound <= most_s) & (bound < np.inf))
+        fits = (bound <= most_s) & (bound < np.inf)
+        if scarce is not None:
+            fits &= fewest[cells.last[group] + 1, w, : devices - size] <= scarce[group, None]
+        row, left = np.nonzero(fits)
         rows.append(group[row])
         lefts.append(left + size)
         sums.append(so_far[row, left])

@@ -87,6 +87,19 @@ def test_pins_and_further_costs_equal_exhaustive_search(layers):
     assert sum(found) > 8
 
 
+@pytest.mark.parametrize("seed", range(40))
+def test_close_calls_equal_exhaustive_search(seed):
+    # Any two slicings differ by a few millionths: a bound that cuts a little too much loses the best one.
+    rng = np.random.default_rng(seed)
+    # Not so many microbatches that a difference of millionths falls below the share of 1e-12 that counts as rounding.
+    case = {"sizes": (1, 2, 4), "num_devices": 8, "num_microbatches": int(rng.choice([1, 2, 4, 16]))}
+    shape = (6, 6, 3, 2)
+    span = np.maximum(np.arange(6)[None, :] - np.arange(6)[:, None] + 1, 1)[:, :, None, None]
+    case["cost_s"] = span / np.array([1, 2, 4])[:, None] * (1 + 1e-6 * rng.random(shape))
+    case["tolerated"] = rng.integers(0, 6, shape) if seed % 2 else np.full(shape, 6)
+    assert check(case, {"once_s": 1 + 1e-6 * rng.random(shape)})
+
+
 def test_equal_costs_go_to_the_fewest_stages_and_then_to_the_first():
     ones = np.full((4, 4, 3, 2), 1.0)
     alone = slice_stages(ones, np.full(ones.shape, 9), (1, 2, 4), 4, 1)

@@ -155,7 +155,8 @@ def slice_stages(
         stage_submeshes: submesh index per stage (None = free); fixes the number of stages.
 
     Returns:
-        The best slicing. Ties, up to rounding (1e-12), go to the fewest stages, then to the lexicographically first stages.
+        The best slicing. Ties go to the fewest stages, then to the lexicographically first stages; sums and maxima that
+        differ by a share of 1e-12 or less count as equal, so that the order of additions does not decide.
 
     Raises:
         SlicingError: an argument is malformed, pins contradict each other, or no slicing exists.

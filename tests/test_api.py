@@ -162,7 +162,7 @@ def test_planning_a_parallelized_function_inherits_its_settings():
 
 def test_microbatches_given_twice_and_differently():
     with pytest.raises(AlpaLiteError, match="num_microbatches"):
-        al.parallelize(step, num_microbatches=4)
+        al.parallelize(step, num_microbatches=4, options=al.PlanOptions(num_microbatches=2))
 
 
 # -- plans as files -------------------------------------------------------------------------------------------------

@@ -241,7 +241,7 @@ def test_a_cluster_text_that_cannot_be_read(text):
         ({"axis_names": ("a", "a")}, "different names"),
         ({"max_axes": 7}, "1 to 3 are allowed"),
         ({"num_stages": 2}, "Leave it at 'auto'"),
-        ({"num_microbatches": 4}, "only 1 is possible"),
+        ({"num_microbatches": 0}, "numbers from 1"),
         ({"remat": "full"}, "jax.checkpoint"),
         ({"annotations": "maybe"}, "'report' and 'pin'"),
         ({"time_limit_s": 0}, "positive"),

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from alpa_lite.plan.plan import Plan as Plan
     from alpa_lite.planner.options import PlanOptions as PlanOptions
     from alpa_lite.trace import rule_tools as rules  # noqa: F401
+    from alpa_lite.trace.microbatch import grad as grad
+    from alpa_lite.trace.microbatch import value_and_grad as value_and_grad
     from alpa_lite.trace.pin_op import pin as pin
     from alpa_lite.trace.user_op import register_rule as register_rule
 
@@ -48,6 +50,7 @@ _PUBLIC = {
     "PlanOptions": "alpa_lite.planner.options",
     "PlanTarget": "alpa_lite.api",
     "conversion": "alpa_lite.lowering.reshard",
+    "grad": "alpa_lite.trace.microbatch",
     "graph": "alpa_lite.api",
     "load_export": "alpa_lite.api",
     "load_plan": "alpa_lite.api",
@@ -56,6 +59,7 @@ _PUBLIC = {
     "plan": "alpa_lite.api",
     "reshard": "alpa_lite.lowering.reshard",
     "register_rule": "alpa_lite.trace.user_op",
+    "value_and_grad": "alpa_lite.trace.microbatch",
 }
 _MODULES = {
     "analysis": "alpa_lite.analysis",

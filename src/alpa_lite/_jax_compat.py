@@ -16,7 +16,7 @@ from jax._src.core import ShapedArray
 from jax._src.sharding_impls import ShardingContext
 from jax.extend import random as extend_random
 from jax.extend import source_info_util
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var, jaxpr_as_fun, jaxprs_in_params
 from jax.interpreters import ad, batching, mlir
 from jaxlib.mlir import ir, passmanager
 from jaxlib.mlir.dialects import sdy
@@ -35,13 +35,17 @@ __all__ = [
     "Primitive",
     "Var",
     "annotate_sharding_rules",
+    "boundary_primitive",
     "calling_primitive",
+    "evaluate_jaxpr",
     "identity_primitive",
+    "inner_jaxprs",
     "name_scope_of",
     "partitionable_threefry",
     "scan_layout",
     "shardy_factors",
     "source_of",
+    "stacked_aval",
     "threefry_2x32",
     "user_context",
 ]
@@ -64,6 +68,22 @@ def user_context(op_traceback: Any) -> Any:
 def name_scope_of(eqn: JaxprEqn) -> str:
     """The name stack of an equation, e.g. ``transpose(jvp(layer0))``."""
     return str(eqn.source_info.name_stack)
+
+
+def stacked_aval(aval: Any, length: int) -> Any:
+    """The type of ``length`` values of a type, stacked."""
+    return ShapedArray((length, *aval.shape), aval.dtype)
+
+
+def evaluate_jaxpr(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    """Runs a jaxpr on arrays or tracers; source lines and name scopes stay those of its equations."""
+    return jaxpr_as_fun(ClosedJaxpr(jaxpr, list(consts)))(*args)
+
+
+def inner_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
+    """Functions of a call, loop or branch that take the equation's (last) operands."""
+    found = [j.jaxpr if isinstance(j, ClosedJaxpr) else j for j in jaxprs_in_params(eqn.params)]
+    return [jaxpr for jaxpr in found if len(jaxpr.invars) <= len(eqn.invars)]
 
 
 def scan_layout(params: dict[str, Any]) -> tuple[int, int]:
@@ -90,6 +110,37 @@ def identity_primitive(name: str) -> Primitive:
         return args[0], dims[0]
 
     ad.primitive_jvps[primitive] = jvp
+    batching.primitive_batchers[primitive] = batch
+    return primitive
+
+
+def boundary_primitive(name: str) -> Primitive:
+    """An identity on any number of operands whose transpose is the same identity on the cotangents, marked ``backward``.
+
+    Cotangents that are zero by structure do not pass it.
+    """
+    primitive = Primitive(name)
+    primitive.multiple_results = True
+    primitive.def_impl(lambda *xs, **_: list(xs))
+    primitive.def_abstract_eval(lambda *xs, **_: list(xs))
+    mlir.register_lowering(primitive, lambda ctx, *xs, **_: list(xs))
+
+    def passed(xs: Sequence[Any], backward: bool) -> list[Any]:
+        real = [x for x in xs if not isinstance(x, ad.Zero)]
+        made = iter(primitive.bind(*real, backward=backward) if real else [])
+        return [x if isinstance(x, ad.Zero) else next(made) for x in xs]
+
+    def jvp(primals: Sequence[Any], tangents: Sequence[Any], *, backward: bool) -> tuple[Any, Any]:
+        return primitive.bind(*primals, backward=backward), passed(tangents, backward)
+
+    def transpose(cotangents: Sequence[Any], *args: Any, backward: bool) -> list[Any]:
+        return passed(cotangents, not backward)
+
+    def batch(args: Sequence[Any], dims: Sequence[Any], *, backward: bool) -> tuple[Any, Any]:
+        return primitive.bind(*args, backward=backward), list(dims)
+
+    ad.primitive_jvps[primitive] = jvp
+    ad.primitive_transposes[primitive] = transpose
     batching.primitive_batchers[primitive] = batch
     return primitive
 

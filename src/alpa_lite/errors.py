@@ -50,6 +50,14 @@ class TraceError(AlpaLiteError):
     """The function cannot be traced into a Program."""
 
 
+class MicrobatchError(AlpaLiteError):
+    """A step cannot be repeated per microbatch as asked."""
+
+
+class LayerError(AlpaLiteError):
+    """The step cannot be cut into layers or stages as asked."""
+
+
 class PlanFileError(AlpaLiteError):
     """A plan file is damaged, of another version, or belongs to another program."""
 

@@ -90,7 +90,7 @@ def traced_for(
         settings = {name: value for name, value in plan.options if name in JIT_SETTINGS}
     rules = _rules_of(plan)
     try:
-        traced = trace(plain(fn), args, kwargs, rules=rules, **settings)
+        traced = trace(plain(fn), args, kwargs, rules=rules, num_microbatches=_num_microbatches(plan), **settings)
     except TraceError as error:
         static = settings.get("static_argnums", ()), settings.get("static_argnames", ())
         raise _other_arguments(plan, args, kwargs, *static) or error from error
@@ -103,6 +103,12 @@ def _rules_of(plan: Plan) -> tuple[NamedRule, ...]:
     """The user's rules by primitive that a plan was made with."""
     texts: Any = dict(plan.options).get("rules", ())
     return tuple(map(NamedRule.read, texts))
+
+
+def _num_microbatches(plan: Plan) -> int:
+    """In how many slices the plan's step takes its batch."""
+    count: Any = dict(plan.options).get("num_microbatches", 1)
+    return count
 
 
 def _other_arguments(

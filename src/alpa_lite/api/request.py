@@ -17,7 +17,7 @@ from alpa_lite.api.given import argnames, argnums, checked_options
 from alpa_lite.cluster.cluster import Cluster as ClusterData
 from alpa_lite.cluster.symbolic import SymbolicCluster
 from alpa_lite.core.program import Program
-from alpa_lite.errors import AlpaLiteError, user_line
+from alpa_lite.errors import AlpaLiteError, MemoryBudgetError, MicrobatchError, user_line
 from alpa_lite.plan.pins import ResolvedPins
 from alpa_lite.plan.plan import Plan
 from alpa_lite.planner.collector import collector_paused
@@ -46,6 +46,7 @@ class SymbolicPlan(PlansByNumber):
         draw_symbolic(self, path, **budgets)
 
 
+_MAX_DOUBLINGS = 12  # of the number of microbatches, where it is searched
 _VERSIONS = Versions(jax=jax.__version__, alpa_lite=__version__)
 
 
@@ -99,6 +100,7 @@ class Request:
         )
 
     def trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
+        count = self.options.num_microbatches
         return trace(
             self.fn,
             args,
@@ -107,11 +109,14 @@ class Request:
             static_argnames=self.static_argnames,
             donate_argnums=self.donate_argnums,
             rules=self.options.rules,
+            num_microbatches=1 if count == "auto" else count,
         )
 
     @collector_paused()
     def plan(self, args: tuple[Any, ...], kwargs: dict[str, Any], cluster: ClusterData) -> tuple[Traced, Plan]:
         self._check(cluster)
+        if self.options.num_microbatches == "auto":
+            return self._with_fewest_microbatches(args, kwargs, cluster)
         with _told(self.options.verbose) as progress:
             traced = self.trace(args, kwargs)
             pins, notes = self._pins_and_notes(traced, args, kwargs)
@@ -124,6 +129,25 @@ class Request:
             else:
                 traced, made = plan_with_padding(traced, cluster, pins, plan_program, self.options.rules)
         return traced, self._finished(made, traced)
+
+    def _with_fewest_microbatches(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], cluster: ClusterData
+    ) -> tuple[Traced, Plan]:
+        """The first power of two of microbatches with which the step fits: on one mesh more of them only cost time."""
+        refused: MemoryBudgetError | None = None
+        for count in (2**k for k in range(_MAX_DOUBLINGS + 1)):
+            request = replace(self, options=replace(self.options, num_microbatches=count))
+            try:
+                traced, made = request.plan(args, kwargs, cluster)
+            except MemoryBudgetError as error:
+                refused = refused or error
+            except MicrobatchError as error:
+                raise refused or error from error
+            else:
+                note = f"num_microbatches='auto': {count} is the smallest power of two that fits the memory budget"
+                return traced, replace(made, notes=(*made.notes, note))
+        assert refused is not None
+        raise refused
 
     @collector_paused()
     def symbolic_plan(self, args: tuple[Any, ...], kwargs: dict[str, Any], cluster: SymbolicCluster) -> SymbolicPlan:

@@ -57,6 +57,7 @@ class Op:
         bodies: for control flow.
         num_consts, num_carry, trip_count: layout of a ``scan``/``while`` op's inputs (consts, carries, xs) and iterations.
         pinned: for "pin" ops the pin's text; "" otherwise.
+        sent: results of the microbatch loop that other stages read as soon as a microbatch has made them.
         layout: of a user's ``shard_map``: its mesh and specs; None otherwise.
     """
 
@@ -74,6 +75,7 @@ class Op:
     num_carry: int = 0
     trip_count: int = 1
     pinned: str = ""
+    sent: tuple[int, ...] = ()
     layout: FixedLayout | None = None
 
 

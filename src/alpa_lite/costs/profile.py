@@ -314,12 +314,24 @@ def roles_of(program: Program) -> tuple[LeafRole, ...]:
 
 
 def _read_under_jvp(program: Program) -> set[int] | None:
-    """Values that the differentiated function reads, directly or through casts before it; None without any gradient."""
+    """Values that the differentiated function reads, directly or through casts before it; None without any gradient.
+
+    A loop over microbatches holds the function in its body.
+    """
     wanted: set[int] = set()
     found = False
     for op in reversed(program.ops):
-        inside = "jvp(" in op.scope and "transpose(" not in op.scope
-        found = found or inside
-        if inside or any(o in wanted for o in op.outputs):
+        if "jvp(" in op.scope:
+            found = True
+            if "transpose(" not in op.scope:
+                wanted.update(i for i in op.inputs if i >= 0)
+                continue
+        for body in op.bodies:
+            inner = _read_under_jvp(body)
+            if inner is not None:
+                found = True
+                outer = op.inputs[len(op.inputs) - len(body.inputs) :]
+                wanted.update(i for i, v in zip(outer, body.inputs, strict=True) if i >= 0 and v in inner)
+        if not op.bodies and any(o in wanted for o in op.outputs):
             wanted.update(i for i in op.inputs if i >= 0)
     return wanted if found else None

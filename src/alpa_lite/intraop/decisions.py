@@ -310,7 +310,7 @@ class _Region:
         outs = list(ports[first:last])
         for position, value in enumerate(inner.program.outputs[op.num_carry :], op.num_carry):
             shape = inner.program.values[value].shape if value >= 0 else ()
-            can = value >= 0 and inner.unreduced[value]
+            can = value >= 0 and inner.unreduced[value] and position not in op.sent
             outs.append(self.b.port(f"{path} out {position}", shape, weight, unreduced=can))
         self.end_body(inner, path, 0, outs)
         self.leave(op, path, ports, outs, op.num_carry)

@@ -8,7 +8,7 @@ others (``docs/design/0002-lowering.md`` has the alternatives that were tried).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -65,7 +65,7 @@ class Lowering:
         """A function of local input tiles that returns local result tiles."""
 
         def run(*inputs: Any) -> list[Any]:
-            return _Region(self, flat, "").run(inputs, in_specs, out_specs)
+            return Region(self, flat, "").run(inputs, in_specs, out_specs)
 
         return run
 
@@ -90,7 +90,7 @@ def named_shardings(specs: Sequence[ShardingSpec], mesh: Any) -> list[NamedShard
     return [NamedSharding(mesh, partition_spec(s)) for s in specs]
 
 
-class _Region:
+class Region:
     """One program or body under evaluation: which tiles of which values exist, by layout."""
 
     def __init__(self, lowering: Lowering, flat: FlatJaxpr, prefix: str) -> None:
@@ -115,18 +115,30 @@ class _Region:
     def run(
         self, inputs: Sequence[Any], in_specs: Sequence[ShardingSpec], out_specs: Sequence[ShardingSpec]
     ) -> list[Any]:
-        for value, const in self.flat.constants.items():
-            self.tiles[value] = {ShardingSpec.replicated(len(getattr(const, "shape", ()))): const}
         for value, tile, spec in zip(self.flat.inputs, inputs, in_specs, strict=True):
             self.tiles[value] = {spec: tile}
-        index = 0
-        while index < len(self.flat.ops):
-            index = self.evaluate(index)
-        self.convert(f"{self.prefix}out")
+        self.run_segment({}, 0, len(self.flat.ops), frozenset(), self.lowering.conversions.get(f"{self.prefix}out", ()))
         return [
             out.val if isinstance(out, Literal) else self.tiles[out][spec]
             for out, spec in zip(self.flat.outputs, out_specs, strict=True)
         ]
+
+    def run_segment(
+        self,
+        tiles: Mapping[int, dict[ShardingSpec, Any]],
+        start: int,
+        stop: int,
+        skipped: frozenset[int],
+        out: Sequence[Conversion],
+    ) -> None:
+        """Evaluate ops ``start`` to ``stop`` but the skipped ones, then the conversions ``out``, on what exists and ``tiles``."""
+        for value, const in self.flat.constants.items():
+            self.tiles[value] = {ShardingSpec.replicated(len(getattr(const, "shape", ()))): const}
+        self.tiles.update(tiles)
+        index = start
+        while index < stop:
+            index = index + 1 if index in skipped else self.evaluate(index)
+        self.convert(out)
 
     def evaluate(self, index: int) -> int:
         """Evaluate op ``index``; returns the next index (a barrier group counts as one)."""
@@ -136,7 +148,7 @@ class _Region:
         path = f"{self.prefix}{index}"
         decision = self.lowering.decisions[path]
         with user_context(op.traceback):
-            self.convert(path)
+            self.convert_before(path)
             inputs = self.read(op, decision)
             with jax.named_scope(op.scope) if op.scope else nullcontext():
                 results = self.results(op, path, decision, inputs)
@@ -151,13 +163,15 @@ class _Region:
         (XLA:GPU's latency hiding scheduler does, while it stays below the device's memory).
         """
         group = self.flat.ops[index].params["group"]
-        members = []
+        members, after = [], []
         while index < len(self.flat.ops):
             op = self.flat.ops[index]
             if op.name != "optimization_barrier" or op.params["group"] != group:
                 break
             path = f"{self.prefix}{index}"
-            self.convert(path)
+            placed = self.lowering.conversions.get(path, ())
+            self.convert([c for c in placed if c.value not in group])
+            after += [c for c in placed if c.value in group]  # of what an earlier member makes
             members.append((op, self.lowering.decisions[path]))
             index += 1
         inputs = [self.read(op, decision)[0] for op, decision in members]
@@ -165,6 +179,7 @@ class _Region:
         passed, kept = lax.optimization_barrier([inputs, [tile for *_, tile in held]])
         for (op, decision), tile in zip(members, passed, strict=True):
             self.write(op, decision, [tile])
+        self.convert(after)
         for (value, spec, _), tile in zip(held, kept, strict=True):
             dtype = self.flat.avals[value].dtype
             self.tiles[value][spec] = tile if tile.dtype == dtype else tile.astype(dtype)
@@ -201,9 +216,12 @@ class _Region:
         before, after = (self.flat.avals[v].dtype for v in (op.inputs[0], op.all_outputs[0]))
         return op.inputs[0] if before.itemsize < after.itemsize else -1
 
-    def convert(self, path: str) -> None:
+    def convert_before(self, path: str) -> None:
         """Run the conversions that the plan places before ``path``."""
-        for conversion in self.lowering.conversions.get(path, ()):
+        self.convert(self.lowering.conversions.get(path, ()))
+
+    def convert(self, conversions: Sequence[Conversion]) -> None:
+        for conversion in conversions:
             tile = self.tiles[conversion.value][conversion.source]
             tile = run_steps(tile, conversion.steps, conversion.collectives, self.lowering.mesh)
             self.tiles[conversion.value][conversion.target] = tile
@@ -231,8 +249,8 @@ class _Region:
         )
         return evaluate(local, inputs)
 
-    def body(self, op: FlatOp, path: str, number: int) -> _Region:
-        return _Region(self.lowering, op.bodies[number], f"{path}.{number}.")
+    def body(self, op: FlatOp, path: str, number: int) -> Region:
+        return Region(self.lowering, op.bodies[number], f"{path}.{number}.")
 
     def scan(self, op: FlatOp, path: str, decision: OpDecision, inputs: list[Any]) -> list[Any]:
         consts, carries = scan_layout(op.params)

@@ -36,7 +36,9 @@ class PlanOptions:
         padding: "auto" pads dims inside the step that do not divide, where that makes the plan cheaper, possible, or keeps a
             pin (`plan.paddings` says which); "off" never does.
         annotations: "report" lists sharding annotations found in the arguments; "pin" makes them pins.
-        num_stages, num_microbatches, schedule, remat: for pipelines; one stage and one microbatch until they exist.
+        num_microbatches: in how many slices ``al.value_and_grad`` takes the batch, one after the other, with gradients added up;
+            "auto" takes the smallest power of two that fits the memory budget.
+        num_stages, schedule, remat: for pipelines; one stage until they exist.
         rules: sharding rules for primitives by name, each an ``al.register_rule("primitive", "rule")``; they replace others.
         time_limit_s: of the solver, per mesh.
         seed: of the solver.
@@ -55,7 +57,7 @@ class PlanOptions:
     padding: Literal["auto", "off"] = "auto"
     annotations: Literal["report", "pin"] = "report"
     num_stages: int | Literal["auto"] = "auto"
-    num_microbatches: int = 1
+    num_microbatches: int | Literal["auto"] = 1
     schedule: str = "1f1b"
     remat: str = "auto"
     rules: tuple[NamedRule, ...] = ()
@@ -100,8 +102,11 @@ class PlanOptions:
             faults.append(f"max_axes={self.max_axes} was given; 1 to {MAX_AXES} are allowed.")
         if self.num_stages not in ("auto", 1):
             faults.append(f"num_stages={self.num_stages!r} was given; only one stage is possible. Leave it at 'auto'.")
-        if self.num_microbatches != 1:
-            faults.append(f"num_microbatches={self.num_microbatches} was given; only 1 is possible with one stage.")
+        if self.num_microbatches != "auto" and self.num_microbatches < 1:
+            faults.append(
+                f"num_microbatches={self.num_microbatches} was given; allowed are 'auto' and numbers from 1. Give a divisor "
+                "of the batch size."
+            )
         if self.remat != "auto":
             faults.append(
                 f"remat={self.remat!r} was given; only 'auto' is possible: wrap parts of your function in jax.checkpoint."
@@ -133,6 +138,8 @@ class PlanOptions:
             "seed",
         ):
             value = getattr(self, name)
+            if (name, value) == ("num_microbatches", "auto"):
+                continue
             if isinstance(value, str) and value.isidentifier():
                 faults.append(
                     f"{name}={value!r} was given; it must be a number. Only one size of mesh_shape may be the name of a "

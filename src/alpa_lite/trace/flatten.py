@@ -64,9 +64,9 @@ class FlatJaxpr:
     constants: dict[int, Any]
 
 
-def flatten(closed: ClosedJaxpr) -> FlatJaxpr:
-    """Inline and simplify; see the module docstring."""
-    builder = _Builder()
+def flatten(closed: ClosedJaxpr, *, keep_boundaries: bool = False) -> FlatJaxpr:
+    """Inline and simplify; see the module docstring. Layer boundaries are dropped unless they are kept."""
+    builder = _Builder(keep_boundaries)
     flat = builder.run(closed.jaxpr, closed.consts)
     _drop_dead(flat)
     return flat
@@ -75,7 +75,8 @@ def flatten(closed: ClosedJaxpr) -> FlatJaxpr:
 class _Builder:
     """Holds the growing value list of one flat jaxpr."""
 
-    def __init__(self) -> None:
+    def __init__(self, keep_boundaries: bool) -> None:
+        self.keep_boundaries = keep_boundaries
         self.avals: list[Any] = []
         self.ops: list[FlatOp] = []
         self.constants: dict[int, Any] = {}
@@ -111,13 +112,15 @@ class _Builder:
                 results = self.call(eqn, inputs, inner_scope, source)
             elif name == "optimization_barrier":
                 results = self.barrier(inputs, eqn, inner_scope)
+            elif name == "layer_boundary":
+                results = self.boundary(inputs, eqn, inner_scope) if self.keep_boundaries else inputs
             elif name == "custom_linear_solve":
                 results = self.linear_solve(eqn, inputs, inner_scope, source)
             else:
                 results = [self.new(v.aval) for v in eqn.outvars]
                 op = FlatOp(eqn.primitive, eqn.params, inputs, results, source_of(eqn) or source, inner_scope)
                 op.traceback = eqn.source_info.traceback
-                op.bodies = [flatten(body) for body in _bodies(eqn)]
+                op.bodies = [flatten(body, keep_boundaries=self.keep_boundaries) for body in _bodies(eqn)]
                 op.has_effects = bool(eqn.effects)  # prints and callbacks, also those inside of bodies
                 self.ops.append(op)
             env.update(zip(eqn.outvars, results, strict=True))
@@ -157,6 +160,14 @@ class _Builder:
         for old, fresh in renamed.items():
             self.ops.append(FlatOp(optimization_barrier_p, {"group": group}, [old], [fresh], source_of(eqn), scope))
         return [i if isinstance(i, Literal) else renamed[i] for i in inputs]
+
+    def boundary(self, inputs: list[Any], eqn: JaxprEqn, scope: str) -> list[Any]:
+        """One op per tensor; those of one boundary share its ``group``."""
+        results = [self.new(v.aval) for v in eqn.outvars]
+        for old, fresh in zip(inputs, results, strict=True):
+            params = {"group": results[0], "backward": eqn.params["backward"]}
+            self.ops.append(FlatOp(eqn.primitive, params, [old], [fresh], source_of(eqn), scope))
+        return results
 
 
 def _bodies(eqn: JaxprEqn) -> list[ClosedJaxpr]:

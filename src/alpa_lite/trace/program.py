@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from alpa_lite.core.spec import ShardingSpec
 from alpa_lite.errors import AlpaLiteError, TraceError, is_user_file, user_line
 from alpa_lite.trace.elementwise import ELEMENTWISE
 from alpa_lite.trace.flatten import FlatJaxpr, FlatOp, flatten
+from alpa_lite.trace.microbatch import check_regions, microbatches
 from alpa_lite.trace.paths import leaf_paths
 from alpa_lite.trace.rule_check import check_user_ops
 from alpa_lite.trace.rules import op_key, rules_for
@@ -53,26 +55,37 @@ def trace(
     static_argnames: tuple[str, ...] = (),
     donate_argnums: tuple[int, ...] = (),
     rules: tuple[NamedRule, ...] = (),
+    num_microbatches: int = 1,
 ) -> Traced:
     """Trace ``fn``; arguments are arrays or ``jax.ShapeDtypeStruct`` pytrees. Touches no device.
 
-    ``rules`` are the user's, by primitive; ops of ``al.register_rule`` bring their own.
+    ``rules`` are the user's, by primitive; ops of ``al.register_rule`` bring their own. ``num_microbatches`` is for what
+    ``al.value_and_grad`` marks.
 
     Raises:
         TraceError: the function cannot be traced, with the user's line.
+        MicrobatchError: it cannot be repeated per microbatch as asked.
         RuleError: a user's rule does not fit.
     """
+
+    # A function of its own for every trace: JAX remembers the trace of a function for shapes alone.
+    @functools.wraps(fn)
+    def traced_once(*given: Any, **named: Any) -> Any:
+        return fn(*given, **named)
+
     try:
         abstract = [a if i in static_argnums else jax.tree.map(_abstract, a) for i, a in enumerate(args)]
         keywords = {k: a if k in static_argnames else jax.tree.map(_abstract, a) for k, a in kwargs.items()}
-        traced = jax.jit(fn, static_argnums=static_argnums, static_argnames=static_argnames).trace(
-            *abstract, **keywords
-        )
+        with microbatches(num_microbatches):
+            traced = jax.jit(traced_once, static_argnums=static_argnums, static_argnames=static_argnames).trace(
+                *abstract, **keywords
+            )
     except AlpaLiteError:
         raise
     except Exception as error:
         raise TraceError(_trace_message(fn, error)) from error
     flat = flatten(traced.jaxpr)
+    check_regions(flat, num_microbatches)
     dynamic = {i: a for i, a in enumerate(args) if i not in static_argnums}
     named = {k: v for k, v in kwargs.items() if k not in static_argnames}
     in_paths, donated = _input_paths(dynamic, named, donate_argnums)
@@ -189,6 +202,7 @@ def _mirror(
                 num_consts=consts,
                 num_carry=carry,
                 trip_count=trips,
+                sent=op.params.get("sent", ()) if op.name == "scan" else (),
                 pinned=op.params["pinned"] if op.name == "pin" else "",
                 layout=_fixed_layout(op, flat) if op.name == "shard_map" else None,
             )

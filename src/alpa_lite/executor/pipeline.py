@@ -1,0 +1,274 @@
+"""Runs a step whose stages lie on submeshes of this process's devices.
+
+One driver hands out instructions in schedule order and waits for nothing: JAX runs what is ready on every submesh. A stage's
+values are kept per (value, layout), those of the loop per microbatch, and dropped after their last reader.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+
+from alpa_lite._jax_compat import Literal
+from alpa_lite.core.spec import ShardingSpec
+from alpa_lite.lowering.lower import Lowering, body_input_specs, body_output_specs
+from alpa_lite.lowering.segments import CutRegion, Pair, crossing_sharding
+from alpa_lite.trace.stages import Crossing, StageProgram
+
+
+@dataclass(frozen=True)
+class LoweredStage:
+    """A stage's program under its plan, cut into what a pipeline runs at different times.
+
+    Attributes:
+        program: the stage's part of the step.
+        lowering: its plan.
+        in_specs, out_specs: of the program's arguments and results.
+        mesh: its devices.
+        rounds: numbers of the ops at which rounds of the update end.
+    """
+
+    program: StageProgram
+    lowering: Lowering
+    in_specs: tuple[ShardingSpec, ...]
+    out_specs: tuple[ShardingSpec, ...]
+    mesh: Any
+
+    @property
+    def loop(self) -> Any:
+        return self.program.flat.ops[self.program.loop]
+
+    @cached_property
+    def outer(self) -> CutRegion:
+        """Segment 0 is what comes before the loop, the others are the rounds of the update."""
+        first = self.program.loop
+        cuts = (first, *self.program.rounds)
+        return CutRegion(
+            self.lowering, self.program.flat, "", cuts, self.in_specs, self.out_specs, skipped=frozenset({first})
+        )
+
+    @cached_property
+    def body(self) -> CutRegion:
+        """Segment 0 is the forward pass of a microbatch, segment 1 the backward pass."""
+        op, path = self.loop, f"{self.program.loop}"
+        decision = self.lowering.decisions[path]
+        flat = op.bodies[0]
+        return CutRegion(
+            self.lowering,
+            flat,
+            f"{path}.0.",
+            (self.program.num_forward, len(flat.ops)),
+            tuple(body_input_specs("scan", op.params, decision)[0]),
+            tuple(body_output_specs("scan", op.params, decision)[0]),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """Forward ("F") or backward ("B") pass of one microbatch on one stage."""
+
+    kind: str
+    stage: int
+    microbatch: int
+
+
+class _StageRunner:
+    """The compiled functions of one stage."""
+
+    def __init__(self, stage: LoweredStage) -> None:
+        self.stage, self.program, self.mesh = stage, stage.program, stage.mesh
+        outer, body, loop = stage.outer, stage.body, stage.loop
+        consts, carries = loop.params["num_consts"], loop.params["num_carry"]
+        self.num_carry = carries
+        self.received = [c for c in self.program.received if c.when == "loop"]
+        self.sent = {c.value: c for c in self.program.sent if c.when == "loop"}
+        inputs = list(zip(body.flat.inputs, body.in_specs, strict=True))
+        last = len(inputs) - len(self.received)
+        self.const_of = dict(zip(inputs[:consts], self.operands(0, consts), strict=True))
+        self.carry_of = {pair: j for j, pair in enumerate(inputs[consts : consts + carries])}
+        self.slice_of = dict(zip(inputs[consts + carries : last], self.operands(consts + carries, last), strict=True))
+        self.arrival_of = {pair: c.value for pair, c in zip(inputs[last:], self.received, strict=True)}
+        self.starts = self.operands(consts, consts + carries)
+        self.outer = [outer.function(k, self.mesh) for k in range(len(outer.segments))]
+        sliced = [value for value, _ in self.slice_of]
+        self.passes = [body.function(k, self.mesh, sliced=sliced, donated=list(self.carry_of)) for k in range(2)]
+
+    def operands(self, start: int, stop: int) -> list[Any]:
+        """Of the loop: (value, layout) of the outer region, or a literal's value."""
+        specs = self.stage.lowering.decisions[f"{self.program.loop}"].operands
+        given = zip(self.stage.loop.inputs[start:stop], specs[start:stop], strict=True)
+        return [self.place(v.val, spec) if isinstance(v, Literal) else (v, spec) for v, spec in given]
+
+    def place(self, value: Any, spec: ShardingSpec) -> Any:
+        return jax.device_put(jnp.asarray(value), crossing_sharding(spec, self.mesh))
+
+
+class _StageRun:
+    """One step of one stage: what exists now."""
+
+    def __init__(self, runner: _StageRunner, leaves: Sequence[Any]) -> None:
+        self.runner, self.program = runner, runner.program
+        self.region, self.body = runner.stage.outer, runner.stage.body
+        self.inputs: list[Pair] = list(zip(self.region.flat.inputs, self.region.in_specs, strict=True))
+        self.outer: dict[Pair, Any] = {}
+        for pair, position in zip(self.inputs, self.program.args, strict=False):
+            self.outer[pair] = runner.place(leaves[position], pair[1])
+        self.carry: list[Any] = []
+        self.rows: dict[int, list[Any]] = {}
+        self.kept: dict[int, dict[Pair, Any]] = {}
+
+    # -- before and after the loop ----------------------------------------------------------------------------------
+
+    def segment(self, number: int) -> None:
+        segment = self.region.segments[number]
+        made = self.runner.outer[number](0, *(self.outer[pair] for pair in segment.reads))
+        self.outer.update(zip(segment.writes, made, strict=True))
+
+    def before_loop(self) -> None:
+        self.segment(0)
+        self.carry = [jnp.copy(self.value(start)) for start in self.runner.starts]  # donated in the loop
+
+    def value(self, operand: Any) -> Any:
+        return self.outer[operand] if isinstance(operand, tuple) else operand
+
+    def end_loop(self) -> None:
+        loop, specs = self.runner.stage.loop, self.runner.stage.lowering.decisions[f"{self.program.loop}"].results
+        for j, (value, spec) in enumerate(zip(loop.outputs, specs, strict=True)):
+            if value >= 0 and j < self.runner.num_carry:
+                self.outer[value, spec] = self.carry[j]
+            elif value >= 0 and j in self.rows:
+                axis = 1 if spec.unreduced else 0  # behind the dim of the partial sums
+                stack = jax.jit(partial(jnp.stack, axis=axis), out_shardings=crossing_sharding(spec, self.runner.mesh))
+                self.outer[value, spec] = stack(self.rows[j])
+        self.carry, self.rows = [], {}
+
+    def update(self, number: int) -> None:
+        self.segment(1 + number)
+
+    def results(self) -> dict[int, Any]:
+        outputs = zip(self.program.results, self.region.flat.outputs, self.region.results, strict=False)
+        return {p: jnp.asarray(v.val) if pair is None else self.outer[pair] for p, v, pair in outputs}
+
+    # -- what other stages send and want ----------------------------------------------------------------------------
+
+    def place_of(self, crossing: Crossing) -> Pair:
+        """Where a received value of before or after the loop goes."""
+        return self.inputs[len(self.program.args) + self.program.received.index(crossing)]
+
+    def outgoing(self, crossing: Crossing) -> Any:
+        """The array of a value that this stage sends before or after the loop; None if it does not exist yet."""
+        if crossing.when == "start":
+            return self.outer[self.inputs[self.program.args.index(crossing.argument)]]
+        sent = next(k for k, c in enumerate(self.program.sent) if c.value == crossing.value and c.when == "end")
+        pair = self.region.results[len(self.program.results) + sent]
+        assert pair is not None
+        return self.outer.get(pair)
+
+    def arrive(self, crossing: Crossing, array: Any) -> None:
+        pair = self.place_of(crossing)
+        self.outer[pair] = transfer(array, crossing_sharding(pair[1], self.runner.mesh))
+
+    def sharding_of_arrival(self, value: int) -> NamedSharding:
+        spec = next(spec for (_, spec), v in self.runner.arrival_of.items() if v == value)
+        return crossing_sharding(spec, self.runner.mesh)
+
+    # -- the loop ---------------------------------------------------------------------------------------------------
+
+    def run(self, action: Action, arrived: dict[int, Any]) -> dict[int, Any]:
+        """One pass of one microbatch; returns what others read of it, by value.
+
+        ``arrived`` keeps what the microbatch has received, for both passes.
+        """
+        number = 0 if action.kind == "F" else 1
+        segment = self.body.segments[number]
+        kept = self.kept.setdefault(action.microbatch, {})
+        given = [self.given(pair, kept, arrived) for pair in segment.reads]
+        made = dict(zip(segment.writes, self.runner.passes[number](action.microbatch, *given), strict=True))
+        kept.update(made)
+        sent = {}
+        first = len(self.body.results) - len(self.runner.sent)
+        for j, pair in enumerate(self.body.results):
+            if pair not in made:
+                continue
+            if j < self.runner.num_carry:
+                self.carry[j] = made[pair]
+            elif j < first:
+                self.rows.setdefault(j, []).append(made[pair])
+            else:
+                sent[list(self.runner.sent)[j - first]] = made[pair]
+        if number == 1:
+            del self.kept[action.microbatch]
+        return sent
+
+    def given(self, pair: Pair, kept: dict[Pair, Any], arrived: dict[int, Any]) -> Any:
+        runner = self.runner
+        if pair in runner.const_of:
+            return self.value(runner.const_of[pair])
+        if pair in runner.slice_of:
+            return self.value(runner.slice_of[pair])
+        if pair in runner.carry_of:
+            return self.carry[runner.carry_of[pair]]
+        return arrived[runner.arrival_of[pair]] if pair in runner.arrival_of else kept[pair]
+
+
+class PipelinedStep:
+    """Runs one step; made once per plan, called with the leaves of the arguments.
+
+    Args:
+        stages: lowered, in order.
+        order: every action once, each after those that it waits for.
+        num_results: leaves of the step's result.
+    """
+
+    def __init__(self, stages: Sequence[LoweredStage], order: Sequence[Action], num_results: int) -> None:
+        self.runners = [_StageRunner(stage) for stage in stages]
+        self.order, self.num_results = tuple(order), num_results
+
+    def __call__(self, leaves: Sequence[Any]) -> list[Any]:
+        runs = [_StageRun(runner, leaves) for runner in self.runners]
+        self.exchange(runs, "start")
+        for run in runs:
+            run.before_loop()
+        self.loop(runs)
+        for run in runs:
+            run.end_loop()
+        for number in range(len(self.runners[0].program.rounds)):
+            for run in runs:
+                run.update(number)
+            self.exchange(runs, "end")
+        results: list[Any] = [None] * self.num_results
+        for run in runs:
+            for position, array in run.results().items():
+                results[position] = array
+        return results
+
+    def loop(self, runs: list[_StageRun]) -> None:
+        boxes: dict[tuple[int, int], dict[int, Any]] = {}  # (stage, microbatch) -> what has arrived
+        for action in self.order:
+            run = runs[action.stage]
+            box = boxes.setdefault((action.stage, action.microbatch), {})
+            for value, array in run.run(action, box).items():
+                for reader in run.runner.sent[value].readers:
+                    moved = transfer(array, runs[reader].sharding_of_arrival(value))
+                    boxes.setdefault((reader, action.microbatch), {})[value] = moved
+            if action.kind == "B":
+                del boxes[action.stage, action.microbatch]
+
+    def exchange(self, runs: list[_StageRun], when: str) -> None:
+        """Before or after the loop: what stages read of others, as far as it exists and has not been sent."""
+        for run in runs:
+            for crossing in run.program.received:
+                if crossing.when == when and run.place_of(crossing) not in run.outer:
+                    array = runs[crossing.source].outgoing(crossing)
+                    if array is not None:
+                        run.arrive(crossing, array)
+
+
+def transfer(array: Any, sharding: NamedSharding) -> Any:
+    return jax.device_put(array, sharding)

@@ -1,0 +1,420 @@
+"""A traced step and a stage for every layer -> one program per stage.
+
+The step is ops before the microbatch loop, the loop, and ops after it. Every op belongs to a stage:
+
+- ops of the loop to the stage of their layer; cheap ones that read no state (masks, positions) to every stage that wants them;
+- ops before the loop to every stage that wants them;
+- ops after the loop (the update) to the stage of the largest gradient or state that they read.
+
+A stage's program is the step restricted to its ops, as a step of its own: what it reads of other stages are further
+arguments, what others read of it are further results. Inside the loop these are stacked over microbatches, so that the
+program means the same as the stage does in a pipeline. The loop's body holds the forward ops first, then the backward ops.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from alpa_lite._jax_compat import Literal, scan_layout, stacked_aval
+from alpa_lite.trace.flatten import FlatJaxpr, FlatOp
+from alpa_lite.trace.layers import Layered
+
+_HEAVY = frozenset({"dot_general", "conv_general_dilated", "scan", "while", "cond", "shard_map", "user_op"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Crossing:
+    """A value that one stage makes and others read.
+
+    Attributes:
+        value: its number in the step (of the loop's body, or of the outer program).
+        source: the stage that makes it.
+        readers: the stages that read it.
+        when: "start" (state that another stage owns, sent before the first microbatch), "loop" (once per microbatch) or
+            "end" (after the loop).
+        argument: position of the step's argument that is sent at the start; -1 else.
+    """
+
+    value: int
+    source: int
+    readers: tuple[int, ...]
+    when: str
+    argument: int = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageProgram:
+    """The step restricted to one stage.
+
+    Attributes:
+        flat: its jaxpr; arguments are ``args`` then ``received``; results are ``results`` then ``sent``.
+        args: positions of the step's arguments.
+        received: values of other stages; those of the loop stacked over microbatches.
+        results: positions of the step's results.
+        sent: values for other stages.
+        loop: number of the loop in ``flat.ops``.
+        num_forward: how many ops of the loop's body belong to the forward pass.
+        rounds: numbers of the ops at which the rounds of the update end; between rounds stages send each other values.
+        layers: of the step.
+    """
+
+    flat: FlatJaxpr
+    args: tuple[int, ...]
+    received: tuple[Crossing, ...]
+    results: tuple[int, ...]
+    sent: tuple[Crossing, ...]
+    loop: int
+    num_forward: int
+    rounds: tuple[int, ...]
+    layers: tuple[int, ...]
+
+
+def split_step(
+    flat: FlatJaxpr, loop: int, layered: Layered, stage_of_layer: Sequence[int], aliases: Iterable[tuple[int, int]]
+) -> tuple[StageProgram, ...]:
+    """One program per stage.
+
+    Args:
+        flat: the step.
+        loop: number of the microbatch loop in ``flat.ops``.
+        layered: the loop's body.
+        stage_of_layer: rising.
+        aliases: (argument, result) positions of state.
+    """
+    return _Split(flat, loop, layered, tuple(stage_of_layer), dict(aliases)).run()
+
+
+@dataclass(slots=True)
+class _Needs:
+    """What one stage computes and reads."""
+
+    body_ops: set[int] = field(default_factory=set)
+    body_received: set[int] = field(default_factory=set)
+    outer_ops: set[int] = field(default_factory=set)
+    outer_received: set[int] = field(default_factory=set)
+    args: set[int] = field(default_factory=set)
+    carries: list[int] = field(default_factory=list)
+    stacked: list[int] = field(default_factory=list)
+
+
+class _Split:
+    def __init__(
+        self,
+        flat: FlatJaxpr,
+        loop: int,
+        layered: Layered,
+        stage_of_layer: tuple[int, ...],
+        aliases: dict[int, int],
+    ) -> None:
+        self.flat, self.loop_index, self.layered = flat, loop, layered
+        self.loop, self.body = flat.ops[loop], layered.flat
+        self.num_stages = stage_of_layer[-1] + 1
+        self.stage_of_layer = stage_of_layer
+        self.body_stage = [stage_of_layer[k] for k in layered.layer]
+        self.num_consts, self.num_carry = scan_layout(self.loop.params)
+        self.maker = {o: i for i, op in enumerate(flat.ops) for o in op.outputs if o >= 0}
+        self.body_maker = {o: i for i, op in enumerate(self.body.ops) for o in op.outputs if o >= 0}
+        self.position = {v: i for i, v in enumerate(flat.inputs)}
+        self.body_position = {v: i for i, v in enumerate(self.body.inputs)}
+        self.aliases = aliases
+        self.shareable = self._shareable()
+        self.result_stage = [self._stage_in_body(o) for o in self.body.outputs]
+        self.outer_stage: dict[int, int] = self._outer_stages()
+        self.owner = self._owners()
+        self.round_of = self._rounds()
+        self.num_rounds = 1 + max(self.round_of.values(), default=0)
+        self.needs = [_Needs() for _ in range(self.num_stages)]
+
+    # -- where things belong ----------------------------------------------------------------------------------------
+
+    def _shareable(self) -> list[bool]:
+        """Per body op: cheap, and made of nothing but literals and arguments that are no state."""
+        state = self._made_of_state()
+        carried = set(self.body.inputs[self.num_consts : self.num_consts + self.num_carry])
+        consts = self.body.inputs[: self.num_consts]
+        dear = carried | {v for v, outer in zip(consts, self.loop.inputs, strict=False) if outer in state}
+        found: list[bool] = []
+        for op, back in zip(self.body.ops, self.layered.backward, strict=True):
+            made = [v for v in _values(op) if v in self.body_maker]
+            cheap = op.name not in _HEAVY and not back and not op.has_effects
+            cheap = cheap and not any(v in dear for v in _values(op))
+            found.append(cheap and all(found[self.body_maker[v]] for v in made))
+        return found
+
+    def _made_of_state(self) -> set[Any]:
+        """Outer values that state goes into, before the loop."""
+        found: set[Any] = {self.flat.inputs[i] for i in self.aliases}
+        for op in self.flat.ops[: self.loop_index]:
+            if any(v in found for v in _values(op)):
+                found.update(op.outputs)
+        return found
+
+    def _stage_in_body(self, value: Any) -> int:
+        """Of the op that makes it; what needs no op is left to the last stage, where losses are."""
+        made = None if isinstance(value, Literal) else self.body_maker.get(value)
+        return self.num_stages - 1 if made is None else self.body_stage[made]
+
+    def _outer_stages(self) -> dict[int, int]:
+        """Stages of the ops after the loop."""
+        size = [math.prod(getattr(a, "shape", ())) for a in self.flat.avals]
+        home: dict[int, int] = {}
+        for value, stage in zip(self.loop.outputs, self.result_stage, strict=True):
+            if value >= 0:
+                home[value] = stage
+        for outer, inner in zip(self.loop.inputs[: self.num_consts], self.body.inputs, strict=False):
+            readers = [self.body_stage[i] for i, op in enumerate(self.body.ops) if inner in op.inputs]
+            if not isinstance(outer, Literal) and readers and outer in self.position:
+                home.setdefault(outer, min(readers))
+        after = range(self.loop_index + 1, len(self.flat.ops))
+        stages: dict[int, int] = {}
+        for i in after:
+            known = [v for v in _values(self.flat.ops[i]) if v in home]
+            if known:
+                stages[i] = home[max(known, key=lambda v: size[v])]
+                home.update((o, stages[i]) for o in self.flat.ops[i].outputs if o >= 0)
+        for i in reversed(after):
+            if i not in stages:
+                outs = set(self.flat.ops[i].outputs)
+                readers = [stages[r] for r in after if r in stages and outs & set(_values(self.flat.ops[r]))]
+                stages[i] = min(readers, default=0)
+        return stages
+
+    def _rounds(self) -> dict[int, int]:
+        """Of the ops after the loop: one more than that of what they read from another stage."""
+        found = dict.fromkeys(self.outer_stage, 0)
+        for i in sorted(self.outer_stage):
+            for value in _values(self.flat.ops[i]):
+                made = self.maker.get(value)
+                if made is not None and made >= self.loop_index:
+                    found[i] = max(found[i], found.get(made, 0) + (self._home(value) != self.outer_stage[i]))
+        return found
+
+    def _owners(self) -> dict[int, int]:
+        """Position of a state argument -> the stage that makes its next value."""
+        found = {}
+        for argument, result in self.aliases.items():
+            value = self.flat.outputs[result]
+            made = None if isinstance(value, Literal) else self.maker.get(value)
+            if made == self.loop_index:
+                found[argument] = self.result_stage[self.loop.outputs.index(value)]
+            elif made is not None and made in self.outer_stage:
+                found[argument] = self.outer_stage[made]
+            else:
+                found[argument] = 0
+        return found
+
+    # -- what every stage computes ----------------------------------------------------------------------------------
+
+    def run(self) -> tuple[StageProgram, ...]:
+        for i in range(len(self.body.ops)):
+            if not self.shareable[i]:
+                self._want_body_op(self.body_stage[i], i)
+        for j, value in enumerate(self.body.outputs):
+            stage = self.result_stage[j]
+            (self.needs[stage].carries if j < self.num_carry else self.needs[stage].stacked).append(j)
+            self._want_body(stage, value)
+        for i, stage in self.outer_stage.items():
+            self._want_outer_op(stage, i)
+        self.results: list[list[int]] = [[] for _ in self.needs]
+        owned = {r: self.owner[a] for a, r in self.aliases.items()}
+        for position, value in enumerate(self.flat.outputs):
+            stage = owned.get(position, self._home(value))
+            self.results[stage].append(position)
+            self._want_outer(stage, value)
+        for stage, need in enumerate(self.needs):
+            for j in need.carries:
+                self._want_outer(stage, self.loop.inputs[self.num_consts + j])
+        self._want_inputs_of_bodies()
+        self._want_state_from_owners()
+        return tuple(self._build(stage) for stage in range(self.num_stages))
+
+    def _home(self, value: Any) -> int:
+        made = None if isinstance(value, Literal) else self.maker.get(value)
+        if made == self.loop_index:
+            return self.result_stage[self.loop.outputs.index(value)]
+        return 0 if made is None else self.outer_stage.get(made, 0)
+
+    def _want_body_op(self, stage: int, i: int) -> None:
+        need = self.needs[stage]
+        if i in need.body_ops:
+            return
+        need.body_ops.add(i)
+        for value in _values(self.body.ops[i]):
+            self._want_body(stage, value)
+
+    def _want_body(self, stage: int, value: Any) -> None:
+        if isinstance(value, Literal) or value in self.body_position or value in self.body.constants:
+            return
+        made = self.body_maker[value]
+        if self.shareable[made]:
+            self._want_body_op(stage, made)
+        elif self.body_stage[made] != stage:
+            self.needs[stage].body_received.add(value)
+
+    def _want_outer_op(self, stage: int, i: int) -> None:
+        need = self.needs[stage]
+        if i in need.outer_ops:
+            return
+        need.outer_ops.add(i)
+        for value in _values(self.flat.ops[i]):
+            self._want_outer(stage, value)
+
+    def _want_outer(self, stage: int, value: Any) -> None:
+        """An argument, a result of the loop, of an op before it (made wherever it is wanted) or after it."""
+        if isinstance(value, Literal) or value in self.flat.constants:
+            return
+        made = self.maker.get(value)
+        if made is None:
+            self.needs[stage].args.add(self.position[value])
+        elif made < self.loop_index:
+            self._want_outer_op(stage, made)
+        elif self._home(value) != stage:
+            self.needs[stage].outer_received.add(value)
+
+    def _want_inputs_of_bodies(self) -> None:
+        for stage, need in enumerate(self.needs):
+            for position in self._body_inputs(need):
+                self._want_outer(stage, self.loop.inputs[position])
+
+    def _body_inputs(self, need: _Needs) -> list[int]:
+        """Positions of the constants and slices that the stage's ops of the loop, or its results, read."""
+        read = {v for i in need.body_ops for v in _values(self.body.ops[i])}
+        read |= {o for j in (*need.carries, *need.stacked) if not isinstance(o := self.body.outputs[j], Literal)}
+        first, last = self.num_consts, self.num_consts + self.num_carry
+        return [p for p, v in enumerate(self.body.inputs) if v in read and not first <= p < last]
+
+    def _want_state_from_owners(self) -> None:
+        for argument, owner in self.owner.items():
+            if any(argument in need.args for need in self.needs):
+                self.needs[owner].args.add(argument)
+
+    # -- the programs -----------------------------------------------------------------------------------------------
+
+    def _build(self, stage: int) -> StageProgram:
+        need = self.needs[stage]
+        taken = [a for a in need.args if self.owner.get(a, stage) != stage]
+        args = sorted(need.args - set(taken))
+        start = [self._crossing(self.flat.inputs[a], "start") for a in sorted(taken)]
+        loop = [self._crossing(v, "loop") for v in sorted(need.body_received)]
+        end = [self._crossing(v, "end") for v in sorted(need.outer_received)]
+        sent = self._sent(stage)
+        builder = _Renumbered(self.flat.avals)
+        inputs = [builder.value(self.flat.inputs[a]) for a in args]
+        inputs += [builder.value(c.value) for c in start]
+        stacks = [builder.fresh(stacked_aval(self.body.avals[c.value], self.loop.params["length"])) for c in loop]
+        inputs += [*stacks, *(builder.value(c.value) for c in end)]
+        before = [builder.op(self.flat.ops[i]) for i in sorted(need.outer_ops) if i < self.loop_index]
+        made_stacks, loop_op, num_forward = self._loop(
+            need, builder, loop, stacks, [c for c in sent if c.when == "loop"]
+        )
+        late = sorted((self.round_of[i], i) for i in need.outer_ops if i > self.loop_index)
+        after = [builder.op(self.flat.ops[i]) for _, i in late]
+        first = len(before) + 1
+        rounds = tuple(first + sum(r <= last for r, _ in late) for last in range(self.num_rounds))
+        outputs = [builder.read(self.flat.outputs[r]) for r in self.results[stage]]
+        by_loop = dict(zip((c.value for c in sent if c.when == "loop"), made_stacks, strict=True))
+        outputs += [by_loop[c.value] if c.when == "loop" else builder.value(c.value) for c in sent]
+        constants = {builder.value(v): c for v, c in self.flat.constants.items() if v in builder.number}
+        return StageProgram(
+            flat=FlatJaxpr(builder.avals, [*before, loop_op, *after], inputs, outputs, constants),
+            args=tuple(args),
+            received=(*start, *loop, *end),
+            results=tuple(self.results[stage]),
+            sent=sent,
+            loop=len(before),
+            num_forward=num_forward,
+            rounds=rounds,
+            layers=tuple(k for k, s in enumerate(self.stage_of_layer) if s == stage),
+        )
+
+    def _crossing(self, value: int, when: str) -> Crossing:
+        if when == "loop":
+            source = self.body_stage[self.body_maker[value]]
+            readers = [s for s, n in enumerate(self.needs) if value in n.body_received]
+        elif when == "start":
+            argument = self.position[value]
+            source = self.owner[argument]
+            readers = [s for s, n in enumerate(self.needs) if argument in n.args and s != source]
+        else:
+            source = self._home(value)
+            readers = [s for s, n in enumerate(self.needs) if value in n.outer_received]
+        argument = self.position[value] if when == "start" else -1
+        return Crossing(value=value, source=source, readers=tuple(readers), when=when, argument=argument)
+
+    def _sent(self, stage: int) -> tuple[Crossing, ...]:
+        """State is sent as the argument that it is; all else is made by the program."""
+        loop = {v for n in self.needs for v in n.body_received}
+        end = {v for n in self.needs for v in n.outer_received}
+        found = [self._crossing(v, "loop") for v in sorted(loop)] + [self._crossing(v, "end") for v in sorted(end)]
+        return tuple(c for c in found if c.source == stage)
+
+    def _loop(
+        self, need: _Needs, outer: _Renumbered, received: list[Crossing], stacks: list[int], sent: list[Crossing]
+    ) -> tuple[list[int], FlatOp, int]:
+        """The loop over the stage's part of the body; also the stacks that it sends and how many ops are forward."""
+        first, last = self.num_consts, self.num_consts + self.num_carry
+        positions = self._body_inputs(need)
+        consts, slices = [p for p in positions if p < first], [p for p in positions if p >= last]
+        carries = [first + j for j in need.carries]
+        inner = _Renumbered(self.body.avals)
+        inputs = [inner.value(self.body.inputs[p]) for p in (*consts, *carries, *slices)]
+        inputs += [inner.value(c.value) for c in received]
+        order = sorted(need.body_ops, key=lambda i: (self.layered.backward[i], i))
+        ops = [inner.op(self.body.ops[i]) for i in order]
+        outputs = [inner.read(self.body.outputs[j]) for j in (*need.carries, *need.stacked)]
+        outputs += [inner.value(c.value) for c in sent]
+        constants = {inner.value(v): c for v, c in self.body.constants.items() if v in inner.number}
+        body = FlatJaxpr(inner.avals, ops, inputs, outputs, constants)
+        made = [outer.fresh(stacked_aval(self.body.avals[c.value], self.loop.params["length"])) for c in sent]
+        given = [outer.read(self.loop.inputs[p]) for p in (*consts, *carries, *slices)]
+        params = {
+            "num_consts": len(consts),
+            "num_carry": len(carries),
+            "sent": tuple(range(len(need.carries) + len(need.stacked), len(outputs))),
+            **{k: self.loop.params[k] for k in ("length", "reverse", "unroll")},
+        }
+        everything = [outer.value(self.loop.all_outputs[j]) for j in (*need.carries, *need.stacked)] + made
+        used = [self.loop.outputs[j] >= 0 for j in (*need.carries, *need.stacked)] + [True] * len(made)
+        op = FlatOp(
+            self.loop.primitive, params, [*given, *stacks], everything, self.loop.source, self.loop.scope, [body]
+        )
+        op.outputs = [o if u else -1 for o, u in zip(everything, used, strict=True)]
+        op.traceback = self.loop.traceback
+        return made, op, sum(not self.layered.backward[i] for i in order)
+
+
+class _Renumbered:
+    """Gives the values of a part of a jaxpr numbers of their own."""
+
+    def __init__(self, avals: list[Any]) -> None:
+        self.old, self.avals = avals, []
+        self.number: dict[int, int] = {}
+
+    def fresh(self, aval: Any) -> int:
+        self.avals.append(aval)
+        return len(self.avals) - 1
+
+    def value(self, value: int) -> int:
+        if value not in self.number:
+            self.number[value] = self.fresh(self.old[value])
+        return self.number[value]
+
+    def read(self, value: Any) -> Any:
+        return value if isinstance(value, Literal) else self.value(value)
+
+    def op(self, op: FlatOp) -> FlatOp:
+        params = dict(op.params)
+        if op.name == "optimization_barrier" and "group" in params:
+            params["group"] = tuple(self.value(v) for v in params["group"])
+        fresh = replace(op, inputs=[self.read(i) for i in op.inputs], params=params)
+        everything = [self.value(o) for o in op.all_outputs]
+        fresh.all_outputs = tuple(everything)
+        fresh.outputs = [n if o >= 0 else -1 for n, o in zip(everything, op.outputs, strict=True)]
+        return fresh
+
+
+def _values(op: FlatOp) -> list[int]:
+    return [i for i in op.inputs if not isinstance(i, Literal)]

@@ -135,6 +135,7 @@ class _Builder:
         self.per_reader = per_reader
         self.strategy_sets: dict[tuple[object, ...], StrategySet] = {}
         self.by_rule: dict[tuple[object, ...], StrategySet] = {}
+        self.partial: dict[tuple[object, ...], bool] = {}
         self.port_specs: dict[tuple[object, ...], np.ndarray] = {}
         self.copy_domains: dict[tuple[object, ...], np.ndarray] = {}
         self.stack_maps: dict[int, np.ndarray] = {}
@@ -192,6 +193,12 @@ class _Builder:
                 )
             self.by_rule[quick] = self.strategy_sets[key]
         return self.by_rule[quick]
+
+    def may_leave_partial_sums(self, op: Op, unreduced: tuple[bool, ...]) -> bool:
+        key = (id(op.rule), unreduced)
+        if key not in self.partial:
+            self.partial[key] = _can_be_unreduced(op, unreduced)
+        return self.partial[key]
 
     def outer(self, program: Program, ties: Sequence[tuple[int, int]]) -> None:
         region = _Region(self, program, "", 1.0)
@@ -261,7 +268,7 @@ class _Region:
         for position, value in enumerate(op.inputs):
             if value >= 0:
                 self.consume(value, End(node, strategies.operands[position], (id(strategies), 0, position), path))
-        can = _can_be_unreduced(op, unreduced)
+        can = self.b.may_leave_partial_sums(op, unreduced)
         for position, value in enumerate(op.outputs):
             if value >= 0:
                 self.produce(value, End(node, strategies.results[position], (id(strategies), 1, position)), can, path)

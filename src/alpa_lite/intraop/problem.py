@@ -192,18 +192,20 @@ def scaled(problem: IntraOpProblem, factor: float) -> IntraOpProblem:
 
 def greedy_choice(problem: IntraOpProblem) -> Array:
     """Every node in turn takes what is cheapest given the nodes before it: what planning op by op would give."""
-    before: list[list[tuple[int, Array]]] = [[] for _ in problem.node_costs]
+    before: list[list[tuple[int, Array, bool]]] = [[] for _ in problem.node_costs]
     for edge in problem.edges:
-        costs = as_float(edge.costs)
-        low, high, matrix = (edge.u, edge.v, costs) if edge.u < edge.v else (edge.v, edge.u, costs.T)
-        before[high].append((low, matrix))
-    picks = np.zeros(problem.num_nodes, dtype=np.int64)
-    for node, costs in enumerate(problem.node_costs):
-        total = as_float(costs)
-        for other, matrix in before[node]:
-            total = total + matrix[picks[other]]
-        picks[node] = int(np.argmin(total))
-    return picks
+        before[max(edge.u, edge.v)].append((min(edge.u, edge.v), edge.costs, edge.u < edge.v))
+    made: dict[tuple[object, ...], int] = {}  # copies of a layer share their arrays, so most nodes are known
+    picks: list[int] = []
+    for costs, edges in zip(problem.node_costs, before, strict=True):
+        key = (id(costs), *((id(matrix), picks[other], is_row) for other, matrix, is_row in edges))
+        if key not in made:
+            total = as_float(costs)
+            for other, matrix, is_row in edges:
+                total = total + as_float(matrix[picks[other]] if is_row else matrix[:, picks[other]])
+            made[key] = int(np.argmin(total))
+        picks.append(made[key])
+    return np.array(picks, dtype=np.int64)
 
 
 def usage_profile(problem: IntraOpProblem, picks: list[int]) -> Array:

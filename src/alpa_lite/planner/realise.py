@@ -136,10 +136,11 @@ class _Writer:
                 self.record(link, made, kept, self.first_path(link, made))
                 have.append(kept)
         done = set(have)
-        readers = self.readers(link)
+        readers: Counter[int] | None = None  # most values need no conversion
         for consumer in link.consumers:
             want = int(consumer.specs[self.choice[consumer.node]])
             if want not in done:
+                readers = self.readers(link) if readers is None else readers
                 source = min(have, key=lambda s: (table[s, want], s != made))
                 place = link if not self.spec(rank, source).unreduced else None
                 path = consumer.path if place else self.first_path(link, source)

@@ -18,6 +18,7 @@ _REDUCTIONS = frozenset(
     ["reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "reduce_prod", "argmax", "argmin"]
 )
 _BARRIERS = frozenset(["optimization_barrier", "pin", "copy_p"])
+_VIEWS = frozenset(["reshape", "squeeze", "expand_dims"])
 # Elementwise, but too dear to compute once per reader. XLA:GPU weighs the time against that of the bytes, which it can spare
 # for the lighter ones; XLA:CPU never repeats any of them (``IsExpensive`` in xla/hlo/ir/hlo_instruction.cc).
 _COSTLY_ON_GPU = frozenset(
@@ -76,6 +77,11 @@ def joins_consumers(op: Op) -> bool:
     return op.primitive not in _BARRIERS and (op.elementwise or op.primitive in _SOURCES or op.primitive in _INDEXING)
 
 
+def is_view(op: Op) -> bool:
+    """A pure relabelling of its operand's buffer."""
+    return op.primitive in _VIEWS or op.primitive in _BARRIERS
+
+
 def fused_values(program: Program, *, gpu: bool = False) -> tuple[bool, ...]:
     """Per value of this program (not of its bodies): whether it never lies in memory. ``gpu``: as XLA:GPU fuses."""
     costly = _COSTLY_ON_GPU if gpu else _COSTLY
@@ -122,7 +128,7 @@ def moved_bytes_weights(
 
     Indexing ops touch only what they select: a gather reads as much of its operand as it returns.
     """
-    if op.primitive in _BARRIERS or op.primitive in ("reshape", "squeeze", "expand_dims"):
+    if is_view(op):
         return (0.0,) * len(op.inputs), (0.0,) * len(op.outputs)
 
     def stored(value: int) -> float:

@@ -13,7 +13,7 @@ this is what the ILP bounds; the profile of a decided plan follows XLA:CPU instr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -21,8 +21,9 @@ import numpy as np
 
 from alpa_lite.core.program import Op, Program
 from alpa_lite.costs.dim_order import reordering_ops
-from alpa_lite.costs.fusion import fused_values, reuses_operand
+from alpa_lite.costs.fusion import fused_values, is_view, reuses_operand
 from alpa_lite.costs.late_order import late_order
+from alpa_lite.costs.overlap_order import Move, Schedule
 
 
 class Order(StrEnum):
@@ -64,9 +65,11 @@ class Timeline:
         made: (region, value) -> when it exists, for every value.
         region_end: path prefix of a program -> time after its last op.
         order: in which ops run.
+        moves: when conversions start and are done, if not when their reader runs.
     """
 
     order: Order
+    moves: dict[Move, tuple[int, int]] = field(default_factory=dict)
     made: dict[tuple[str, int], int] = field(default_factory=dict)
 
     start: dict[str, int] = field(default_factory=dict)
@@ -78,17 +81,20 @@ class Timeline:
     region_end: dict[str, int] = field(default_factory=dict)
 
 
-def timeline(program: Program, order: Order = Order.PROGRAM) -> Timeline:
-    """Times and temporaries of a whole program."""
+def timeline(program: Program, order: Order = Order.PROGRAM, schedule: Schedule | None = None) -> Timeline:
+    """Times and temporaries of a whole program; ``schedule``: when its own ops run, if ``order`` does not tell."""
     result = Timeline(order=order)
-    _number(program, "", result)
+    _number(program, "", result, None if schedule is None else schedule.order)
     result.num_times = max(result.num_times, 1)
+    if schedule is not None:
+        times = [result.start[str(index)] for index in schedule.order] + [result.num_times - 1]
+        result.moves = {move: (times[lo], times[hi]) for move, (lo, hi) in schedule.moves.items()}
     _live(program, "", 0, result.num_times, result)
     return result
 
 
-def _number(program: Program, prefix: str, out: Timeline) -> None:
-    for index in _ORDERS[out.order](program):
+def _number(program: Program, prefix: str, out: Timeline, order: Sequence[int] | None = None) -> None:
+    for index in _ORDERS[out.order](program) if order is None else order:
         op, path = program.ops[index], f"{prefix}{index}"
         out.start[path] = out.num_times
         out.num_times += 1
@@ -105,7 +111,7 @@ def _breadth_first(program: Program) -> list[int]:
     level = []
     for op in program.ops:
         level.append(max((depth.get(i, 0) for i in op.inputs), default=0))
-        free = _is_view(op) or all(o < 0 or fused[o] for o in op.outputs)
+        free = is_view(op) or all(o < 0 or fused[o] for o in op.outputs)
         depth.update((o, level[-1] + (not free)) for o in op.outputs if o >= 0)
     return sorted(range(len(level)), key=level.__getitem__)
 
@@ -127,7 +133,7 @@ def _live(program: Program, prefix: str, lo: int, hi: int, out: Timeline) -> Non
         reader_end = out.start[path] if reuses_operand(op, program, fused) else out.end[path]
         # A fused result is computed where it is read, and a view is its operand's buffer: operands must last until then.
         for o in op.outputs:
-            if o >= 0 and (fused[o] or _is_view(op)):
+            if o >= 0 and (fused[o] or is_view(op)):
                 reader_end = max(reader_end, last.get(o, 0))
         out.read_end[path] = reader_end
         for i in op.inputs:
@@ -146,7 +152,7 @@ def _live(program: Program, prefix: str, lo: int, hi: int, out: Timeline) -> Non
             stacked = out.order.on_cpu and op.primitive == "scan" and position >= op.num_carry
             begin = lo if stacked else out.start[path]
             out.made[(prefix, o)] = min(out.end[path], out.num_times - 1)
-            if o < 0 or fused[o] or o in outside or _is_view(op):
+            if o < 0 or fused[o] or o in outside or is_view(op):
                 continue
             out.intervals.append(Interval(prefix, o, begin, max(last.get(o, 0), out.start[path] + 1)))
     if not out.order.on_cpu:
@@ -154,11 +160,6 @@ def _live(program: Program, prefix: str, lo: int, hi: int, out: Timeline) -> Non
             start = out.start[f"{prefix}{index}"]
             out.intervals.append(Interval(prefix, program.ops[index].outputs[0], start, start + 1, copy=True))
     out.last_read.update({(prefix, v): t for v, t in last.items()})
-
-
-def _is_view(op: Op) -> bool:
-    """A pure relabelling of its operand's buffer."""
-    return op.primitive in ("reshape", "squeeze", "expand_dims", "optimization_barrier", "pin", "copy_p")
 
 
 def peak_usage(sizes: Iterable[tuple[int, int, int]], num_times: int, base: int = 0) -> tuple[int, int, np.ndarray]:

@@ -13,9 +13,17 @@ from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.core.program import Op, Program
 from alpa_lite.core.spec import ShardingSpec
 from alpa_lite.costs.buffers import SharedBlock, temporaries
-from alpa_lite.costs.fusion import joins_consumers, takes_producers
+from alpa_lite.costs.fusion import fused_values, joins_consumers, takes_producers
 from alpa_lite.costs.instructions import instruction_graph
 from alpa_lite.costs.memory import Timeline, peak_usage
+from alpa_lite.costs.overlap_order import Move
+from alpa_lite.costs.split_matmul import (
+    kernels_that_read,
+    local_matmul,
+    number_of_parts,
+    sum_is_repeated,
+    workspace_bytes,
+)
 from alpa_lite.plan.records import LeafRole, MemoryProfile, OpDecision
 
 
@@ -44,12 +52,14 @@ class PeakReport:
     """The profile, the time of the peak, and what is alive then, largest first.
 
     ``stored`` is everything that comes and goes (not for CPU, where a block of memory holds it); no mesh size changes it.
+    ``has_workspace``: beside it there are partial products, whose number depends on the sizes on one device.
     """
 
     profile: MemoryProfile
     time: int
     alive: tuple[Tensor, ...]
     stored: tuple[Stored, ...] = ()
+    has_workspace: bool = False
 
 
 def memory_profile(
@@ -70,6 +80,7 @@ def memory_profile(
     """
     totals = step_totals(program, mesh, in_specs=in_specs, out_specs=out_specs, roles=roles)
     stored: list[Stored] = []
+    workspace: list[Stored] = []
     shapes = {program.values[v].shape for v, r in zip(program.inputs, roles, strict=True) if r is LeafRole.PARAMETER}
     base = sum(totals.values())
     if line.order.on_cpu:
@@ -86,15 +97,16 @@ def memory_profile(
         peak, time, alive = base + block.size_bytes, block.time, _block_tensors(block, shapes)
     else:
         stored = _stored(program, line, decisions, conversions, shapes)
+        workspace = _workspace(program, line, mesh, decisions, conversions, stored)
         shards = {spec: mesh.axes_size(spec.sharded_axes) for spec in {t.spec for t in stored}}
-        sizes = [t.whole_bytes // shards[t.spec] for t in stored]
-        peak, time, _ = peak_usage(((t.lo, t.hi, s) for t, s in zip(stored, sizes, strict=True)), line.num_times, base)
-        living = [(t, s) for t, s in zip(stored, sizes, strict=True) if t.lo <= time < t.hi and s]
+        sized = [(t, t.whole_bytes // shards[t.spec]) for t in stored] + [(t, t.whole_bytes) for t in workspace]
+        peak, time, _ = peak_usage(((t.lo, t.hi, s) for t, s in sized), line.num_times, base)
+        living = [(t, s) for t, s in sized if t.lo <= time < t.hi and s]
         alive = [Tensor(name=t.name, size_bytes=s, category=t.category) for t, s in living]
     alive.sort(key=lambda t: (-t.size_bytes, t.name))
     at_peak = {word: sum(t.size_bytes for t in alive if t.category == word) for word in _TEMPORARY}
     profile = MemoryProfile(**totals, **at_peak, peak=peak)
-    return PeakReport(profile=profile, time=time, alive=tuple(alive), stored=tuple(stored))
+    return PeakReport(profile=profile, time=time, alive=tuple(alive), stored=tuple(stored), has_workspace=bool(workspace))
 
 
 def donated_results(program: Program) -> frozenset[int]:
@@ -169,6 +181,42 @@ def _stored(
     return items + _converted(regions, line, kept, last)
 
 
+def _workspace(
+    program: Program,
+    line: Timeline,
+    mesh: DeviceMesh,
+    decisions: Sequence[OpDecision],
+    conversions: Sequence[Conversion],
+    stored: Sequence[Stored],
+) -> list[Stored]:
+    """What the partial products of split matmuls need beside their results; sizes are those on one device."""
+    regions, _ = _regions(program)
+    fused = {prefix: fused_values(region, gpu=True) for prefix, region in regions.items()}
+    converted = {(_region_of(c.op), c.value) for c in conversions}
+    made = {t.name: t for t in reversed(stored)}
+    found = []
+    for decision in decisions:
+        prefix = _region_of(decision.path)
+        region = regions[prefix]
+        op = region.ops[int(decision.path[len(prefix) :])]
+        product = local_matmul(op, region, decision.operands, mesh)
+        parts = number_of_parts(product) if product is not None else 1
+        if product is None or parts == 1:
+            continue
+        value, begin = op.outputs[0], line.start[decision.path]
+        kernels = kernels_that_read(region, fused[prefix], value)
+        total = workspace_bytes(product, parts)
+        end, size = begin + 1, total
+        result = made.get(f"{prefix}%{value}")
+        kept = (prefix, value) not in converted and value not in region.outputs
+        if result is not None and kept and sum_is_repeated(product, parts, [region.ops[k] for k in kernels]):
+            end = max(result.hi, *(line.end[f"{prefix}{k}"] for k in kernels))
+            size = total - product.elements * product.result_bytes  # they are instead of the result
+        name = f"{prefix}%{value} partial products"
+        found.append(Stored(begin, end, size, ShardingSpec(()), name, "temporaries"))
+    return found
+
+
 _TEMPORARY = ("gradients", "activations", "temporaries")
 
 
@@ -218,7 +266,7 @@ def _converted(
     items = []
     for conversion in conversions:
         region = _region_of(conversion.op)
-        lo = _time_of(conversion, line)
+        lo, _ = _times_of(conversion, line)
         key = (region, conversion.value, conversion.target)
         hi = max(last.get(key, lo), lo + 1)
         size, name = regions[region].values[conversion.value].size_bytes, f"{region}%{conversion.value} as"
@@ -273,11 +321,14 @@ def _region_of(path: str) -> str:
     return f"{prefix}." if prefix else ""
 
 
-def _time_of(conversion: Conversion, line: Timeline) -> int:
+def _times_of(conversion: Conversion, line: Timeline) -> tuple[int, int]:
+    """When a conversion starts and when it is done."""
     path, region = conversion.op, _region_of(conversion.op)
-    if path in line.start:
-        return line.start[path]
-    return max(0, line.region_end[region] - 1)
+    move = Move(path, conversion.value, conversion.target)
+    if move in line.moves:
+        return line.moves[move]
+    time = line.start[path] if path in line.start else max(0, line.region_end[region] - 1)
+    return time, time
 
 
 def _last_reads(
@@ -294,7 +345,7 @@ def _last_reads(
                 last[key] = max(last.get(key, 0), line.read_end[decision.path])
     for conversion in conversions:
         key = (_region_of(conversion.op), conversion.value, conversion.source)
-        last[key] = max(last.get(key, 0), _time_of(conversion, line) + 1)
+        last[key] = max(last.get(key, 0), _times_of(conversion, line)[1] + 1)
     return last
 
 

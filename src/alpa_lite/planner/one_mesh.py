@@ -20,8 +20,9 @@ from alpa_lite.core.program import Program
 from alpa_lite.core.spec import ShardingSpec
 from alpa_lite.costs.conventions import cost_model
 from alpa_lite.costs.conversion import TIE, Conversions
-from alpa_lite.costs.memory import Order, Timeline, timeline
+from alpa_lite.costs.memory import Timeline, timeline
 from alpa_lite.costs.model import CostModel
+from alpa_lite.costs.overlap_order import overlap_order
 from alpa_lite.costs.profile import PeakReport, memory_profile
 from alpa_lite.intraop.decisions import DecisionGraph, build_graph
 from alpa_lite.intraop.pricing import Pricer
@@ -262,7 +263,7 @@ def _write_out(
     written = realise(task.program, graph, solution.choice, costs)
     peak = memory_profile(
         task.program,
-        run_order(task, written),
+        run_order(task, mesh, written),
         mesh,
         in_specs=written.in_specs,
         out_specs=written.out_specs,
@@ -296,10 +297,12 @@ def _write_out(
     )
 
 
-def run_order(task: MeshTask, written: Realised) -> Timeline:
+def run_order(task: MeshTask, mesh: DeviceMesh, written: Realised) -> Timeline:
     """When a written-out plan runs its ops: XLA:GPU moves them only where there are collectives to hide."""
-    late = task.line.order is Order.LATE
-    return timeline(task.program) if late and not written.collectives else task.line
+    if task.line.order.on_cpu:
+        return task.line
+    schedule = overlap_order(task.program, mesh, written.decisions, written.conversions)
+    return timeline(task.program, schedule=schedule)
 
 
 def _node_prices(graph: DecisionGraph, problem: IntraOpProblem, choice: np.ndarray) -> Mapping[str, float]:

@@ -236,7 +236,7 @@ def _counted(
     task: MeshTask, mesh: DeviceMesh, axis: str, name: str, written: Realised, stored: tuple[Stored, ...]
 ) -> tuple[Callable[[int], MemoryProfile], dict[str, Formula | Largest]]:
     """Memory on CPU: formulas of what counts for the whole step; the block of temporaries is packed for every n."""
-    line, n0 = run_order(task, written), mesh.axis_size(axis)
+    line, n0 = run_order(task, mesh, written), mesh.axis_size(axis)
 
     @cache
     def profile(n: int) -> MemoryProfile:

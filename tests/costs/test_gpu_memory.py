@@ -9,11 +9,18 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from alpa_lite.core.collective import CollectiveKind
+from alpa_lite.core.conversion import Conversion, Step
+from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.core.program import Program
+from alpa_lite.core.spec import ShardingSpec
 from alpa_lite.costs.dim_order import reordering_ops
 from alpa_lite.costs.fusion import fused_values
 from alpa_lite.costs.late_order import late_order
 from alpa_lite.costs.memory import Order, timeline
+from alpa_lite.costs.overlap_order import Move, early_updates, overlap_order
+from alpa_lite.costs.split_matmul import Matmul, kernels_that_read, number_of_parts, sum_is_repeated
+from alpa_lite.plan.records import OpDecision
 from alpa_lite.trace.program import trace
 
 
@@ -130,3 +137,122 @@ def test_a_view_keeps_its_operand() -> None:
     product = program.ops[maker[program.ops[maker[program.ops[-1].inputs[0]]].inputs[0]]].outputs[0]
     life = next(i for i in line.intervals if i.value == product)
     assert life.hi == line.end[str(len(program.ops) - 1)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "contracted", "parts"),
+    [  # as the H100 compiler splits them
+        (64, 128, 128, 8),
+        (64, 128, 32, 1),
+        (64, 16, 128, 1),
+        (128, 128, 64, 4),
+        (64, 64, 512, 16),
+        (256, 512, 4096, 16),
+        (256, 4096, 512, 1),
+        (256, 1024, 2048, 8),
+        (2048, 512, 2048, 2),
+        (2048, 16, 512, 1),
+        (512, 16, 2048, 16),
+    ],
+)
+def test_matmuls_with_few_tiles_and_long_contractions_are_split(
+    rows: int, columns: int, contracted: int, parts: int
+) -> None:
+    product = Matmul(batch=1, rows=rows, columns=columns, contracted=contracted, operand_bytes=(4, 4), result_bytes=4)
+    assert number_of_parts(product) == parts
+
+
+def test_partial_products_are_added_where_they_are_read_if_that_is_elementwise() -> None:
+    def fn(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+        y = x @ w
+        z = w @ w
+        return jnp.tanh(y + 1).reshape(-1), z @ w
+
+    program = program_of(fn, (64, 128), (128, 128))
+    fused = fused_values(program, gpu=True)
+    products = [op.outputs[0] for op in program.ops if op.primitive == "dot_general"]
+    first, second = ([program.ops[k] for k in kernels_that_read(program, fused, value)] for value in products[:2])
+    assert [op.primitive for op in second] == ["dot_general"]
+    product = Matmul(batch=1, rows=64, columns=128, contracted=128, operand_bytes=(4, 4), result_bytes=4)
+    assert sum_is_repeated(product, 8, first)
+    assert not sum_is_repeated(product, 8, second)
+    large = Matmul(batch=1, rows=4096, columns=4096, contracted=128, operand_bytes=(4, 4), result_bytes=4)
+    assert not sum_is_repeated(large, 8, first * 2)
+
+
+def test_updates_follow_their_gradients() -> None:
+    def step(w1: jax.Array, w2: jax.Array, x: jax.Array) -> Any:
+        g1, g2 = jax.grad(lambda w1, w2: jnp.tanh(jnp.tanh(x @ w1) @ w2).sum(), argnums=(0, 1))(w1, w2)
+        return w1 - g1, w2 - g2
+
+    program = program_of(step, (16, 16), (16, 16), (8, 16))
+    order = early_updates(program)
+    assert sorted(order) == list(range(len(program.ops)))
+    maker = {o: i for i, op in enumerate(program.ops) for o in op.outputs}
+    last_update = maker[program.outputs[1]]
+    first_gradient = maker[program.ops[maker[program.outputs[0]]].inputs[1]]
+    assert first_gradient < last_update  # in the program all gradients come first
+    assert order.index(last_update) < order.index(first_gradient)
+
+
+def test_side_branches_fill_the_time_of_a_collective() -> None:
+    """The gathered operand is asked for last; the independent product runs between the gather's start and its end."""
+
+    def fn(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+        side = w @ w
+        return jnp.tanh(x) @ w, side
+
+    program = program_of(fn, (512, 512), (512, 512))
+    mesh = DeviceMesh(shape=(8,), axis_names=("x",))
+    whole, split = ShardingSpec.parse("[_,_]"), ShardingSpec.parse("[x,_]")
+    tanh = next(i for i, op in enumerate(program.ops) if op.primitive == "tanh")
+    last = len(program.ops) - 1
+    value = program.ops[tanh].outputs[0]
+    decisions = [
+        OpDecision(
+            path=str(index),
+            operands=tuple(split if index == tanh else whole for _ in op.inputs),
+            results=tuple(split if index == tanh else whole for _ in op.outputs),
+        )
+        for index, op in enumerate(program.ops)
+    ]
+    gather = Step(before=split, after=whole, kind=CollectiveKind.ALL_GATHER, axes=("x",), source_dim=0)
+    conversion = Conversion(op=str(last), value=value, steps=(gather,), collectives=(0,), cost=1e-3)
+    schedule = overlap_order(program, mesh, decisions, [conversion])
+    start, done = schedule.moves[Move(str(last), value, whole)]
+    side = next(i for i, op in enumerate(program.ops) if op.outputs[0] == program.outputs[1])
+    assert schedule.overlaps and sorted(schedule.order) == list(range(len(program.ops)))
+    assert schedule.order.index(tanh) < start <= schedule.order.index(side) < done <= schedule.order.index(last)
+    line = timeline(program, schedule=schedule)
+    assert line.moves[Move(str(last), value, whole)][0] < line.moves[Move(str(last), value, whole)][1]
+
+
+def scan_with_fill() -> Program:
+    def fn(xs: jax.Array) -> tuple[jax.Array, jax.Array]:
+        fill = jnp.full((16, 16), -1.0)
+
+        def body(carry: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+            product = carry @ x
+            chosen = jnp.where(product > 0, product, fill)
+            return chosen.sum(0, keepdims=True) + carry, chosen * 2
+
+        return jax.lax.scan(body, jnp.zeros((16, 16)) + xs[0], xs)
+
+    return program_of(fn, (4, 16, 16))
+
+
+def test_fills_that_a_loop_reads_are_made_inside_of_it() -> None:
+    program = scan_with_fill()
+    scan = next(op for op in program.ops if op.primitive == "scan")
+    fills = [i for i in scan.inputs[: scan.num_consts] if i >= 0]
+    assert fills and all(fused_values(program, gpu=True)[i] for i in fills)
+    assert not any(fused_values(program)[i] for i in fills)
+
+
+def test_stacked_results_have_no_buffer_inside_of_the_loop() -> None:
+    program = scan_with_fill()
+    scan = next(op for op in program.ops if op.primitive == "scan")
+    stacked = scan.bodies[0].outputs[scan.num_carry]
+    inside = {i.value for i in timeline(program).intervals if i.region}
+    assert stacked not in inside
+    assert stacked in {i.value for i in timeline(program, Order.BREADTH_FIRST).intervals if i.region}

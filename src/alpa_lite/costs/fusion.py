@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Collection
 
 from alpa_lite.core.program import Op, Program
 
@@ -82,15 +83,21 @@ def is_view(op: Op) -> bool:
     return op.primitive in _VIEWS or op.primitive in _BARRIERS
 
 
-def fused_values(program: Program, *, gpu: bool = False) -> tuple[bool, ...]:
-    """Per value of this program (not of its bodies): whether it never lies in memory. ``gpu``: as XLA:GPU fuses."""
+def fused_values(program: Program, *, gpu: bool = False, stacked: Collection[int] = ()) -> tuple[bool, ...]:
+    """Per value of this program (not of its bodies): whether it never lies in memory. ``gpu``: as XLA:GPU fuses.
+
+    ``stacked``: results of a loop's body that are written straight into the loop's stacked result, where they are computed.
+    """
     costly = _COSTLY_ON_GPU if gpu else _COSTLY
     consumers: dict[int, list[bool]] = defaultdict(list)
+    sunk = _constants_for_loops(program) if gpu else frozenset()
     for op in program.ops:
         for value in set(op.inputs):
-            consumers[value].append(takes_producers(op))
+            consumers[value].append(takes_producers(op) or (value in sunk and bool(op.bodies)))
+    for value in stacked:
+        consumers[value].append(True)
     fused = [False] * len(program.values)
-    outputs = set(program.outputs)
+    outputs = set(program.outputs) - set(stacked)
     made: dict[int, str] = {}
     for op in program.ops:
         for value in op.outputs:
@@ -100,6 +107,19 @@ def fused_values(program: Program, *, gpu: bool = False) -> tuple[bool, ...]:
             if value >= 0:
                 made[value] = op.primitive
     return tuple(fused)
+
+
+def _constants_for_loops(program: Program) -> frozenset[int]:
+    """Tensors filled with one number that loops read unchanged: XLA fills them inside of the loop (constant sinking)."""
+    filled = {
+        o
+        for op in program.ops
+        if op.primitive == "broadcast_in_dim" and all(i < 0 or not program.values[i].shape for i in op.inputs)
+        for o in op.outputs
+    }
+    for op in program.ops:
+        filled -= set(op.inputs[op.num_consts :] if op.primitive == "scan" else op.inputs if op.bodies else ())
+    return frozenset(filled)
 
 
 def _repeatable(op: Op, program: Program, made: dict[int, str], costly: frozenset[str]) -> bool:

@@ -8,7 +8,7 @@ finished gradient through the next barrier (``lowering/lower.py``), so that none
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from alpa_lite.core.program import Op, Program
 
@@ -20,18 +20,28 @@ def late_order(program: Program) -> list[int]:
     emit = _Emitter(program)
     last_read = {i: index for index, op in enumerate(program.ops) for i in op.inputs}
     last_read.update(dict.fromkeys(program.outputs, len(program.ops)))
-    begin = 0
-    for group in barrier_groups(program):
-        members = [program.ops[index] for index in group]
-        before = program.ops[begin : group.start]
-        pending = [o for op in before if is_held_by_barriers(op, program) for o in op.outputs]
-        emit.demand(i for member in members for i in member.inputs)
-        emit.demand(value for value in pending if last_read.get(value, -1) >= group.stop)
-        emit.demand(o for member in members for o in member.outputs)
-        begin = group.stop
+    pending: list[int] = []
+    index = 0
+    while index < len(program.ops):
+        op = program.ops[index]
+        if op.primitive == _BARRIER:
+            group = _barrier_group(program, index)
+            index += len(group)
+            emit.demand(i for member in group for i in member.inputs)
+            emit.demand(value for value in pending if last_read.get(value, -1) >= index)
+            emit.demand(o for member in group for o in member.outputs)
+            pending = []
+        else:
+            if is_held_by_barriers(op, program):
+                pending += op.outputs
+            index += 1
     emit.demand(program.outputs)
     emit.rest()
     return emit.order
+
+
+def has_barriers(program: Program) -> bool:
+    return any(op.primitive == _BARRIER for op in program.ops)
 
 
 def is_held_by_barriers(op: Op, program: Program) -> bool:
@@ -39,14 +49,14 @@ def is_held_by_barriers(op: Op, program: Program) -> bool:
     return "transpose(" in op.scope or (op.outputs[:1] >= (0,) and not program.values[op.outputs[0]].shape)
 
 
-def barrier_groups(program: Program) -> Iterator[range]:
-    """Indices of barrier ops that stand together: one per tensor of one joint barrier."""
-    places = [index for index, op in enumerate(program.ops) if op.primitive == _BARRIER]
-    start = 0
-    for number, place in enumerate(places, 1):
-        if number == len(places) or places[number] != place + 1:
-            yield range(places[start], place + 1)
-            start = number
+def _barrier_group(program: Program, index: int) -> list[Op]:
+    """The barrier ops that stand together: one per tensor of one joint barrier."""
+    group = []
+    for op in program.ops[index:]:
+        if op.primitive != _BARRIER:
+            break
+        group.append(op)
+    return group
 
 
 class _Emitter:

@@ -5,10 +5,11 @@ followed: arguments and results have buffers of their own for the whole step (a 
 everything else is temporary and lives from the op that makes it to its last reader. Values that fusion never stores
 (``fusion.py``) have no bytes, but keep their operands alive until they are read themselves.
 
-XLA:GPU runs side branches late (``late_order.py``) where there are collectives to hide, else about in program order, which
-needs little memory. XLA:CPU runs them breadth first, to keep its threads
-busy: every op as soon as its operands exist, so what depends on arguments and constants alone is made at the start. For CPU
-this is what the ILP bounds; the profile of a decided plan follows XLA:CPU instruction by instruction (``buffers.py``).
+XLA:GPU hides collectives behind side branches, which run late for that (``late_order.py`` for the ILP and for steps with
+barriers, ``overlap_order.py`` for other decided plans); else it runs about in program order, which needs little memory.
+XLA:CPU runs them breadth first, to keep its threads busy: every op as soon as its operands exist, so what depends on
+arguments and constants alone is made at the start. For CPU this is what the ILP bounds; the profile of a decided plan
+follows XLA:CPU instruction by instruction (``buffers.py``).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from enum import StrEnum
 
 import numpy as np
 
-from alpa_lite.core.program import Op, Program
+from alpa_lite.core.program import Program
 from alpa_lite.costs.dim_order import reordering_ops
 from alpa_lite.costs.fusion import fused_values, is_view, reuses_operand
 from alpa_lite.costs.late_order import late_order
@@ -65,10 +66,12 @@ class Timeline:
         made: (region, value) -> when it exists, for every value.
         region_end: path prefix of a program -> time after its last op.
         order: in which ops run.
+        fills_early: buffers of zeros are filled at the start (XLA:CPU; XLA:GPU with collectives, as nothing waits for them).
         moves: when conversions start and are done, if not when their reader runs.
     """
 
     order: Order
+    fills_early: bool = False
     moves: dict[Move, tuple[int, int]] = field(default_factory=dict)
     made: dict[tuple[str, int], int] = field(default_factory=dict)
 
@@ -83,7 +86,7 @@ class Timeline:
 
 def timeline(program: Program, order: Order = Order.PROGRAM, schedule: Schedule | None = None) -> Timeline:
     """Times and temporaries of a whole program; ``schedule``: when its own ops run, if ``order`` does not tell."""
-    result = Timeline(order=order)
+    result = Timeline(order=order, fills_early=order.on_cpu or (schedule is not None and schedule.overlaps))
     _number(program, "", result, None if schedule is None else schedule.order)
     result.num_times = max(result.num_times, 1)
     if schedule is not None:
@@ -123,10 +126,12 @@ _ORDERS: dict[Order, Callable[[Program], Iterable[int]]] = {
 }
 
 
-def _live(program: Program, prefix: str, lo: int, hi: int, out: Timeline) -> None:
-    """Intervals of one region that runs during [lo, hi)."""
-    fused = fused_values(program, gpu=not out.order.on_cpu)
-    last: dict[int, int] = {v: hi for v in program.outputs if v >= 0}
+def _live(
+    program: Program, prefix: str, lo: int, hi: int, out: Timeline, stacked: frozenset[int] = frozenset()
+) -> None:
+    """Intervals of one region that runs during [lo, hi). ``stacked``: results that XLA:GPU writes out as they are made."""
+    fused = fused_values(program, gpu=not out.order.on_cpu, stacked=stacked)
+    last: dict[int, int] = {v: hi for v in program.outputs if v >= 0 and v not in stacked}
     for index in range(len(program.ops) - 1, -1, -1):
         op = program.ops[index]
         path = f"{prefix}{index}"
@@ -146,11 +151,14 @@ def _live(program: Program, prefix: str, lo: int, hi: int, out: Timeline) -> Non
     for index, op in enumerate(program.ops):
         path = f"{prefix}{index}"
         for b, body in enumerate(op.bodies):
-            _live(body, f"{path}.{b}.", out.start[path] + 1, out.end[path], out)
+            written: frozenset[int] = frozenset()
+            if op.primitive == "scan" and not out.order.on_cpu:
+                written = frozenset(body.outputs[op.num_carry :]) - {*body.outputs[: op.num_carry], *body.inputs, -1}
+            _live(body, f"{path}.{b}.", out.start[path] + 1, out.end[path], out, written)
         for position, o in enumerate(op.outputs):
             # What a scan stacks up is written into a buffer of zeros, which depends on nothing.
-            stacked = out.order.on_cpu and op.primitive == "scan" and position >= op.num_carry
-            begin = lo if stacked else out.start[path]
+            stacks = op.primitive == "scan" and position >= op.num_carry
+            begin = lo if stacks and out.fills_early else out.start[path]
             out.made[(prefix, o)] = min(out.end[path], out.num_times - 1)
             if o < 0 or fused[o] or o in outside or is_view(op):
                 continue

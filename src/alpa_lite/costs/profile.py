@@ -106,7 +106,9 @@ def memory_profile(
     alive.sort(key=lambda t: (-t.size_bytes, t.name))
     at_peak = {word: sum(t.size_bytes for t in alive if t.category == word) for word in _TEMPORARY}
     profile = MemoryProfile(**totals, **at_peak, peak=peak)
-    return PeakReport(profile=profile, time=time, alive=tuple(alive), stored=tuple(stored), has_workspace=bool(workspace))
+    return PeakReport(
+        profile=profile, time=time, alive=tuple(alive), stored=tuple(stored), has_workspace=bool(workspace)
+    )
 
 
 def donated_results(program: Program) -> frozenset[int]:

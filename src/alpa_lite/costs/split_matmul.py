@@ -110,13 +110,14 @@ def workspace_bytes(product: Matmul, parts: int) -> int:
 def kernels_that_read(program: Program, fused: Sequence[bool], value: int) -> list[int]:
     """Indices of the ops that read a value, also through fused values and views, and store what they make."""
     found: set[int] = set()
+    results = set(program.outputs)
     pending, seen = [value], {value}
     while pending:
         wanted = pending.pop()
         for index, op in enumerate(program.ops):
             if wanted not in op.inputs:
                 continue
-            passed = [o for o in op.outputs if o >= 0 and (fused[o] or is_view(op))]
+            passed = [o for o in op.outputs if o >= 0 and o not in results and (fused[o] or is_view(op))]
             if not passed:
                 found.add(index)
             pending += [o for o in passed if o not in seen]

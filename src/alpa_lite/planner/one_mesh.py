@@ -20,6 +20,7 @@ from alpa_lite.core.program import Program
 from alpa_lite.core.spec import ShardingSpec
 from alpa_lite.costs.conventions import cost_model
 from alpa_lite.costs.conversion import TIE, Conversions
+from alpa_lite.costs.late_order import has_barriers
 from alpa_lite.costs.memory import Timeline, timeline
 from alpa_lite.costs.model import CostModel
 from alpa_lite.costs.overlap_order import overlap_order
@@ -298,8 +299,8 @@ def _write_out(
 
 
 def run_order(task: MeshTask, mesh: DeviceMesh, written: Realised) -> Timeline:
-    """When a written-out plan runs its ops: XLA:GPU moves them only where there are collectives to hide."""
-    if task.line.order.on_cpu:
+    """When a written-out plan runs its ops: XLA:GPU moves them where there are collectives to hide."""
+    if task.line.order.on_cpu or (written.collectives and has_barriers(task.program)):
         return task.line
     schedule = overlap_order(task.program, mesh, written.decisions, written.conversions)
     return timeline(task.program, schedule=schedule)

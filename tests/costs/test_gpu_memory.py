@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import alpa_lite as al
 from alpa_lite.core.collective import CollectiveKind
 from alpa_lite.core.conversion import Conversion, Step
 from alpa_lite.core.mesh import DeviceMesh
@@ -256,3 +257,20 @@ def test_stacked_results_have_no_buffer_inside_of_the_loop() -> None:
     inside = {i.value for i in timeline(program).intervals if i.region}
     assert stacked not in inside
     assert stacked in {i.value for i in timeline(program, Order.BREADTH_FIRST).intervals if i.region}
+
+
+def test_donated_arguments_are_saved_from_early_updates() -> None:
+    """Both steps compute the same; in one of them the new weight is made before the old one's last reader."""
+
+    def early(w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        read = jnp.tanh(w @ x) @ x
+        return w - x @ x, read
+
+    def late(w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        updated = w - x @ x
+        return updated, jnp.tanh(w @ x) @ x
+
+    shape = jax.ShapeDtypeStruct((8192, 8192), jnp.float32)
+    cluster = al.Cluster.parse("1x1:h100-sxm")
+    peaks = [al.plan(fn, shape, shape, cluster=cluster, donate_argnums=0).memory.peak for fn in (early, late)]
+    assert peaks[1] - peaks[0] == 8192 * 8192 * 4

@@ -51,15 +51,14 @@ class Stored(NamedTuple):
 class PeakReport:
     """The profile, the time of the peak, and what is alive then, largest first.
 
-    ``stored`` is everything that comes and goes (not for CPU, where a block of memory holds it); no mesh size changes it.
-    ``has_workspace``: beside it there are partial products, whose number depends on the sizes on one device.
+    ``stored`` is everything that comes and goes, but for partial products and saved arguments (not for CPU, where a block
+    of memory holds it); no mesh size changes it.
     """
 
     profile: MemoryProfile
     time: int
     alive: tuple[Tensor, ...]
     stored: tuple[Stored, ...] = ()
-    has_workspace: bool = False
 
 
 def memory_profile(
@@ -98,6 +97,7 @@ def memory_profile(
     else:
         stored = _stored(program, line, decisions, conversions, shapes)
         workspace = _workspace(program, line, mesh, decisions, conversions, stored)
+        workspace += _saved_arguments(program, line, mesh, in_specs)
         shards = {spec: mesh.axes_size(spec.sharded_axes) for spec in {t.spec for t in stored}}
         sized = [(t, t.whole_bytes // shards[t.spec]) for t in stored] + [(t, t.whole_bytes) for t in workspace]
         peak, time, _ = peak_usage(((t.lo, t.hi, s) for t, s in sized), line.num_times, base)
@@ -106,9 +106,7 @@ def memory_profile(
     alive.sort(key=lambda t: (-t.size_bytes, t.name))
     at_peak = {word: sum(t.size_bytes for t in alive if t.category == word) for word in _TEMPORARY}
     profile = MemoryProfile(**totals, **at_peak, peak=peak)
-    return PeakReport(
-        profile=profile, time=time, alive=tuple(alive), stored=tuple(stored), has_workspace=bool(workspace)
-    )
+    return PeakReport(profile=profile, time=time, alive=tuple(alive), stored=tuple(stored))
 
 
 def donated_results(program: Program) -> frozenset[int]:
@@ -217,6 +215,27 @@ def _workspace(
         name = f"{prefix}%{value} partial products"
         found.append(Stored(begin, end, size, ShardingSpec(()), name, "temporaries"))
     return found
+
+
+def _saved_arguments(
+    program: Program, line: Timeline, mesh: DeviceMesh, in_specs: Sequence[ShardingSpec]
+) -> list[Stored]:
+    """Copies of donated arguments that are overwritten before their last reader has run."""
+    maker = {o: str(index) for index, op in enumerate(program.ops) for o in op.outputs if o >= 0}
+    first: dict[int, int] = {}
+    for index, op in enumerate(program.ops):
+        for value in op.inputs:
+            first[value] = min(first.get(value, line.num_times), line.start[str(index)])
+    saved = []
+    for position, result in program.aliases:
+        value, made = program.inputs[position], program.outputs[result]
+        if not (program.donated and program.donated[position]) or made not in maker or value == made:
+            continue
+        overwritten, end = line.end[maker[made]], line.last_read.get(("", value), 0)
+        if overwritten < end:
+            size = _bytes(program, value, in_specs[position], mesh)
+            saved.append(Stored(first[value], end, size, ShardingSpec(()), f"%{value} saved", "temporaries"))
+    return saved
 
 
 _TEMPORARY = ("gradients", "activations", "temporaries")

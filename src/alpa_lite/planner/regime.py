@@ -185,7 +185,11 @@ def with_size(mesh: DeviceMesh, axis: str, n: int) -> DeviceMesh:
 def _formulas(
     task: MeshTask, mesh: DeviceMesh, axis: str, name: str, written: Realised, stored: tuple[Stored, ...]
 ) -> tuple[Callable[[int], MemoryProfile], dict[str, Formula | Largest]]:
-    """Memory as a_t + b_t/n for every moment t: sizes with the axis taken as 1, parted by whether the axis splits them."""
+    """Memory as a_t + b_t/n for every moment t: sizes with the axis taken as 1, parted by whether the axis splits them.
+
+    The moments are those of the mesh that was planned; partial products of split matmuls are left out, as their number
+    depends on the sizes on one device.
+    """
     one = with_size(mesh, axis, 1)
     ends = {"in_specs": written.in_specs, "out_specs": written.out_specs, "roles": task.roles}
     whole, split = step_totals(task.program, one, **ends), step_totals(task.program, mesh, **ends)

@@ -220,7 +220,12 @@ def _workspace(
 def _saved_arguments(
     program: Program, line: Timeline, mesh: DeviceMesh, in_specs: Sequence[ShardingSpec]
 ) -> list[Stored]:
-    """Copies of donated arguments that are overwritten before their last reader has run."""
+    """Copies of donated arguments that are overwritten before their last reader has run.
+
+    Not where collectives overlap: there XLA:GPU has been seen to order the readers first.
+    """
+    if line.fills_early:
+        return []
     maker = {o: str(index) for index, op in enumerate(program.ops) for o in op.outputs if o >= 0}
     first: dict[int, int] = {}
     for index, op in enumerate(program.ops):

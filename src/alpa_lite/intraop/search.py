@@ -25,6 +25,7 @@ _UNTIED_PRICE_STEPS = 10  # after those on the tied problem
 _FRONTIER_GAP = 5e-3  # from which on a search along the frontier may be complete
 _FRONTIER_WORK = 150  # partial choices per node
 _BEAM = 100
+_ANYTHING = 1e300  # a slack that keeps out what is forbidden alone
 _QUICK_ENTRIES = 1_000_000  # of the tables of an elimination that takes less time than any sweep
 
 
@@ -134,13 +135,14 @@ def _search_frontier(search: Search, messages: Messages) -> None:
     if search.frontier is None:
         search.frontier = Frontier(core)
     left = shifted(core, messages)
-    error = 1e-12 * abs(search.upper)  # of adding up the costs
-    slack = (search.upper - left.constant) * (1 + 1e-9) + error
+    known = search.picks is not None
+    error = 1e-12 * abs(search.upper) if known else 0.0  # of adding up the costs
+    slack = (search.upper - left.constant) * (1 + 1e-9) + error if known else _ANYTHING
     work = _FRONTIER_WORK * core.num_nodes if close else 0
     found = search.frontier.search(left, slack, work=work, beam=0 if close else _BEAM)
     if found.picks is not None:
         search.offer(found.picks)
-    if found.complete:
+    if found.complete and known:
         search.bound = max(search.bound, search.upper - error)
 
 

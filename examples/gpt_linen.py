@@ -105,11 +105,11 @@ def make(size: str = "small", dtype: jnp.dtype = jnp.float32, optimizer: str = "
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]).mean()
 
     def train_step(state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, jax.Array]]:
-        loss, grads = jax.value_and_grad(loss_fn)(state.params, batch)
+        loss, grads = al.value_and_grad(loss_fn)(state.params, batch)
         return state.apply_gradients(grads=grads), {"loss": loss}
 
     def grads_step(state: TrainState, batch: PyTree) -> tuple[dict[str, jax.Array], PyTree, PyTree]:
-        loss, grads = jax.value_and_grad(loss_fn)(state.params, batch)
+        loss, grads = al.value_and_grad(loss_fn)(state.params, batch)
         return {"loss": loss}, grads, state.apply_gradients(grads=grads).params
 
     def batch(seed: int) -> PyTree:

@@ -130,7 +130,7 @@ def make(size: str = "small", dtype: jnp.dtype = jnp.float32, optimizer: str = "
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]).mean()
 
     def update(state: PyTree, batch: PyTree) -> tuple[PyTree, jax.Array, PyTree]:
-        loss, grads = jax.value_and_grad(loss_fn)(state["params"], batch)
+        loss, grads = al.value_and_grad(loss_fn)(state["params"], batch)
         updates, opt_state = tx.update(grads, state["opt_state"], state["params"])
         return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}, loss, grads
 

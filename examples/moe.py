@@ -169,7 +169,7 @@ def make(size: str = "small", dtype: jnp.dtype = jnp.float32, optimizer: str = "
         return losses.mean() + config.balance_weight * balance, routing
 
     def update(state: PyTree, batch: PyTree) -> tuple[PyTree, dict[str, jax.Array], PyTree]:
-        (loss, routing), grads = jax.value_and_grad(loss_fn, has_aux=True)(state["params"], batch)
+        (loss, routing), grads = al.value_and_grad(loss_fn, has_aux=True)(state["params"], batch)
         updates, opt_state = tx.update(grads, state["opt_state"], state["params"])
         params = optax.apply_updates(state["params"], updates)
         return {"params": params, "opt_state": opt_state}, {"loss": loss, "routing": routing}, grads

@@ -146,7 +146,7 @@ def make(size: str = "small", dtype: jnp.dtype = jnp.float32, optimizer: str = "
         return losses.mean(), moved
 
     def update(state: PyTree, batch: PyTree) -> tuple[PyTree, jax.Array, PyTree]:
-        gradient = jax.value_and_grad(loss_fn, has_aux=True)
+        gradient = al.value_and_grad(loss_fn, has_aux=True, batch_argnums=2)
         (loss, statistics), grads = gradient(state["params"], state["statistics"], batch)
         updates, opt_state = tx.update(grads, state["opt_state"], state["params"])
         params = optax.apply_updates(state["params"], updates)

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from alpa_lite.plan.plan import Plan as Plan
     from alpa_lite.planner.options import PlanOptions as PlanOptions
     from alpa_lite.trace import rule_tools as rules  # noqa: F401
+    from alpa_lite.trace.boundary import layer_boundary as layer_boundary
     from alpa_lite.trace.microbatch import grad as grad
     from alpa_lite.trace.microbatch import value_and_grad as value_and_grad
     from alpa_lite.trace.pin_op import pin as pin
@@ -52,6 +53,7 @@ _PUBLIC = {
     "conversion": "alpa_lite.lowering.reshard",
     "grad": "alpa_lite.trace.microbatch",
     "graph": "alpa_lite.api",
+    "layer_boundary": "alpa_lite.trace.boundary",
     "load_export": "alpa_lite.api",
     "load_plan": "alpa_lite.api",
     "parallelize": "alpa_lite.api",

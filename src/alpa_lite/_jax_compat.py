@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax._src.core import ShapedArray
+from jax._src.core import ShapedArray, Tracer
 from jax._src.sharding_impls import ShardingContext
 from jax.extend import random as extend_random
 from jax.extend import source_info_util
@@ -40,6 +40,8 @@ __all__ = [
     "evaluate_jaxpr",
     "identity_primitive",
     "inner_jaxprs",
+    "is_tracer",
+    "jaxpr_part",
     "name_scope_of",
     "partitionable_threefry",
     "scan_layout",
@@ -80,10 +82,26 @@ def evaluate_jaxpr(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> 
     return jaxpr_as_fun(ClosedJaxpr(jaxpr, list(consts)))(*args)
 
 
+def jaxpr_part(jaxpr: Jaxpr, start: int, stop: int) -> Jaxpr:
+    """The equations ``start`` to ``stop`` as a jaxpr of what they read; it returns all that they make."""
+    eqns = jaxpr.eqns[start:stop]
+    made = [v for e in eqns for v in e.outvars if type(v).__name__ != "DropVar"]
+    inside = set(made)
+    given = (a for e in eqns for a in e.invars if not isinstance(a, Literal))
+    given = dict.fromkeys(v for v in given if v not in inside)
+    debug_info = jaxpr.debug_info._replace(arg_names=None, result_paths=None)
+    return jaxpr.replace(constvars=[], invars=list(given), outvars=made, eqns=list(eqns), debug_info=debug_info)
+
+
 def inner_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
     """Functions of a call, loop or branch that take the equation's (last) operands."""
     found = [j.jaxpr if isinstance(j, ClosedJaxpr) else j for j in jaxprs_in_params(eqn.params)]
     return [jaxpr for jaxpr in found if len(jaxpr.invars) <= len(eqn.invars)]
+
+
+def is_tracer(value: Any) -> bool:
+    """Whether a value stands for one that is not known while JAX traces."""
+    return isinstance(value, Tracer)
 
 
 def scan_layout(params: dict[str, Any]) -> tuple[int, int]:

@@ -49,7 +49,7 @@ def assign_layers(flat: FlatJaxpr) -> Layered:
         LayerError: a boundary is not passed by the gradient, or stands in what is recomputed.
     """
     numbers = _number_boundaries(flat)
-    num_layers = 1 + max(numbers.values(), default=-1)
+    num_layers = 2 + max(numbers.values(), default=-1)
     backward = _backward_ops(flat)
     layer = _Assignment(flat, numbers, backward, num_layers).run()
     keep = [i for i, op in enumerate(flat.ops) if op.name != BOUNDARY]
@@ -87,6 +87,13 @@ def _with_inputs(op: FlatOp, inputs: list[Any]) -> FlatOp:
 
 def _number_boundaries(flat: FlatJaxpr) -> dict[int, int]:
     """Group of a boundary -> its number, the same for the two directions."""
+    inside = next((op for op in flat.ops if any(map(_first_boundary, op.bodies))), None)
+    if inside is not None:
+        boundary = next(b for body in inside.bodies if (b := _first_boundary(body)))
+        raise LayerError(
+            f"boundary inside a {inside.name} body: al.layer_boundary at {boundary.source} stands inside the loop or branch at "
+            f"{inside.source}. Layers end between ops of the loss itself. Take it out: scans over layers are cut by themselves."
+        )
     directions: dict[bool, dict[int, FlatOp]] = {False: {}, True: {}}
     for op in flat.ops:
         if op.name == BOUNDARY:
@@ -99,7 +106,8 @@ def _number_boundaries(flat: FlatJaxpr) -> dict[int, int]:
             "pass. A layer may be recomputed as a whole or in parts, not several layers at once. Put jax.checkpoint around the "
             "layers between the boundaries."
         )
-    if back and len(back) != len(forward):
+    differentiated = any("transpose(" in op.scope for op in flat.ops)
+    if differentiated and len(back) != len(forward):
         sources = ", ".join(dict.fromkeys(op.source for op in forward.values()))
         raise LayerError(
             f"{len(forward)} layer boundaries (at {sources}) and the gradient passes {len(back)} of them. Every boundary must "
@@ -107,6 +115,16 @@ def _number_boundaries(flat: FlatJaxpr) -> dict[int, int]:
         )
     numbers = {group: k for k, group in enumerate(forward)}
     return numbers | {group: len(forward) - 1 - k for k, group in enumerate(back)}
+
+
+def _first_boundary(flat: FlatJaxpr) -> FlatOp | None:
+    for op in flat.ops:
+        if op.name == BOUNDARY:
+            return op
+        for body in op.bodies:
+            if found := _first_boundary(body):
+                return found
+    return None
 
 
 def _backward_ops(flat: FlatJaxpr) -> list[bool]:

@@ -13,27 +13,38 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from alpa_lite.errors import MicrobatchError
+from alpa_lite.trace.auto_layers import LayerCuts, with_layers
 from alpa_lite.trace.flatten import FlatJaxpr, FlatOp
 from alpa_lite.trace.microbatch_loop import SCOPE, MicrobatchLoop, Repeated, struct_of, tree_with_paths
 
-# How many microbatches the trace in progress asks for. JAX hands nothing of the caller's to the functions it traces.
-_COUNT: ContextVar[int] = ContextVar("num_microbatches", default=1)
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What a trace wants of ``value_and_grad``; ``layers`` chooses the cuts between layers, None for no layers."""
+
+    count: int = 1
+    layers: LayerCuts | None = None
+
+
+# What the trace in progress asks for. JAX hands nothing of the caller's to the functions it traces.
+_ASKED: ContextVar[_Asked] = ContextVar("microbatches", default=_Asked())  # noqa: B039 (frozen)
 
 
 @contextmanager
-def microbatches(count: int) -> Iterator[None]:
-    """Within it, ``value_and_grad`` and ``grad`` split their batches in ``count``."""
-    token = _COUNT.set(count)
+def microbatches(count: int, layers: LayerCuts | None = None) -> Iterator[None]:
+    """Within it, ``value_and_grad`` and ``grad`` split their batches in ``count``, and what they differentiate in layers."""
+    token = _ASKED.set(_Asked(count, layers))
     try:
         yield
     finally:
-        _COUNT.reset(token)
+        _ASKED.reset(token)
 
 
 def value_and_grad(
@@ -75,7 +86,7 @@ def value_and_grad(
 
     @functools.wraps(f)
     def function(*args: Any, **kwargs: Any) -> Any:
-        return marked.run(args, kwargs, _COUNT.get())
+        return marked.run(args, kwargs, _ASKED.get())
 
     return function
 
@@ -123,25 +134,30 @@ class _Marked:
     def name(self) -> str:
         return getattr(self.f, "__name__", repr(self.f))
 
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], count: int) -> Any:
-        if count == 1:
-            return self.plain(*args, **kwargs)
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], asked: _Asked) -> Any:
+        count = asked.count
+        if count == 1 and asked.layers is None:
+            return self.gradient(self.f)(*args, **kwargs)
         leaves, tree = jax.tree_util.tree_flatten((args, kwargs))
         axes = self.leaf_axes(args, kwargs)
         paths = [jax.tree_util.keystr(p, simple=True, separator="/") for p, _ in tree_with_paths((args, kwargs))]
         arrays = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
         split = {i: self.batch_axis(paths[i], leaves[i], axes[i], count) for i in arrays if axes[i] is not None}
 
+        def full(given: Sequence[Any]) -> Any:
+            """(args, kwargs) of the array leaves; all others are Python values that the function may branch on."""
+            values = dict(enumerate(leaves)) | dict(zip(arrays, given, strict=True))
+            return jax.tree_util.tree_unflatten(tree, list(values.values()))
+
         def flat(*given: Any) -> Any:
-            """Of the array leaves; all others are Python values that the function may branch on."""
-            full = dict(enumerate(leaves)) | dict(zip(arrays, given, strict=True))
-            positional, named = jax.tree_util.tree_unflatten(tree, list(full.values()))
-            return self.plain(*positional, **named)
+            positional, named = full(given)
+            f = self.f if asked.layers is None else self.layered(full, given, arrays, frozenset(split), asked.layers)
+            return self.gradient(f)(*positional, **named)
 
         def one_of(i: int) -> jax.ShapeDtypeStruct:
             return struct_of(leaves[i], split.get(i), count)
 
-        function = Repeated(self.name, self.has_aux, self.reduction, self.fold_keys)
+        function = Repeated(self.name, self.has_aux, self.reduction, self.fold_keys and count > 1)
         loop = MicrobatchLoop.of(
             function,
             flat,
@@ -152,9 +168,37 @@ class _Marked:
         )
         return loop.run()
 
-    @property
-    def plain(self) -> Callable[..., Any]:
-        return jax.value_and_grad(self.f, argnums=self.argnums, has_aux=self.has_aux)
+    def gradient(self, f: Callable[..., Any]) -> Callable[..., Any]:
+        return jax.value_and_grad(f, argnums=self.argnums, has_aux=self.has_aux)
+
+    def layered(
+        self,
+        full: Callable[[Sequence[Any]], Any],
+        given: Sequence[Any],
+        arrays: list[int],
+        split: frozenset[int],
+        layers: LayerCuts,
+    ) -> Callable[..., Any]:
+        """The function with layer boundaries. ``full`` makes its arguments of the array leaves ``given``, which are the leaves
+        ``arrays`` of all; ``split`` are those of the batch."""
+
+        def of_arrays(*values: Any) -> Any:
+            positional, named = full(values)
+            return self.f(*positional, **named)
+
+        positional, _ = full(given)
+        ends = list(accumulate((len(jax.tree_util.tree_leaves(a)) for a in positional), initial=0))
+        numbers = [n % len(positional) for n in _positions(self.argnums)]
+        leaves = {leaf for n in numbers for leaf in range(ends[n], ends[n + 1])}
+        batch = frozenset(i for i, leaf in enumerate(arrays) if leaf in split)
+        differentiated = frozenset(i for i, leaf in enumerate(arrays) if leaf in leaves)
+        cut = with_layers(of_arrays, given, batch, differentiated, layers)
+
+        def f(*args: Any, **kwargs: Any) -> Any:
+            values = jax.tree_util.tree_leaves((args, kwargs))
+            return cut(*(values[i] for i in arrays))
+
+        return f
 
     def leaf_axes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int | None]:
         """Per leaf of (args, kwargs) the dim of the batch, None where it has none."""
@@ -224,13 +268,14 @@ def _is_array(leaf: Any) -> bool:
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
-def check_regions(flat: FlatJaxpr, count: int) -> None:
-    """Verifier of a traced step: it repeats exactly one gradient ``count`` times, and no other.
+def check_regions(flat: FlatJaxpr, count: int, *, required: bool = False) -> None:
+    """Verifier of a traced step: it repeats exactly one gradient ``count`` times, and no other. A single microbatch needs none
+    unless it is ``required``.
 
     Raises:
         MicrobatchError: there is none, more than one, one inside a loop or branch, or one that was traced for another number.
     """
-    if count == 1 and not any(_is_region(op) for op in flat.ops):
+    if count == 1 and not required and not any(_is_region(op) for op in flat.ops):
         return
     regions = [op for op in flat.ops if _is_region(op)]
     lengths = {op.params["length"] for op in regions}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,20 +10,22 @@ from typing import Any
 import jax
 import numpy as np
 
-from alpa_lite._jax_compat import Literal, scan_layout
+from alpa_lite._jax_compat import Literal
 from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.core.program import FixedLayout, Op, Program, Value, check_program
 from alpa_lite.core.rule import OpShardingRule
 from alpa_lite.core.rule_text import NamedRule
 from alpa_lite.core.spec import ShardingSpec
 from alpa_lite.errors import AlpaLiteError, TraceError, is_user_file, user_line
+from alpa_lite.trace.auto_layers import LayerCuts
 from alpa_lite.trace.elementwise import ELEMENTWISE
 from alpa_lite.trace.flatten import FlatJaxpr, FlatOp, flatten
+from alpa_lite.trace.flops import loop_layout, op_flops
 from alpa_lite.trace.microbatch import check_regions, microbatches
 from alpa_lite.trace.paths import leaf_paths
 from alpa_lite.trace.rule_check import check_user_ops
 from alpa_lite.trace.rules import op_key, rules_for
-from alpa_lite.trace.user_rules import named_rules, operand_structs, shown_name
+from alpa_lite.trace.user_rules import named_rules, shown_name
 
 _KEY_ITEMSIZE = 8  # a threefry key holds two uint32
 
@@ -37,13 +38,14 @@ class Traced:
         program: what the planner sees.
         flat: the jaxpr without calls; ``flat.ops[i]`` is ``program.ops[i]``, also inside bodies.
         in_tree, out_tree: pytree structures of the (dynamic) arguments and of the result.
-        in_leaves: abstract values of the flat arguments.
+        layered: if layers were asked for, the jaxpr with the boundaries between them; its values have numbers of their own.
     """
 
     program: Program
     flat: FlatJaxpr
     in_tree: Any
     out_tree: Any
+    layered: FlatJaxpr | None = None
 
 
 def trace(
@@ -56,11 +58,13 @@ def trace(
     donate_argnums: tuple[int, ...] = (),
     rules: tuple[NamedRule, ...] = (),
     num_microbatches: int = 1,
+    layers: LayerCuts | None = None,
 ) -> Traced:
     """Trace ``fn``; arguments are arrays or ``jax.ShapeDtypeStruct`` pytrees. Touches no device.
 
     ``rules`` are the user's, by primitive; ops of ``al.register_rule`` bring their own. ``num_microbatches`` is for what
-    ``al.value_and_grad`` marks.
+    ``al.value_and_grad`` marks. ``layers`` chooses where the function under it is cut into layers, if it has no boundaries of
+    its own: (FLOPs per op, bytes per cut) -> the ops that start layers.
 
     Raises:
         TraceError: the function cannot be traced, with the user's line.
@@ -76,7 +80,7 @@ def trace(
     try:
         abstract = [a if i in static_argnums else jax.tree.map(_abstract, a) for i, a in enumerate(args)]
         keywords = {k: a if k in static_argnames else jax.tree.map(_abstract, a) for k, a in kwargs.items()}
-        with microbatches(num_microbatches):
+        with microbatches(num_microbatches, layers):
             traced = jax.jit(traced_once, static_argnums=static_argnums, static_argnames=static_argnames).trace(
                 *abstract, **keywords
             )
@@ -85,7 +89,7 @@ def trace(
     except Exception as error:
         raise TraceError(_trace_message(fn, error)) from error
     flat = flatten(traced.jaxpr)
-    check_regions(flat, num_microbatches)
+    check_regions(flat, num_microbatches, required=layers is not None)
     dynamic = {i: a for i, a in enumerate(args) if i not in static_argnums}
     named = {k: v for k, v in kwargs.items() if k not in static_argnames}
     in_paths, donated = _input_paths(dynamic, named, donate_argnums)
@@ -99,7 +103,13 @@ def trace(
         )
     program = build_program(flat, in_paths, out_paths, donated, rules)
     in_tree = jax.tree_util.tree_structure((tuple(dynamic.values()), named))
-    return Traced(program=program, flat=flat, in_tree=in_tree, out_tree=jax.tree_util.tree_structure(out_tree))
+    return Traced(
+        program=program,
+        flat=flat,
+        in_tree=in_tree,
+        out_tree=jax.tree_util.tree_structure(out_tree),
+        layered=None if layers is None else flatten(traced.jaxpr, keep_boundaries=True),
+    )
 
 
 def _abstract(leaf: Any) -> Any:
@@ -186,7 +196,7 @@ def _mirror(
     for op in flat.ops:
         key = keys[id(op)]
         bodies = tuple(_mirror(b, keys, rules, names, [], [], []) for b in op.bodies)
-        consts, carry, trips = _loop_layout(op)
+        consts, carry, trips = loop_layout(op)
         ops.append(
             Op(
                 primitive=shown_name(op),
@@ -194,7 +204,7 @@ def _mirror(
                 outputs=tuple(op.outputs),
                 rule=rules[key],
                 key=names[key],
-                flops=_flops(op, flat),
+                flops=op_flops(op, flat),
                 source=op.source,
                 scope=op.scope,
                 elementwise=op.name in ELEMENTWISE,
@@ -242,43 +252,6 @@ def _fixed_layout(op: FlatOp, flat: FlatJaxpr) -> FixedLayout:
         operands=tuple(map(spec, op.params["in_specs"], ranks)),
         results=tuple(map(spec, op.params["out_specs"], [len(flat.avals[o].shape) for o in op.all_outputs])),
     )
-
-
-def _loop_layout(op: FlatOp) -> tuple[int, int, int]:
-    if op.name == "scan":
-        return *scan_layout(op.params), op.params["length"]
-    return 0, 0, 1
-
-
-def _flops(op: FlatOp, flat: FlatJaxpr) -> float:
-    """Floating-point operations; an elementwise op counts one per result element."""
-    if op.bodies:
-        return 0.0
-    if op.name == "user_op":
-        return _body_flops(op, flat)
-    out = [math.prod(flat.avals[o].shape) for o in op.all_outputs if hasattr(flat.avals[o], "shape")]
-    ins = [math.prod(np.shape(i.val)) if isinstance(i, Literal) else math.prod(flat.avals[i].shape) for i in op.inputs]
-    if op.name == "dot_general":
-        (contract, _), _ = op.params["dimension_numbers"]
-        lhs = flat.avals[op.inputs[0]].shape
-        return 2.0 * out[0] * math.prod(lhs[d] for d in contract)
-    if op.name == "conv_general_dilated":
-        kernel = flat.avals[op.inputs[1]].shape
-        out_features = kernel[op.params["dimension_numbers"].rhs_spec[0]]
-        return 2.0 * out[0] * math.prod(kernel) / out_features
-    if op.name.startswith("reduce") or op.name.startswith("cum") or op.name.startswith("arg"):
-        return float(sum(ins))
-    return float(sum(out))
-
-
-def _body_flops(op: FlatOp, flat: FlatJaxpr) -> float:
-    """Of a registered function: those of its ops, loops counted by their trips."""
-
-    def total(body: FlatJaxpr) -> float:
-        inside = (_loop_layout(o)[2] * sum(map(total, o.bodies)) + _flops(o, body) for o in body.ops)
-        return float(sum(inside))
-
-    return total(flatten(jax.make_jaxpr(op.params["op"].fn)(*operand_structs(op, flat))))
 
 
 def find_aliases(

@@ -1,0 +1,143 @@
+"""Automatic layer boundaries: a loss function is cut into layers before it is differentiated.
+
+The function is traced, the cuts are chosen by a function of (FLOPs per op, bytes per cut) that the planner gives, and the
+trace is evaluated piece by piece with ``layer_boundary`` on the activations that cross. A scan over layers that is cut
+becomes consecutive scans over slices of its stacked parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import jax
+from jax import lax
+
+from alpa_lite._jax_compat import JaxprEqn, name_scope_of, scan_layout, user_context
+from alpa_lite.errors import LayerError
+from alpa_lite.trace.boundary import layer_boundary_p
+from alpa_lite.trace.forward_ops import ForwardOps, contains, inlined, read, run_part
+
+# (FLOPs of each op, bytes of the cut before each op but the first) -> the ops that start a layer, rising.
+LayerCuts = Callable[[Sequence[float], Sequence[float]], Sequence[int]]
+
+SLICES = "al_layer_slices"  # name scope of the slices of stacked parameters
+_BOUNDARY = frozenset({"layer_boundary"})
+
+
+def with_layers(
+    f: Callable[..., Any],
+    leaves: Sequence[Any],
+    batch: frozenset[int],
+    differentiated: frozenset[int],
+    layers: LayerCuts,
+) -> Callable[..., Any]:
+    """The same function with boundaries.
+
+    Args:
+        f: of array leaves; the first leaf of its result is the loss.
+        leaves: arrays or tracers, for their types.
+        batch: positions of the leaves that are split in microbatches.
+        differentiated: positions of the leaves whose gradient is taken.
+        layers: chooses the cuts; not asked if ``f`` has boundaries of its own.
+
+    Raises:
+        LayerError: ``f`` has boundaries inside of a loop, or the chosen cuts cannot be made.
+    """
+    structs = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=getattr(x, "weak_type", False)) for x in leaves]
+    closed, shape = jax.make_jaxpr(f, return_shape=True)(*structs)
+    tree = jax.tree_util.tree_structure(shape)
+    closed = inlined(closed)
+    if contains(closed.jaxpr, _BOUNDARY):
+        return f
+    ops = ForwardOps(closed, batch, differentiated)
+    cuts = sorted(layers(ops.flops, ops.cut_bytes))
+    _check(ops, cuts)
+
+    def cut(*args: Any) -> Any:
+        return jax.tree_util.tree_unflatten(tree, _Evaluation(ops, cuts, args).run())
+
+    return cut
+
+
+def _check(ops: ForwardOps, cuts: Sequence[int]) -> None:
+    bad = [c for c in cuts if not 0 < c < len(ops.units) or ops.cut_bytes[c - 1] == float("inf")]
+    if bad:
+        raise LayerError(
+            f"the cuts {bad} of {len(ops.units)} ops were chosen. Allowed are those that the gradient passes: their bytes are "
+            "finite. They come from the function given as trace(layers=...); choose among the finite ones."
+        )
+
+
+class _Evaluation:
+    """The function on one set of arguments."""
+
+    def __init__(self, ops: ForwardOps, cuts: Sequence[int], args: Sequence[Any]) -> None:
+        self.ops, self.cuts, self.jaxpr = ops, cuts, ops.jaxpr
+        ends = (*self.jaxpr.constvars, *self.jaxpr.invars)
+        self.env: dict[Any, Any] = dict(zip(ends, (*ops.closed.consts, *args), strict=True))
+        self.made: dict[Any, Any] = {}  # what has passed a boundary, as it was before
+
+    def run(self) -> list[Any]:
+        done = 0
+        for eqn, cuts in self.by_equation().items():
+            run_part(self.jaxpr, done, eqn, self.env)
+            if self.ops.first[eqn] in cuts:
+                self.cross(self.ops.crossing(self.ops.first[eqn]))
+            inner = [c for c in cuts if c > self.ops.first[eqn]]
+            if inner:
+                self.scan(eqn, inner)
+            done = eqn + bool(inner)
+        run_part(self.jaxpr, done, len(self.jaxpr.eqns), self.env)
+        return [read({**self.env, **self.made}, a) for a in self.jaxpr.outvars]
+
+    def by_equation(self) -> dict[int, list[int]]:
+        found: dict[int, list[int]] = {}
+        for cut in self.cuts:
+            found.setdefault(self.ops.units[cut].eqn, []).append(cut)
+        return found
+
+    def cross(self, live: list[Any], more: list[Any] | None = None) -> list[Any]:
+        """Put a boundary on variables, and on values, whose counterparts behind it are returned."""
+        for var in live:
+            self.made.setdefault(var, self.env[var])
+        passed = layer_boundary_p.bind(*(self.env[v] for v in live), *(more or []), backward=False)
+        self.env.update(zip(live, passed, strict=False))
+        return passed[len(live) :]
+
+    def scan(self, index: int, cuts: list[int]) -> None:
+        """A scan as one scan per layer, with boundaries on the carry between them."""
+        eqn, first = self.jaxpr.eqns[index], self.ops.first[index]
+        num_consts, num_carry = scan_layout(eqn.params)
+        activations = [eqn.outvars.index(v) for v in self.ops.carry(eqn)]
+        edges = [0, *(c - first for c in cuts), eqn.params["length"]]
+        carry = [read(self.env, a) for a in eqn.invars[num_consts : num_consts + num_carry]]
+        rows: list[list[Any]] = []
+        for start, stop in pairwise(edges):
+            if start:
+                passed = self.cross(self.ops.crossing(first + start), [carry[j] for j in activations])
+                for j, value in zip(activations, passed, strict=True):
+                    carry[j] = value
+            results = self.scan_part(eqn, carry, start, stop)
+            carry, ys = results[:num_carry], results[num_carry:]
+            rows.append(ys)
+        rows = rows[::-1] if eqn.params["reverse"] else rows
+        self.env.update(zip(eqn.outvars, [*carry, *map(_joined, zip(*rows, strict=True))], strict=True))
+
+    def scan_part(self, eqn: JaxprEqn, carry: list[Any], start: int, stop: int) -> list[Any]:
+        num_consts, num_carry = scan_layout(eqn.params)
+        length = eqn.params["length"]
+        low, high = (length - stop, length - start) if eqn.params["reverse"] else (start, stop)
+        consts = [read(self.env, a) for a in eqn.invars[:num_consts]]
+        with user_context(eqn.source_info.traceback), jax.named_scope(name_scope_of(eqn) or "layers"):
+            with jax.named_scope(SLICES):
+                xs = [
+                    lax.slice_in_dim(read(self.env, a), low, high, axis=0) for a in eqn.invars[num_consts + num_carry :]
+                ]
+            params = {"length": stop - start, "unroll": min(eqn.params["unroll"], stop - start)}
+            return eqn.primitive.bind(*consts, *carry, *xs, **{**eqn.params, **params})
+
+
+def _joined(rows: Sequence[Any]) -> Any:
+    return lax.concatenate(rows, dimension=0)

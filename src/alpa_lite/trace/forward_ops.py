@@ -1,0 +1,236 @@
+"""A loss function's jaxpr as a sequence of ops that can be cut into layers: FLOPs per op, bytes per cut.
+
+Calls of ``jit`` are inlined; recomputed and custom-derivative functions and loops stay whole, but for a ``scan`` over layers
+(one over stacked parameters, with heavy ops in its body), whose iterations count as ops of their own.
+
+What crosses a cut is activations: values made of the batch together with parameters (or by heavy ops), read behind the cut.
+Parameters, and what is made of parameters or of the batch alone (casts, masks, positions), need not be sent. A cut is possible
+where the gradient passes: an activation crosses it that depends on a differentiated input and that the loss depends on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from alpa_lite._jax_compat import (
+    ClosedJaxpr,
+    Jaxpr,
+    JaxprEqn,
+    Literal,
+    evaluate_jaxpr,
+    inner_jaxprs,
+    is_tracer,
+    jaxpr_part,
+    scan_layout,
+)
+from alpa_lite.trace.flatten import flatten
+from alpa_lite.trace.flops import total_flops
+
+HEAVY = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
+_INLINED = ("jit", "pjit", "closed_call", "core_call")
+
+
+def contains(jaxpr: Jaxpr, names: frozenset[str]) -> bool:
+    """Whether an op of one of the names is in the jaxpr, or in a function, loop or branch inside it."""
+    return any(e.primitive.name in names or any(contains(j, names) for j in inner_jaxprs(e)) for e in jaxpr.eqns)
+
+
+def inlined(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """The same without calls of ``jit``; source lines and name scopes stay."""
+    if not any(e.primitive.name in _INLINED for e in closed.jaxpr.eqns):
+        return closed
+    structs = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in closed.in_avals]
+    return jax.make_jaxpr(lambda *args: _evaluate_inlined(closed, args))(*structs)
+
+
+def _evaluate_inlined(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
+    jaxpr = closed.jaxpr
+    env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*closed.consts, *args), strict=True))
+    start = 0
+    for i, eqn in enumerate(jaxpr.eqns):
+        if eqn.primitive.name not in _INLINED:
+            continue
+        run_part(jaxpr, start, i, env)
+        inner = eqn.params["jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"]
+        inner = inner if isinstance(inner, ClosedJaxpr) else ClosedJaxpr(inner, ())
+        scopes = [s for s in (str(eqn.source_info.name_stack), eqn.params.get("name", "")) if s]
+        with jax.named_scope("/".join(scopes) or "call"):
+            made = _evaluate_inlined(inner, [read(env, a) for a in eqn.invars])
+        env.update(zip(eqn.outvars, made, strict=True))
+        start = i + 1
+    run_part(jaxpr, start, len(jaxpr.eqns), env)
+    return [read(env, a) for a in jaxpr.outvars]
+
+
+def read(env: dict[Any, Any], atom: Any) -> Any:
+    return atom.val if isinstance(atom, Literal) else env[atom]
+
+
+def variables(atoms: Sequence[Any]) -> list[Any]:
+    return [a for a in atoms if not isinstance(a, Literal)]
+
+
+def run_part(jaxpr: Jaxpr, start: int, stop: int, env: dict[Any, Any]) -> None:
+    """Evaluate the equations ``start`` to ``stop`` in ``env``, and put what they make there."""
+    if start == stop:
+        return
+    part = jaxpr_part(jaxpr, start, stop)
+    env.update(zip(part.outvars, evaluate_jaxpr(part, (), [env[v] for v in part.invars]), strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """What may not be cut: an equation, or one iteration of a scan over layers."""
+
+    eqn: int
+    iteration: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kinds:
+    """Of the variables of a jaxpr.
+
+    Attributes:
+        activations: made of the batch together with parameters, or of other activations.
+        from_batch: made of the batch at all.
+        with_gradient: the gradient passes them.
+        needed: something is made of them that the function returns.
+    """
+
+    activations: frozenset[Any]
+    from_batch: frozenset[Any]
+    with_gradient: frozenset[Any]
+    needed: frozenset[Any]
+
+
+class ForwardOps:
+    """The sequence; ``units[i]`` is op i, and a cut i lies before it.
+
+    Attributes:
+        closed: without calls; its first result is the loss.
+    """
+
+    def __init__(self, closed: ClosedJaxpr, batch: frozenset[int], differentiated: frozenset[int]) -> None:
+        """``batch`` and ``differentiated`` are positions of inputs."""
+        self.closed, self.jaxpr = closed, closed.jaxpr
+        self.kinds = _kinds(closed, batch, differentiated)
+        self.units = [u for i, eqn in enumerate(self.jaxpr.eqns) for u in self._units(i, eqn)]
+        self.first = {u.eqn: n for n, u in reversed(list(enumerate(self.units)))}
+
+    def _units(self, i: int, eqn: JaxprEqn) -> Iterator[Unit]:
+        count = eqn.params["length"] if self.over_layers(eqn) else 1
+        return (Unit(i, t) for t in range(count))
+
+    def over_layers(self, eqn: JaxprEqn) -> bool:
+        """A scan with heavy ops over stacked parameters: arrays that no value of the batch goes into."""
+        if eqn.primitive.name != "scan" or eqn.params["length"] < 2:
+            return False
+        stacked = variables(eqn.invars[sum(scan_layout(eqn.params)) :])
+        parameters = any(v not in self.kinds.from_batch and v.aval.ndim > 1 for v in stacked)
+        return parameters and contains(eqn.params["jaxpr"].jaxpr, HEAVY)
+
+    @cached_property
+    def flops(self) -> list[float]:
+        """Per op; nothing for what no result needs."""
+        found: dict[int, float] = {}
+        for i, eqn in enumerate(self.jaxpr.eqns):
+            needed = any(v in self.kinds.needed for v in eqn.outvars)
+            count = eqn.params["length"] if self.over_layers(eqn) else 1
+            alone = flatten(ClosedJaxpr(jaxpr_part(self.jaxpr, i, i + 1), ())) if needed else None
+            found[i] = total_flops(alone) / count if alone else 0.0
+        return [found[u.eqn] for u in self.units]
+
+    @cached_property
+    def cut_bytes(self) -> list[float]:
+        """Per cut, that before op 1 first; inf where the gradient does not pass."""
+        size, passes = np.zeros(len(self.units) + 1), np.zeros(len(self.units) + 1)
+        for var, made, last in self.lives:
+            size[made + 1] += _bytes(var)
+            size[last + 1] -= _bytes(var)
+            passes[made + 1] += var in self.kinds.with_gradient
+            passes[last + 1] -= var in self.kinds.with_gradient
+        crossing, passing = np.cumsum(size), np.cumsum(passes)
+        for n, unit in enumerate(self.units):
+            if unit.iteration:
+                carry = self.carry(self.jaxpr.eqns[unit.eqn])
+                crossing[n] += sum(map(_bytes, carry))
+                passing[n] += any(v in self.kinds.with_gradient for v in carry)
+        return [float(b) if p else math.inf for b, p in zip(crossing[1:-1], passing[1:-1], strict=True)]
+
+    @cached_property
+    def lives(self) -> list[tuple[Any, int, int]]:
+        """Activations with the op that makes them and the last that reads them."""
+        last: dict[Any, int] = {}
+        count = {u.eqn: n for n, u in enumerate(self.units)}  # its last unit
+        for i, eqn in enumerate(self.jaxpr.eqns):
+            if not any(v in self.kinds.needed for v in eqn.outvars):
+                continue
+            init = set(map(id, self._init(eqn))) if count[i] > self.first[i] else set()
+            for var in variables(eqn.invars):
+                last[var] = max(last.get(var, 0), self.first[i] if id(var) in init else count[i])
+        made = ((var, count[i]) for i, eqn in enumerate(self.jaxpr.eqns) for var in eqn.outvars)
+        return [(v, i, last[v]) for v, i in made if v in self.kinds.activations and last.get(v, -1) > i]
+
+    def _init(self, eqn: JaxprEqn) -> list[Any]:
+        """Initial carries of a scan that nothing else in it reads."""
+        consts, carry = scan_layout(eqn.params)
+        others = variables([*eqn.invars[:consts], *eqn.invars[consts + carry :]])
+        return [v for v in variables(eqn.invars[consts : consts + carry]) if v not in others]
+
+    def carry(self, eqn: JaxprEqn) -> list[Any]:
+        """Results of a scan over layers that stand for its carried activations."""
+        _, count = scan_layout(eqn.params)
+        return [v for v in eqn.outvars[:count] if v in self.kinds.activations]
+
+    def crossing(self, cut: int) -> list[Any]:
+        """Activations that cross a cut, but for the carries of a scan that it cuts; in the order in which they are made."""
+        return [var for var, made, last in self.lives if made < cut <= last]
+
+
+def _kinds(closed: ClosedJaxpr, batch: frozenset[int], differentiated: frozenset[int]) -> Kinds:
+    jaxpr = closed.jaxpr
+    from_batch = {v for i, v in enumerate(jaxpr.invars) if i in batch}
+    passes = {v for i, v in enumerate(jaxpr.invars) if i in differentiated}
+    # Concrete constants (tables of positions) are free; what the function closes over else may be parameters.
+    closed_over = zip(jaxpr.constvars, closed.consts, strict=True)
+    dear = {v for i, v in enumerate(jaxpr.invars) if i not in batch} | {v for v, c in closed_over if is_tracer(c)}
+    activations: set[Any] = set()
+    for eqn in jaxpr.eqns:
+        given = set(variables(eqn.invars))
+        results = [v for v in eqn.outvars if type(v).__name__ != "DropVar"]
+        if given & passes:
+            passes.update(v for v in results if jnp.issubdtype(v.aval.dtype, jnp.inexact))
+        if given & from_batch:
+            from_batch.update(results)
+            heavy = eqn.primitive.name in HEAVY or any(contains(j, HEAVY) for j in inner_jaxprs(eqn))
+            if heavy or given & (activations | dear):
+                activations.update(results)
+        elif given & dear:
+            dear.update(results)
+    return Kinds(
+        activations=frozenset(activations),
+        from_batch=frozenset(from_batch),
+        with_gradient=frozenset(passes & _reaching(jaxpr, jaxpr.outvars[:1])),
+        needed=frozenset(_reaching(jaxpr, jaxpr.outvars)),
+    )
+
+
+def _reaching(jaxpr: Jaxpr, outvars: Sequence[Any]) -> set[Any]:
+    """Variables that go into some results."""
+    found = set(variables(outvars))
+    for eqn in reversed(jaxpr.eqns):
+        if eqn.effects or any(v in found for v in eqn.outvars):
+            found.update(variables(eqn.invars), eqn.outvars if eqn.effects else ())
+    return found
+
+
+def _bytes(var: Any) -> float:
+    return float(math.prod(var.aval.shape)) * getattr(var.aval.dtype, "itemsize", 4)

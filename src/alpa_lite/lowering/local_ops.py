@@ -221,7 +221,18 @@ def _dynamic_slice(op: LocalOp, inputs: list[Any]) -> Any:
     return lax.dynamic_slice_p.bind(x, *starts, slice_sizes=sizes)
 
 
+def _fft(op: LocalOp, inputs: list[Any]) -> Any:
+    """The result passes through a flat tensor, which has only one order in memory.
+
+    Otherwise XLA:CPU (jaxlib 0.10.2 to 0.12) gives the FFT the order of dims that a collective along an inner dim wants,
+    and then refuses to run it ("RET_CHECK failure ... fft_thunk.cc").
+    """
+    found = op.primitive.bind(*inputs, **op.params)
+    return lax.optimization_barrier(found.reshape(-1)).reshape(found.shape)
+
+
 _SPECIAL: dict[str, Callable[[LocalOp, list[Any]], Any]] = {
+    "fft": _fft,
     "iota": _iota,
     "random_bits": _random_bits,
     "dynamic_slice": _dynamic_slice,

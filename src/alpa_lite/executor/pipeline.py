@@ -19,6 +19,7 @@ from alpa_lite._jax_compat import Literal
 from alpa_lite.core.spec import ShardingSpec
 from alpa_lite.lowering.lower import Lowering, body_input_specs, body_output_specs
 from alpa_lite.lowering.segments import CutRegion, Pair, crossing_sharding
+from alpa_lite.lowering.transfer import Transfers
 from alpa_lite.trace.stages import Crossing, StageProgram
 
 
@@ -81,8 +82,8 @@ class Action:
 class _StageRunner:
     """The compiled functions of one stage."""
 
-    def __init__(self, stage: LoweredStage) -> None:
-        self.stage, self.program, self.mesh = stage, stage.program, stage.mesh
+    def __init__(self, stage: LoweredStage, transfers: Transfers) -> None:
+        self.stage, self.program, self.mesh, self.transfers = stage, stage.program, stage.mesh, transfers
         outer, body, loop = stage.outer, stage.body, stage.loop
         consts, carries = loop.params["num_consts"], loop.params["num_carry"]
         self.num_carry = carries
@@ -106,7 +107,7 @@ class _StageRunner:
         return [self.place(v.val, spec) if isinstance(v, Literal) else (v, spec) for v, spec in given]
 
     def place(self, value: Any, spec: ShardingSpec) -> Any:
-        return jax.device_put(jnp.asarray(value), crossing_sharding(spec, self.mesh))
+        return self.transfers.place(value, crossing_sharding(spec, self.mesh))
 
 
 class _StageRun:
@@ -172,7 +173,7 @@ class _StageRun:
 
     def arrive(self, crossing: Crossing, array: Any) -> None:
         pair = self.place_of(crossing)
-        self.outer[pair] = transfer(array, crossing_sharding(pair[1], self.runner.mesh))
+        self.outer[pair] = self.runner.transfers.move(array, crossing_sharding(pair[1], self.runner.mesh))
 
     def sharding_of_arrival(self, value: int) -> NamedSharding:
         spec = next(spec for (_, spec), v in self.runner.arrival_of.items() if v == value)
@@ -183,7 +184,7 @@ class _StageRun:
     def run(self, action: Action, arrived: dict[int, Any]) -> dict[int, Any]:
         """One pass of one microbatch; returns what others read of it, by value.
 
-        ``arrived`` keeps what the microbatch has received, for both passes.
+        ``arrived`` keeps what was sent to the microbatch, for both passes; the first that reads a value receives it.
         """
         number = 0 if action.kind == "F" else 1
         segment = self.body.segments[number]
@@ -214,7 +215,11 @@ class _StageRun:
             return self.value(runner.slice_of[pair])
         if pair in runner.carry_of:
             return self.carry[runner.carry_of[pair]]
-        return arrived[runner.arrival_of[pair]] if pair in runner.arrival_of else kept[pair]
+        if pair not in runner.arrival_of:
+            return kept[pair]
+        value = runner.arrival_of[pair]
+        arrived[value] = runner.transfers.receive(arrived[value])
+        return arrived[value]
 
 
 class PipelinedStep:
@@ -227,7 +232,8 @@ class PipelinedStep:
     """
 
     def __init__(self, stages: Sequence[LoweredStage], order: Sequence[Action], num_results: int) -> None:
-        self.runners = [_StageRunner(stage) for stage in stages]
+        self.transfers = Transfers()
+        self.runners = [_StageRunner(stage, self.transfers) for stage in stages]
         self.order, self.num_results = tuple(order), num_results
 
     def __call__(self, leaves: Sequence[Any]) -> list[Any]:
@@ -255,8 +261,8 @@ class PipelinedStep:
             box = boxes.setdefault((action.stage, action.microbatch), {})
             for value, array in run.run(action, box).items():
                 for reader in run.runner.sent[value].readers:
-                    moved = transfer(array, runs[reader].sharding_of_arrival(value))
-                    boxes.setdefault((reader, action.microbatch), {})[value] = moved
+                    sent = self.transfers.send(array, runs[reader].sharding_of_arrival(value))
+                    boxes.setdefault((reader, action.microbatch), {})[value] = sent
             if action.kind == "B":
                 del boxes[action.stage, action.microbatch]
 
@@ -268,7 +274,3 @@ class PipelinedStep:
                     array = runs[crossing.source].outgoing(crossing)
                     if array is not None:
                         run.arrive(crossing, array)
-
-
-def transfer(array: Any, sharding: NamedSharding) -> Any:
-    return jax.device_put(array, sharding)

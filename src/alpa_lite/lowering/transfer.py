@@ -146,8 +146,9 @@ class Transfer:
     def send(self, array: Any) -> Arriving:
         """Enqueues the first half: cut and copy."""
         pieces: list[Any] = []
+        shards = array.addressable_shards  # addressable_data(i) would be the first of a repeated array, whatever i
         for cut in self.cuts:
-            tile = array.addressable_data(cut.source)
+            tile = shards[cut.source].data
             pieces.extend((tile,) if cut.function is None else cut.function(tile))
         return Arriving(self, tuple(wave.put([pieces[i] for i in wave.pieces]) for wave in self.waves))
 
@@ -232,6 +233,7 @@ def _layout(sharding: Any, rank: int) -> tuple[ShardingSpec, Mesh]:
         )
     dims = [() if d is None else (d,) if isinstance(d, str) else tuple(d) for d in sharding.spec]
     spec = ShardingSpec((*dims, *[()] * (rank - len(dims))), tuple(sharding.spec.unreduced))
+    assert isinstance(sharding.mesh, Mesh), "arrays lie on devices"
     return spec, sharding.mesh
 
 
@@ -352,7 +354,5 @@ def _gather(
             tile = lax.all_gather(tile, axes, axis=dim, tiled=True) if axes else tile
         return tile
 
-    mapped = jax.shard_map(
-        local, mesh=target.mesh, in_specs=landing.spec, out_specs=target.spec, check_vma=False
-    )
+    mapped = jax.shard_map(local, mesh=target.mesh, in_specs=landing.spec, out_specs=target.spec, check_vma=False)
     return jax.jit(mapped, out_shardings=target)

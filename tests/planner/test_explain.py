@@ -69,8 +69,9 @@ def test_without_a_proof_the_error_says_what_was_found(monkeypatch):
     monkeypatch.setattr("alpa_lite.planner.explain._smallest_peak", lambda task, *_: (task.budget, 2.0 * MIB))
     with pytest.raises(MemoryBudgetError) as error:
         al.plan(jnp.tanh, SQUARE, cluster=CLUSTER, options=options(memory_budget_bytes=MIB))
-    assert "no plan was found that fits: smallest peak found 2.00 MiB > budget 1.00 MiB per device (mesh" in str(
-        error.value
+    assert (
+        "no plan was found that fits: smallest peak found 2.00 MiB > budget 1.00 MiB per device, 1.00 MiB too much"
+        in str(error.value)
     )
 
 

@@ -117,28 +117,29 @@ def _restricted(task: MeshTask, chosen: set[tuple[str, int | str]]) -> MeshTask:
 
 def _over_budget(task: MeshTask, results: Sequence[MeshResult], cluster: Cluster) -> MemoryBudgetError:
     """Smallest possible peak, largest tensors, what would help."""
-    floor, result = min(
-        ((minimum_peak(r.problem), r) for r in results if r.problem is not None), key=lambda pair: pair[0]
-    )
+    limited = [(minimum_peak(r.problem), r) for r in results if r.problem and r.problem.usage_limit is not None]
+    floor, result = min(limited, key=lambda pair: pair[0])
     low, high = _smallest_peak(task, result.mesh, cluster, floor)
-    # Where the search was cut short the truth lies between what is proven and what was found.
-    peak = format_bytes(high) if high <= _CLOSE * low else f"between {format_bytes(low)} and {format_bytes(high)},"
     program = task.program
     word = "peak"
     advice = "donate the state (donate_argnums), wrap layers in jax.checkpoint, use a smaller batch or more devices"
     if result.budgeted == "weights":
         word, advice = "bytes of the weights", "use more devices, pin fewer weights"
+    # Where the search was cut short the truth lies between what is proven and what was found.
+    peak, excess = format_bytes(high), format_bytes(high - task.budget)
+    claim = f"no plan fits: smallest possible {word}"
+    if low <= task.budget:  # nothing rules out a plan that fits, but none was found
+        claim = f"no plan was found that fits: smallest {word} found"
+    elif high > _CLOSE * low:
+        peak, excess = f"between {format_bytes(low)} and {peak},", f"at least {format_bytes(low - task.budget)}"
     sized = sorted(
         ((program.values[v].size_bytes, path) for path, v in zip(program.input_paths, program.inputs, strict=True)),
         reverse=True,
     )
     largest = ", ".join(f"{path} {format_bytes(size)}" for size, path in sized[:3])
     budget = f"budget {format_bytes(task.budget)} per device"
-    claim = f"no plan fits: smallest possible {word} {peak} > {budget}, {format_bytes(low - task.budget)} too much"
-    if low <= task.budget:  # nothing rules out a plan that fits, but none was found
-        claim = f"no plan was found that fits: smallest {word} found {format_bytes(high)} > {budget}"
     return MemoryBudgetError(
-        f"{claim} (mesh {result.mesh} of {cluster}).\n"
+        f"{claim} {peak} > {budget}, {excess} too much (mesh {result.mesh} of {cluster}).\n"
         f"  largest arguments, unsharded: {largest}\n"
         f"  where: {task.pins.source}\n"
         f"  next: {advice}, or raise PlanOptions.memory_budget_bytes."
@@ -146,18 +147,22 @@ def _over_budget(task: MeshTask, results: Sequence[MeshResult], cluster: Cluster
 
 
 def _smallest_peak(task: MeshTask, mesh: DeviceMesh, cluster: Cluster, floor: int) -> tuple[float, float]:
-    """(too small, enough): the smallest budget with a plan lies between; found by bisection, within 1 % if time allows."""
+    """(too small, enough): the smallest budget with a plan lies between; found by bisection, within 1 % if time allows.
+
+    ``floor``, the least that any plan takes by the solver's count, is where the search begins.
+    """
     begin = time.perf_counter()
     unlimited = plan_on_mesh(replace(task, budget=math.inf), cluster, mesh)
-    low = max(float(floor), task.budget)
+    low = task.budget
     if unlimited.peak is None:
         return low, low
     high = float(unlimited.used_bytes)
+    middle = min(float(floor), high) / math.sqrt(_CLOSE)
     while high > _CLOSE * low and time.perf_counter() - begin < task.options.time_limit_s:
-        middle = (low + high) / 2
-        result = plan_on_mesh(replace(task, budget=middle), cluster, mesh)
-        if result.realised is not None and result.peak is not None:
+        result = plan_on_mesh(replace(task, budget=middle), cluster, mesh) if middle > low else None
+        if result is not None and result.realised is not None and result.peak is not None:
             high = float(result.used_bytes)
         else:
-            low = middle
+            low = max(low, middle)
+        middle = (low + high) / 2
     return low, high

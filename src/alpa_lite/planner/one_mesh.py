@@ -1,7 +1,6 @@
 """Plans one program on one device mesh: graph -> prices -> ILP -> written-out plan, memory checked on the result.
 
-The ILP's memory rows know the tensors as they are made and the copies that are kept. What conversions need for a moment
-is measured on the written-out plan; if that passes the budget, the ILP is solved again with its limit lowered by the excess.
+The ILP's memory rows are an estimate; what counts is measured on the written-out plan (``budget.py``).
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from alpa_lite.costs.late_order import has_barriers
 from alpa_lite.costs.memory import Timeline, timeline
 from alpa_lite.costs.model import CostModel
 from alpa_lite.costs.overlap_order import overlap_order
-from alpa_lite.costs.profile import PeakReport, memory_profile
+from alpa_lite.costs.profile import memory_profile
 from alpa_lite.intraop.decisions import DecisionGraph, build_graph
 from alpa_lite.intraop.pricing import Pricer
 from alpa_lite.intraop.problem import IntraOpProblem, Solution, scaled
@@ -33,45 +32,9 @@ from alpa_lite.intraop.restrict import restricted, values_of, weight_positions
 from alpa_lite.intraop.solve import solve
 from alpa_lite.plan.pins import PinnedDims, ResolvedPins, parse_dims
 from alpa_lite.plan.records import LeafRole
+from alpa_lite.planner.budget import MeshResult, within_budget
 from alpa_lite.planner.options import PlanOptions
 from alpa_lite.planner.realise import Realised, realise
-
-_MEMORY_ROUNDS = 4
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MeshResult:
-    """The best plan found on one mesh, or why there is none.
-
-    Attributes:
-        mesh: the device mesh.
-        status: the solver's status.
-        realised, peak: the plan and its memory; None without a plan.
-        objective, lower_bound: in the cost model's unit.
-        compute: total compute price; ``op_times`` per op path.
-        penalty: total price on replicated state.
-        solution: of the ILP.
-        problem: the ILP that was solved last.
-        seconds: building, solving, writing out.
-        unit: of all prices.
-        budgeted: what the budget limits, see ``SearchRules``; ``used_bytes`` is how much of it the plan takes.
-    """
-
-    mesh: DeviceMesh
-    status: str
-    objective: float = math.inf
-    lower_bound: float = -math.inf
-    realised: Realised | None = None
-    peak: PeakReport | None = None
-    compute: float = 0.0
-    penalty: float = 0.0
-    op_times: tuple[tuple[str, float], ...] = ()
-    solution: Solution | None = None
-    problem: IntraOpProblem | None = None
-    seconds: float = 0.0
-    unit: str = "s"
-    budgeted: str = "peak"
-    used_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,28 +79,18 @@ def plan_on_mesh(task: MeshTask, cluster: Cluster, mesh: DeviceMesh, *, cutoff: 
     allowed = allowed_choices(program, graph, task.pins, task.ignored_pin_ops)
     if rules.replicated_ends:
         _replicate_ends(task, graph, weights, allowed)
-    limit = None if math.isinf(task.budget) else int(task.budget)
-    best: MeshResult | None = None
-    # For CPU the constraint is an estimate of what is then counted, so that what fits without it is taken first.
-    constrained = not task.line.order.on_cpu
-    for _ in range(_MEMORY_ROUNDS + (not constrained)):
-        line = task.line if limit is not None and constrained and rules.budget == "peak" else None
+
+    def solved(limit: int | None) -> MeshResult:
+        """The best plan by the solver's own count of memory, written out."""
+        line = task.line if limit is not None and rules.budget == "peak" else None
         problem = pricer.problem(allowed=allowed, timeline=line, usage_limit=limit)
         if rules.budget == "weights":
             problem = replace(problem, usages=tuple(pricer.weight_usages(weights)), num_times=1)
         problem = replace(problem, classes=node_classes(problem))
         solution = solve_in_units(problem, costs, task.options, cutoff)
-        result = _write_out(task, costs, graph, problem, solution, begin)
-        if result.peak is None or limit is None or result.used_bytes <= task.budget:
-            return result
-        best = result
-        if constrained:  # the next answer must need less than this one, by the solver's own count
-            limit = min(limit, solution.peak_bytes) - max(1, math.ceil(result.used_bytes - task.budget))
-        constrained = True
-        if limit <= 0:
-            break
-    assert best is not None
-    return replace(best, status="over budget", realised=None, objective=math.inf, lower_bound=-math.inf)
+        return _write_out(task, costs, graph, problem, solution, begin)
+
+    return within_budget(solved, task.budget)
 
 
 def task_costs(task: MeshTask, cluster: Cluster, mesh: DeviceMesh) -> CostModel:

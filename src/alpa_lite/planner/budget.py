@@ -1,0 +1,123 @@
+"""The plan on one mesh that keeps the memory budget.
+
+The ILP's memory rows count the tensors as they are made and the copies that are kept: too little where conversions need more
+for a moment, too much where XLA never stores a tensor. What counts is the profile of the written-out plan. So
+
+- what fits without the rows is taken first;
+- else the ILP's limit is the budget, lowered by what the answers written out exceed it;
+- if the ILP finds nothing at the budget itself, its limit is raised, from the smallest that any choice can keep.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from alpa_lite.core.mesh import DeviceMesh
+from alpa_lite.costs.profile import PeakReport
+from alpa_lite.intraop.problem import IntraOpProblem, Solution, evaluate
+from alpa_lite.intraop.solve import minimum_peak
+from alpa_lite.planner.realise import Realised
+
+_ROUNDS = 4  # with the limit lowered, or raised
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeshResult:
+    """The best plan found on one mesh, or why there is none.
+
+    Attributes:
+        mesh: the device mesh.
+        status: the solver's status.
+        realised, peak: the plan and its memory; None without a plan.
+        objective, lower_bound: in the cost model's unit.
+        compute: total compute price; ``op_times`` per op path.
+        penalty: total price on replicated state.
+        solution: of the ILP.
+        problem: the ILP that was solved last.
+        seconds: building, solving, writing out.
+        unit: of all prices.
+        budgeted: what the budget limits, see ``SearchRules``; ``used_bytes`` is how much of it the plan takes.
+    """
+
+    mesh: DeviceMesh
+    status: str
+    objective: float = math.inf
+    lower_bound: float = -math.inf
+    realised: Realised | None = None
+    peak: PeakReport | None = None
+    compute: float = 0.0
+    penalty: float = 0.0
+    op_times: tuple[tuple[str, float], ...] = ()
+    solution: Solution | None = None
+    problem: IntraOpProblem | None = None
+    seconds: float = 0.0
+    unit: str = "s"
+    budgeted: str = "peak"
+    used_bytes: int = 0
+
+
+def within_budget(solved: Callable[[int | None], MeshResult], budget: float) -> MeshResult:
+    """The best plan whose written-out memory keeps to ``budget``, or why there is none.
+
+    Args:
+        solved: the best plan by the solver's count of memory, under a limit or none.
+        budget: bytes per device; may be infinite.
+    """
+    free = solved(None)
+    if free.peak is None or free.used_bytes <= budget:
+        return free
+    limit = int(budget)
+    for turn in range(_ROUNDS):
+        result = solved(limit)
+        if result.peak is None and turn == 0 and result.budgeted == "peak":
+            return _above(solved, free, result, budget) or result
+        if result.peak is None or result.used_bytes <= budget:
+            return result
+        assert result.solution is not None
+        # The next answer must need less than this one, by the solver's own count.
+        limit = min(limit, result.solution.peak_bytes) - max(1, math.ceil(result.used_bytes - budget))
+        if limit <= 0:
+            break
+    return replace(result, status="over budget", realised=None, objective=math.inf, lower_bound=-math.inf)
+
+
+def _above(
+    solved: Callable[[int | None], MeshResult], free: MeshResult, refused: MeshResult, budget: float
+) -> MeshResult | None:
+    """The best plan found that fits, by limits between the budget and what the plan without a limit takes.
+
+    Below ``low`` the solver finds nothing, or something that fits; what it finds at ``high`` is over the budget.
+    """
+    assert free.solution is not None and refused.problem is not None
+    low = max(int(budget), minimum_peak(refused.problem) - 1)
+    high = evaluate(refused.problem, free.solution.choice).peak_bytes
+    limit, best = low + 1, None
+    for _ in range(_ROUNDS):
+        if not low < limit < high:
+            break
+        result = solved(limit)
+        if result.peak is None or result.solution is None:
+            low, limit = limit, (limit + high) // 2
+            continue
+        counted, excess = result.solution.peak_bytes, math.ceil(result.used_bytes - budget)
+        if excess > 0:
+            high = counted
+            limit = (low + high) // 2
+        else:
+            best = result if best is None or result.objective < best.objective else best
+            low = limit
+            limit = min(high - 1, max(low + 1, counted - excess))
+    return None if best is None else _as_found(best, free.lower_bound)
+
+
+def _as_found(result: MeshResult, bound: float) -> MeshResult:
+    """A plan of which no proof holds but the bound of the problem without memory."""
+    assert result.solution is not None
+    if result.objective <= bound:
+        return replace(result, status="optimal", lower_bound=result.objective)
+    *earlier, end = (replace(s, lower_bound=min(s.lower_bound, bound)) for s in result.solution.trace)
+    trace = (*earlier, replace(end, found_by="search"))
+    solution = replace(result.solution, status="feasible", lower_bound=bound, trace=trace, limit_used="gap")
+    return replace(result, status="feasible", lower_bound=bound, solution=solution)

@@ -1,0 +1,149 @@
+"""Tight budgets: a plan fits if its written-out memory does, whatever the solver's own count says."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+import alpa_lite as al
+from alpa_lite.core.mesh import DeviceMesh
+from alpa_lite.costs.profile import PeakReport
+from alpa_lite.errors import MemoryBudgetError
+from alpa_lite.intraop.problem import IntraOpProblem, Usage
+from alpa_lite.intraop.solve import solve
+from alpa_lite.plan.records import MemoryProfile
+from alpa_lite.planner.budget import MeshResult, within_budget
+
+ONE = DeviceMesh(shape=(1,), axis_names=("x",))
+
+
+# -- the search for a limit, on plans given as (price, bytes counted by the solver, bytes needed) -------------------------
+
+
+class Table:
+    """A problem of one decision; every choice is a plan."""
+
+    def __init__(self, plans: list[tuple[int, int, int]]) -> None:
+        self.price, self.counted, self.needed = np.array(plans).T
+
+    def solved(self, limit: int | None) -> MeshResult:
+        problem = IntraOpProblem(node_costs=(self.price.astype(float),))
+        if limit is not None:
+            usage = Usage(node=0, lo=0, hi=1, size_bytes=self.counted)
+            problem = IntraOpProblem(node_costs=problem.node_costs, usages=(usage,), usage_limit=limit, num_times=1)
+        solution = solve(problem)
+        if not len(solution.choice):
+            return MeshResult(mesh=ONE, status=solution.status, solution=solution, problem=problem)
+        needed = int(self.needed[solution.choice[0]])
+        peak: Any = PeakReport(profile=MemoryProfile(peak=needed), time=0, alive=())
+        realised: Any = "written out"
+        return MeshResult(
+            mesh=ONE,
+            status=solution.status,
+            objective=solution.objective,
+            lower_bound=solution.lower_bound,
+            realised=realised,
+            peak=peak,
+            solution=solution,
+            problem=problem,
+            used_bytes=needed,
+        )
+
+    def cheapest(self, budget: float) -> float:
+        return float(np.min(self.price.astype(float), where=self.needed <= budget, initial=np.inf))
+
+
+PLANS = st.lists(st.tuples(st.integers(1, 50), st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=8)
+
+
+@given(plans=PLANS, budget=st.integers(1, 40))
+@example(plans=[(5, 30, 20)], budget=20)
+@example(plans=[(5, 40, 30), (7, 30, 20), (9, 28, 18)], budget=20)
+def test_what_is_found_fits_and_what_is_claimed_holds(plans, budget):
+    table = Table(plans)
+    best = table.cheapest(budget)
+    result = within_budget(table.solved, budget)
+    if result.realised is None:
+        assert result.status in ("infeasible", "over budget")
+        return
+    assert result.used_bytes <= budget
+    assert result.objective >= best
+    if result.status == "feasible":
+        assert result.lower_bound <= best
+        assert result.solution.trace[-1].found_by == "search"
+        assert all(step.lower_bound <= best for step in result.solution.trace)
+
+
+@given(plans=PLANS, over=st.integers(0, 20))
+def test_a_constant_error_of_the_count_hides_no_plan(plans, over):
+    """Too much by the same for every plan: where one fits, one is found."""
+    table = Table([(price, needed + over, needed) for price, _, needed in plans])
+    for budget in range(int(table.needed.min()) - 1, int(table.needed.max()) + 1):
+        result = within_budget(table.solved, budget)
+        if math.isinf(table.cheapest(budget)):
+            assert result.realised is None
+        else:
+            assert result.realised is not None
+            assert result.used_bytes <= budget
+        if over == 0:
+            assert result.objective == table.cheapest(budget)
+
+
+def test_the_limit_is_raised_as_far_as_plans_fit():
+    """The solver counts 10 too much: the smallest plan is found first, then the cheapest that fits."""
+    table = Table([(1, 60, 50), (5, 40, 30), (7, 30, 20), (9, 28, 18)])
+    result = within_budget(table.solved, 21)
+    assert (result.objective, result.status, result.lower_bound) == (7.0, "feasible", 1.0)
+
+
+# -- steps ----------------------------------------------------------------------------------------------------------------
+
+
+def step(weights: list[jax.Array], x: jax.Array) -> list[jax.Array]:
+    def loss(weights):
+        y = x
+        for w in weights:
+            y = jnp.tanh(y @ w)
+        return (y**2).mean()
+
+    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, jax.grad(loss)(weights))
+
+
+ARGS = ([jax.ShapeDtypeStruct((64, 64), jnp.float32)] * 3, jax.ShapeDtypeStruct((1024, 64), jnp.float32))
+
+
+def plan(cluster: str, **settings: Any) -> al.Plan:
+    return al.plan(step, *ARGS, cluster=al.Cluster.parse(cluster), options=al.PlanOptions(**settings))
+
+
+@pytest.mark.parametrize("cluster", ["1x1:h100-sxm", "1x1:cpu"])
+def test_on_one_device_the_only_plan_fits_its_own_peak_and_nothing_less(cluster):
+    peak = plan(cluster).memory.peak
+    kept = plan(cluster, memory_budget_bytes=peak)
+    assert (kept.memory.peak, kept.status) == (peak, "optimal")
+    with pytest.raises(MemoryBudgetError, match="1 B too much"):
+        plan(cluster, memory_budget_bytes=peak - 1)
+
+
+@pytest.mark.parametrize("share", [1.0, 0.95, 0.85])
+def test_on_four_devices_tight_budgets_are_kept(share):
+    free = plan("1x4:h100-sxm", mesh_shape=(4,))
+    budget = share * free.memory.peak
+    tight = plan("1x4:h100-sxm", mesh_shape=(4,), memory_budget_bytes=budget)
+    assert tight.memory.peak <= budget
+    assert free.objective <= tight.objective and tight.lower_bound <= tight.objective
+
+
+def test_the_excess_is_the_peak_minus_the_budget():
+    """The solver counts more than the peak of the only plan; the message speaks of the plan."""
+    peak = plan("1x1:h100-sxm").memory.peak
+    with pytest.raises(MemoryBudgetError) as error:
+        plan("1x1:h100-sxm", memory_budget_bytes=peak - 1024)
+    assert "1.00 KiB too much" in str(error.value)

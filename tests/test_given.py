@@ -22,6 +22,21 @@ def plan(**settings):
     return al.plan(step, X, X, **{"cluster": CLUSTER, **settings})
 
 
+def symbolic():
+    cluster = al.Cluster.symbolic("n", device="h100-sxm", values=[1, 2])
+    return al.plan(step, X, X, cluster=cluster, options=al.PlanOptions(mesh_shape=("n",)))
+
+
+def test_a_function_keeps_keywords_of_its_own():
+    """Also those that look like settings: the function's arguments come first."""
+
+    def fn(x, option, mesh_shape):
+        return x * option * mesh_shape
+
+    assert al.plan(fn, X, option=X, mesh_shape=X, cluster=CLUSTER).input_paths == ("0", "mesh_shape", "option")
+    assert al.plan(lambda x, **more: x * more["option"], X, option=X, cluster=CLUSTER).input_paths == ("0", "option")
+
+
 def convert(before="[x,_]", after="[_,x]", shape=(8, 8), dtype="float32", **settings):
     return al.conversion(before, after, shape, dtype, **{"mesh": {"x": 8}, "cluster": CLUSTER, **settings})
 
@@ -58,6 +73,34 @@ WRONG = {
     "Cluster.parse": (
         lambda: al.Cluster.parse(8),
         ["text 8", "HOSTSxDEVICES_PER_HOST:DEVICE", "Cluster.parse", "correct"],
+    ),
+    "plan: a keyword like a setting": (
+        lambda: plan(option=al.PlanOptions()),
+        ["keyword 'option'", "cluster, pins,", HERE, "Did you mean options=...?"],
+    ),
+    "plan: an option as a keyword": (
+        lambda: plan(mesh_shape=(8,)),
+        ["keyword 'mesh_shape'", "step does not take", HERE, "options=al.PlanOptions(mesh_shape=...)?"],
+    ),
+    "plan: another keyword": (lambda: plan(temperature=1.0), ["'temperature'", HERE, "allowed:", "next:"]),
+    "load_plan": (lambda: al.load_plan(None), ["al.load_plan got None", "a str or an os.PathLike", HERE, "Write"]),
+    "load_export": (lambda: al.load_export(3, 0), ["al.load_export got 3", "os.PathLike", HERE, "Write"]),
+    "save: no path": (lambda: plan().save(None), ["plan.save got None", "a str or an os.PathLike", HERE, "Write"]),
+    "save: no folder": (
+        lambda: plan().save("nowhere/plan.json"),
+        ["saved as 'nowhere/plan.json'", "an existing folder", HERE, "Make the folder 'nowhere'"],
+    ),
+    "export: swapped": (
+        lambda: plan().export("out", step, X, X),
+        ["plan.export got step of type function as a path", "os.PathLike", HERE, "Write plan.export(fn, "],
+    ),
+    "export: no function": (
+        lambda: plan().export(X, "out", X),
+        ["for the function", "that was planned", HERE, "Write plan.export(fn, 'out'"],
+    ),
+    "plot": (
+        lambda: symbolic().plot("memory.png", budget="16GB"),
+        ["plan.plot got budget='16GB'", "a positive number of bytes", HERE, "budget=16e9"],
     ),
     "register_rule": (
         lambda: al.register_rule("i -> i")(3),

@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
-from pathlib import Path
 from typing import Any, overload
 
 from alpa_lite.api.bound import Trees, plain, traced_for
-from alpa_lite.api.given import argnames, argnums, check_function, checked_options, checked_plan
+from alpa_lite.api.given import argnames, argnums, check_function, check_keywords, checked_options, checked_plan
 from alpa_lite.api.request import Request, SymbolicPlan
 from alpa_lite.api.step import ParallelStep
 from alpa_lite.cluster.cluster import Cluster as ClusterData
 from alpa_lite.cluster.symbolic import SymbolicCluster
 from alpa_lite.costs.profile import roles_of
-from alpa_lite.errors import AlpaLiteError
+from alpa_lite.errors import AlpaLiteError, ExportError
 from alpa_lite.executor.calibrate import local_cluster
 from alpa_lite.executor.load_export import ExportedPart, load_part
 from alpa_lite.intraop.restrict import weight_positions
+from alpa_lite.plan.files import as_path
 from alpa_lite.plan.load import load_plan as read_plan
 from alpa_lite.plan.plan import Plan
 from alpa_lite.planner.options import PlanOptions
@@ -76,6 +76,9 @@ class PlanTarget:
     data: Callable[..., Any] | None = None
 
 
+_SETTINGS = ("cluster", "pins", "pin_like", "options", "static_argnums", "static_argnames", "donate_argnums")  # of plan
+
+
 # What is planned depends on the cluster; the other settings are those of the definition below.
 @overload
 def plan(fn: Callable[..., Any], *args: Any, cluster: ClusterData, **settings: Any) -> Plan: ...
@@ -115,6 +118,7 @@ def plan(
     Example:
         >>> plan = al.plan(train_step, state, batch, cluster=al.Cluster.parse("1x8:h100-sxm"), donate_argnums=0)
     """
+    check_keywords(plain(fn), kwargs, _SETTINGS)
     request = Request.of(fn, pins, pin_like, options, static_argnums, static_argnames, donate_argnums)
     if isinstance(cluster, SymbolicCluster):
         return request.symbolic_plan(args, kwargs, cluster)
@@ -219,7 +223,7 @@ def load_export(out_dir: str | PathLike[str], rank: int) -> ExportedPart:
         >>> part = al.load_export("out", rank=jax.process_index())
         >>> step = part.step(part.mesh())  # leaves in, leaves out, in the order of part.plan.input_paths
     """
-    part = load_part(Path(out_dir), rank)
+    part = load_part(as_path(out_dir, 'al.load_export("folder", rank=0)', ExportError), rank)
     return replace(part, plan=replace(part.plan, trees=Trees()))
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields
+from difflib import get_close_matches
 from typing import Any
 
 from alpa_lite.errors import AlpaLiteError, user_line
@@ -41,6 +43,34 @@ def checked_plan(plan: Any) -> Plan | None:
             "file write plan=al.load_plan(path); of a symbolic plan take plan.specialize(n=...)."
         )
     return plan
+
+
+def check_keywords(fn: Callable[..., Any], given: Iterable[str], settings: Iterable[str]) -> None:
+    """Refuses a keyword that the function does not take and that is a setting in the wrong place, or nearly one.
+
+    Args:
+        fn: what the keywords would be passed to; any other that it does not take, tracing reports.
+        given: their names.
+        settings: names of the settings beside which they were given.
+    """
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):
+        return
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return
+    taken = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    options = [field.name for field in fields(PlanOptions)]
+    for name in given:
+        if name in taken:
+            continue
+        close = get_close_matches(name, [*settings, *options], n=1)
+        if close:
+            meant = f"options=al.PlanOptions({close[0]}=...)" if close[0] in options else f"{close[0]}=..."
+            raise AlpaLiteError(
+                f"the keyword {name!r} was given, which {getattr(fn, '__qualname__', repr(fn))} does not take. Allowed are "
+                f"the function's own arguments and {', '.join(settings)}. At {user_line()}. Did you mean {meant}?"
+            )
 
 
 def argnums(fn: Callable[..., Any], name: str, value: int | Sequence[int]) -> tuple[int, ...]:

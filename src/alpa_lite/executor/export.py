@@ -18,6 +18,7 @@ from alpa_lite.costs.tiles import Box, Placement, slices
 from alpa_lite.errors import ExportError
 from alpa_lite.executor.serialize import abstract_step, serialize_step
 from alpa_lite.plan.answers import KEY_TYPES, logical_axis_rules, partition_specs, shardy_text
+from alpa_lite.plan.encode import encode_plan
 from alpa_lite.plan.folders import folder_at_once
 from alpa_lite.plan.json_text import json_text
 from alpa_lite.plan.manifest import Manifest, digests, write_manifest
@@ -47,7 +48,7 @@ def write_export(plan: Plan, traced: Traced, leaves: Sequence[Any], out_dir: Pat
         with folder_at_once(out_dir) as folder:
             for platform, step in steps.items():
                 (folder / step_file(platform)).write_bytes(step)
-            plan.save(folder / PLAN)
+            (folder / PLAN).write_bytes(encode_plan(plan))
             for name, text in _texts(plan, traced).items():
                 (folder / name).write_text(text, encoding="utf-8")
             _write_ranks(plan, stored, folder)

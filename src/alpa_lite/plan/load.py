@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from os import PathLike
-from pathlib import Path
 
 from alpa_lite.errors import PlanFileError
 from alpa_lite.plan.check import plan_faults
 from alpa_lite.plan.decode import decode_fields
+from alpa_lite.plan.files import as_path
 from alpa_lite.plan.plan import Plan
 
 
@@ -21,8 +21,9 @@ def load_plan(path: str | PathLike[str]) -> Plan:
         >>> plan.save("plan.json")
         >>> assert load_plan("plan.json") == plan
     """
+    file = as_path(path, 'al.load_plan("plan.json")', PlanFileError)
     try:
-        data = Path(path).read_bytes()
+        data = file.read_bytes()
     except OSError as error:
         raise PlanFileError(
             f"cannot read the plan file {str(path)!r}: {error.strerror}. Plan files are written by `plan.save`."

@@ -14,10 +14,10 @@ from typing import Any, Protocol
 from alpa_lite.core.collective import Collective
 from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.core.spec import ShardingSpec
-from alpa_lite.errors import AlpaLiteError
+from alpa_lite.errors import AlpaLiteError, ExportError, PlanFileError, user_line
 from alpa_lite.plan.cost_table import CostTable, cost_table, layout_schedule
 from alpa_lite.plan.encode import encode_plan
-from alpa_lite.plan.files import write_atomically
+from alpa_lite.plan.files import as_path, write_atomically
 from alpa_lite.plan.records import (
     Leaf,
     LeafRole,
@@ -188,7 +188,13 @@ class Plan:
             >>> plan.export(train_step, "out", state, batch_shapes)
             >>> part = al.load_export("out", rank=0)
         """
-        self._bound().export(self, fn, Path(out_dir), args, kwargs, overwrite)
+        folder = as_path(out_dir, 'plan.export(fn, "folder", *args)', ExportError)
+        if not callable(fn):
+            raise ExportError(
+                f"plan.export got {fn!r} for the function. Allowed is the function that was planned, then the folder. "
+                f"At {user_line()}. Write plan.export(fn, {str(out_dir)!r}, *args)."
+            )
+        self._bound().export(self, fn, folder, args, kwargs, overwrite)
 
     def cost_table(self) -> CostTable:
         """What the objective is made of, op by op and conversion by conversion; ``print`` it.
@@ -204,8 +210,20 @@ class Plan:
         return layout_schedule(self)
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Writes the plan as JSON, whole or not at all; equal plans give equal bytes."""
-        write_atomically(path, encode_plan(self))
+        """Writes the plan as JSON, whole or not at all; equal plans give equal bytes.
+
+        Raises:
+            PlanFileError: the folder is missing or not writable, or the disk is full.
+        """
+        target = as_path(path, 'plan.save("plan.json")', PlanFileError)
+        try:
+            write_atomically(target, encode_plan(self))
+        except OSError as error:
+            raise PlanFileError(
+                f"the plan cannot be saved as {str(target)!r}: {error.strerror or error}. Allowed is a file in an existing "
+                f"folder that you may write to, on a disk with room. At {user_line()}. Make the folder "
+                f"{str(target.parent)!r}, or give another path."
+            ) from error
 
     def _public(self, spec: ShardingSpec) -> Any:
         return spec if self.trees is None else self.trees.partition_spec(spec)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from fractions import Fraction
+from numbers import Real
 from os import PathLike
 from typing import Any, Protocol
 
-from alpa_lite.errors import AlpaLiteError
+from alpa_lite.errors import AlpaLiteError, user_line
 from alpa_lite.plan.records import MemoryProfile
 
 _COLOURS = ("#1f6f8b", "#d1495b", "#2e933c", "#8d6a9f", "#edae49", "#5c6b73", "#00798c", "#a44a3f")
@@ -60,7 +62,7 @@ def draw_symbolic(plan: PlansByNumber, path: str | PathLike[str], **budgets: flo
         budgets: label -> bytes, lines across the memory.
 
     Raises:
-        AlpaLiteError: matplotlib is not installed, or no number has a plan.
+        AlpaLiteError: matplotlib is not installed, no number has a plan, or a budget is no number.
     """
     try:
         from matplotlib.figure import Figure
@@ -75,6 +77,12 @@ def draw_symbolic(plan: PlansByNumber, path: str | PathLike[str], **budgets: flo
             f"no {plan.name} of {plan.values} has a plan, so there is nothing to plot at {path}. At least one must fit the "
             "memory. Raise PlanOptions.memory_budget_bytes or give larger values to Cluster.symbolic."
         )
+    for label, size in budgets.items():
+        if not isinstance(size, Real) or isinstance(size, bool) or not 0 < size < math.inf:
+            raise AlpaLiteError(
+                f"plan.plot got {label}={size!r}. Allowed is a positive number of bytes for every line. At {user_line()}. "
+                f"Write for example plan.plot({str(path)!r}, {label}=16e9)."
+            )
     figure = Figure(figsize=(8.5, 6.2), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     _draw_memory(above, plan, shown, budgets)

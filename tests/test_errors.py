@@ -240,7 +240,7 @@ def test_a_cluster_text_that_cannot_be_read(text):
         ({"mesh_shape": (2, 4), "axis_names": ("a",)}, "give one name per axis"),
         ({"axis_names": ("a", "a")}, "different names"),
         ({"max_axes": 7}, "1 to 3 are allowed"),
-        ({"num_stages": 2}, "Leave it at 'auto'"),
+        ({"num_stages": 0}, "numbers from 1"),
         ({"num_microbatches": 0}, "numbers from 1"),
         ({"remat": "full"}, "jax.checkpoint"),
         ({"annotations": "maybe"}, "'report' and 'pin'"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -14,18 +13,11 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import alpa_lite as al
-from alpa_lite.executor.local import local_mesh
-from alpa_lite.executor.pipeline import Action, LoweredStage, PipelinedStep
-from alpa_lite.lowering.lower import Lowering
-from alpa_lite.planner.plan_step import Versions, plan_step
+from alpa_lite.errors import AlpaLiteError, LayerError, MemoryBudgetError, PlanFileError
+from alpa_lite.planner.stage_layers import layer_cuts
 from alpa_lite.trace.boundary import layer_boundary
-from alpa_lite.trace.commute import commute_sums
-from alpa_lite.trace.flatten import flatten
-from alpa_lite.trace.layers import Layered, assign_layers
-from alpa_lite.trace.microbatch import microbatches
-from alpa_lite.trace.pins import resolve_pins
-from alpa_lite.trace.program import build_program, trace
-from alpa_lite.trace.stages import StageProgram, split_step
+from alpa_lite.trace.program import trace
+from alpa_lite.trace.staged import StagedStep, layers_of, staged_step
 
 pytestmark = pytest.mark.medium
 NUM_LAYERS, MICROBATCHES = 4, 4
@@ -68,64 +60,24 @@ def arguments() -> tuple[Any, Any]:
     return (params, OPTIMIZER.init(params)), batch
 
 
-def split(stage_of_layer: Sequence[int]) -> tuple[Any, Layered, tuple[StageProgram, ...]]:
-    args = arguments()
-    whole = trace(train_step, args, {}, num_microbatches=MICROBATCHES).program
-    with microbatches(MICROBATCHES):
-        flat = flatten(jax.jit(lambda *a: train_step(*a)).trace(*args).jaxpr, keep_boundaries=True)
-    loop = next(i for i, op in enumerate(flat.ops) if op.name == "scan")
-    flat, layered = commute_sums(flat, loop, assign_layers(flat.ops[loop].bodies[0]), stage_of_layer)
-    return whole, layered, split_step(flat, loop, layered, stage_of_layer, whole.aliases)
+@cache
+def split(stage_of_layer: tuple[int, ...]) -> StagedStep:
+    traced = trace(train_step, arguments(), {}, num_microbatches=MICROBATCHES, layers=layer_cuts(4))
+    assert traced.layered is not None
+    return staged_step(traced.program, traced.layered, layers_of(traced.layered), stage_of_layer)
 
 
 @cache
-def pipeline(stage_of_layer: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[Any, list[LoweredStage]]:
-    """The whole program, and its stages planned on consecutive devices."""
-    whole, _, programs = split(stage_of_layer)
-    stages, first = [], 0
-    for stage, size in zip(programs, sizes, strict=True):
-        inputs = [whole.input_paths[a] for a in stage.args] + [f"received/{i}" for i in range(len(stage.received))]
-        outputs = [whole.output_paths[r] for r in stage.results] + [f"sent/{i}" for i in range(len(stage.sent))]
-        program = build_program(stage.flat, inputs, outputs, [False] * len(inputs))
-        # Pins, because steps this small are best repeated on every device.
-        wanted = {"0/0/layers/*/a": P(None, "x"), "0/0/layers/*/b": P("x"), "1/1": P("x")}
-        pins = {k: v for k, v in wanted.items() if any(p.startswith(k.split("*")[0]) for p in inputs)}
-        resolved = resolve_pins(
-            pins,
-            None,
-            program.input_paths,
-            [program.values[v].shape for v in program.inputs],
-            program.output_paths,
-            [program.values[v].shape if v >= 0 else () for v in program.outputs],
-            mesh=None,
-            source="",
-            annotations=None,
-        )
-        options = al.PlanOptions(mesh_shape=(size,), axis_names=("x",))
-        cluster = al.Cluster.parse(f"1x{size}:cpu")
-        plan = plan_step(program, cluster, resolved, options, Versions(jax="", alpa_lite=""))
-        decided = plan.stages[0]
-        lowering = Lowering.of(decided.mesh, decided.decisions, decided.conversions, decided.collectives)
-        mesh = local_mesh(decided.mesh, jax.devices()[first : first + size])
-        stages.append(LoweredStage(stage, lowering, plan.input_specs, plan.output_specs, mesh))
-        first += size
-    return whole, stages
+def parallel(num_stages: int, schedule: str) -> Any:
+    """Pins, because steps this small are best repeated on every device."""
+    pins = {"0/0/layers/*/a": P(None, "x"), "0/0/layers/*/b": P("x"), "1/1": P("x")}
+    options = al.PlanOptions(num_stages=num_stages, schedule=schedule, num_microbatches=MICROBATCHES)
+    return al.parallelize(train_step, cluster=al.Cluster.parse("1x8:cpu"), pins=pins, options=options)
 
 
-def gpipe(num_stages: int) -> list[Action]:
-    forward = [Action("F", s, i) for i in range(MICROBATCHES) for s in range(num_stages)]
-    return forward + [Action("B", s, i) for i in range(MICROBATCHES) for s in reversed(range(num_stages))]
-
-
-def one_at_a_time(num_stages: int) -> list[Action]:
-    passes = [("F", s) for s in range(num_stages)] + [("B", s) for s in reversed(range(num_stages))]
-    return [Action(kind, s, i) for i in range(MICROBATCHES) for kind, s in passes]
-
-
-def run(stage_of_layer: tuple[int, ...], sizes: tuple[int, ...], order: Any) -> list[np.ndarray]:
-    whole, stages = pipeline(stage_of_layer, sizes)
-    step = PipelinedStep(stages, order(len(sizes)), len(whole.outputs))
-    return [np.asarray(x) for x in step(jax.tree.leaves(arguments()))]
+@cache
+def run(num_stages: int, schedule: str) -> list[np.ndarray]:
+    return [np.asarray(x) for x in jax.tree.leaves(parallel(num_stages, schedule)(*arguments()))]
 
 
 @cache
@@ -139,37 +91,93 @@ def reference() -> list[np.ndarray]:
     return [np.asarray(x) for x in jax.tree.leaves(((optax.apply_updates(state[0], updates), optimizer), loss))]
 
 
-CUTS = [((0, 0, 1, 1), (4, 4)), ((0, 1, 1, 1), (2, 4)), ((0, 1, 2, 3), (2, 2, 2, 2)), ((0, 0, 0, 0), (8,))]
-
-
-@pytest.mark.parametrize(("stage_of_layer", "sizes"), CUTS)
-def test_equals_a_plain_loop(stage_of_layer, sizes):
-    for got, want in zip(run(stage_of_layer, sizes, gpipe), reference(), strict=True):
+@pytest.mark.parametrize(("num_stages", "schedule"), [(2, "1f1b"), (2, "gpipe"), (4, "eager-1f1b")])
+def test_equals_a_plain_loop(num_stages, schedule):
+    for got, want in zip(run(num_stages, schedule), reference(), strict=True):
         assert np.linalg.norm(got - want) <= 2e-5 * np.linalg.norm(want)
 
 
-def test_the_order_of_actions_does_not_change_a_bit():
-    first, second = (run(*CUTS[0], order) for order in (gpipe, one_at_a_time))
-    assert all(np.array_equal(a, b) for a, b in zip(first, second, strict=True))
+def test_the_schedule_does_not_change_a_bit():
+    assert all(np.array_equal(a, b) for a, b in zip(run(2, "1f1b"), run(2, "gpipe"), strict=True))
 
 
-def test_stages_do_communicate():
-    """The pins make every stage reduce something, so the equality above is not that of repeated work."""
-    _, stages = pipeline(*CUTS[0])
-    assert all(stage.lowering.conversions for stage in stages)
+@pytest.mark.parametrize("num_stages", [2, 4])
+def test_what_is_compiled_is_what_was_planned(num_stages):
+    step = parallel(num_stages, "1f1b" if num_stages == 2 else "eager-1f1b")
+    compiled = step.compile(*arguments())
+    reports = compiled.audit()
+    assert not any(report.unplanned or report.missing for report in reports)
+    planned = [c for _, _, collectives, _ in compiled.programs for c in collectives]
+    assert len(planned) == len(step.plan(*arguments()).collectives) > 0
+
+
+def test_a_second_step_takes_the_results_of_the_first():
+    step = parallel(2, "1f1b")
+    state, batch = arguments()
+    first, _ = step(state, batch)
+    moved = {d.id // 4 for leaf in jax.tree.leaves(first) for d in leaf.devices()}
+    assert moved == {0, 1}  # each stage's state lies on its devices
+    _, loss = step(first, batch)
+    assert float(loss) < float(step(state, batch)[1])
+
+
+def test_state_is_created_on_its_stage():
+    step = parallel(2, "1f1b")
+    args = arguments()
+    plan = step.plan(*args)
+    state = step.init(lambda: arguments()[0])
+    for leaf, planned in zip(jax.tree.leaves(state), plan.inputs, strict=False):
+        assert {d.id // 4 for d in leaf.devices()} == {planned.stage}
+    for a, b in zip(jax.tree.leaves(step(state, args[1])), run(2, "1f1b"), strict=True):
+        np.testing.assert_allclose(
+            np.asarray(a), b, rtol=1e-3, atol=1e-6
+        )  # the random state itself differs in rounding
+
+
+def test_plan_of_stages():
+    plan = parallel(2, "1f1b").plan(*arguments())
+    assert [stage.layers for stage in plan.stages] == [(0, 1), (2, 3)]
+    assert plan.parameter_layout["0/0/layers/0/a"] == (0, P(None, "x"))
+    assert plan.parameter_layout["0/0/layers/3/a"] == (1, P(None, "x"))
+    assert plan.pipeline is not None
+    assert plan.objective >= plan.lower_bound > 0
+    slowest = max(MICROBATCHES * (s.forward_s + s.backward_s) + s.once_s for s in plan.stages)
+    assert plan.objective >= slowest
+    in_loop = [(t.source, t.target, t.size_bytes) for t in plan.pipeline.transfers if t.when == "loop"]
+    assert sorted(in_loop) == [(0, 1, 4096), (1, 0, 4096)]
+    assert "on stage 1" in str(plan)
+
+
+def test_plan_file_of_stages(tmp_path):
+    step = parallel(2, "1f1b")
+    plan = step.plan(*arguments())
+    plan.save(tmp_path / "plan.json")
+    loaded = al.load_plan(tmp_path / "plan.json").bind(train_step, *arguments())
+    assert loaded == plan
+    given = al.parallelize(train_step, plan=loaded)(*arguments())
+    assert all(np.array_equal(np.asarray(a), b) for a, b in zip(jax.tree.leaves(given), run(2, "1f1b"), strict=True))
+
+
+def test_planning_is_deterministic():
+    options = al.PlanOptions(num_stages=2, num_microbatches=MICROBATCHES)
+    first, second = (
+        al.plan(train_step, *arguments(), cluster=al.Cluster.parse("1x8:cpu"), options=options) for _ in "ab"
+    )
+    assert first == second
 
 
 def test_one_activation_and_one_gradient_cross_each_boundary():
-    _, layered, stages = split((0, 1, 2, 3))
-    for number, stage in enumerate(stages):
+    step = split((0, 1, 2, 3))
+    for number, stage in enumerate(step.stages):
         in_loop = [c for c in stage.received if c.when == "loop"]
         assert sorted(c.source for c in in_loop) == [n for n in (number - 1, number + 1) if 0 <= n < 4]
-        assert {layered.flat.avals[c.value].shape for c in in_loop} == {(4, 16, 16)}
+        assert {step.value_of(c).shape for c in in_loop} == {(4, 16, 16)}
 
 
 def test_a_weight_of_two_stages_is_sent_once_and_its_gradients_joined_once():
-    whole, _, (first, *_, last) = split((0, 1, 2, 3))
-    tied = whole.input_paths.index("0/0/emb")
+    step = split((0, 1, 2, 3))
+    first, *_, last = step.stages
+    tied = step.whole.input_paths.index("0/0/emb")
     assert [(c.argument, c.source, c.readers) for c in last.received if c.when == "start"] == [(tied, 0, (3,))]
     shapes = [first.flat.avals[v].shape for v in first.flat.inputs[len(first.args) :]]
     assert shapes.count((48, 16)) == 1  # the last stage's sum of gradients, at the end
@@ -177,14 +185,67 @@ def test_a_weight_of_two_stages_is_sent_once_and_its_gradients_joined_once():
 
 
 def test_every_result_and_argument_belongs_to_a_stage():
-    whole, _, stages = split((0, 0, 1, 1))
-    assert sorted(r for stage in stages for r in stage.results) == list(range(len(whole.outputs)))
-    assert {a for stage in stages for a in stage.args} == set(range(len(whole.inputs)))
+    step = split((0, 0, 1, 1))
+    assert sorted(r for stage in step.stages for r in stage.results) == list(range(len(step.whole.outputs)))
+    assert {a for stage in step.stages for a in stage.args} == set(range(len(step.whole.inputs)))
 
 
 def test_the_mask_is_made_where_it_is_read():
     """It costs less to make than to send."""
-    _, _, stages = split((0, 1, 2, 3))
-    for stage in stages:
+    for stage in split((0, 1, 2, 3)).stages:
         names = [op.name for op in stage.flat.ops[stage.loop].bodies[0].ops[: stage.num_forward]]
         assert "iota" in names
+
+
+# -- bad input ------------------------------------------------------------------------------------------------------
+
+
+def planned(step: Any = train_step, cluster: str = "1x8:cpu", count: Any = MICROBATCHES, **options: Any) -> Any:
+    chosen = al.PlanOptions(num_microbatches=count, **options)
+    return al.plan(step, *arguments(), cluster=al.Cluster.parse(cluster), options=chosen)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "parts"),
+    [
+        ({"num_stages": 8}, LayerError, ["num_stages=8", "4 layers", "al.layer_boundary"]),
+        ({"num_stages": 3}, LayerError, ["num_stages=3", "1x8:cpu", "divides"]),
+        ({"num_stages": 2, "count": "auto"}, AlpaLiteError, ["num_microbatches='auto'"]),
+        ({"num_stages": 2, "schedule": "2f2b"}, AlpaLiteError, ["schedule='2f2b'", "'1f1b'"]),
+        ({"num_stages": 0}, AlpaLiteError, ["num_stages=0", "numbers from 1"]),
+        ({"num_stages": 2, "memory_budget_bytes": 1000}, MemoryBudgetError, ["layers 0-1", "in flight", "1,000"]),
+    ],
+)
+def test_wrong_options(options, error, parts):
+    with pytest.raises(error) as caught:
+        planned(**options)
+    assert all(part in str(caught.value) for part in parts), str(caught.value)
+
+
+def test_plan_of_other_boundaries(tmp_path):
+    def moved(state: Any, batch: Any) -> Any:
+        def loss(params: Any, batch: Any) -> Any:
+            tokens, labels = batch
+            x = layer_boundary(params["emb"][tokens])
+            mask = jnp.where(jnp.tril(jnp.ones((16, 16))), 0, -1e9)
+            for i, w in enumerate(params["layers"]):
+                x = jax.checkpoint(block)(w, x, mask) if i % 2 else block(w, x, mask)
+                x = layer_boundary(x) if i < NUM_LAYERS - 2 else x
+            return jnp.mean((x @ params["emb"].T - labels) ** 2)
+
+        params, optimizer = state
+        value, grads = al.value_and_grad(loss)(params, batch)
+        updates, optimizer = OPTIMIZER.update(grads, optimizer, params)
+        return (optax.apply_updates(params, updates), optimizer), value
+
+    plan = parallel(2, "1f1b").plan(*arguments())
+    with pytest.raises(PlanFileError, match="other layers"):
+        al.parallelize(moved, plan=plan)(*arguments())
+
+
+def test_what_plans_of_stages_do_not_have(tmp_path):
+    step = parallel(2, "1f1b")
+    with pytest.raises(AlpaLiteError, match="verification of a plan with 2 stages"):
+        step.verify(*arguments())
+    with pytest.raises(AlpaLiteError, match="an export of a plan with 2 stages"):
+        step.plan(*arguments()).export(train_step, tmp_path / "out", *arguments())

@@ -12,15 +12,17 @@ import jax
 
 from alpa_lite.core.rule_text import NamedRule
 from alpa_lite.core.spec import ShardingSpec
-from alpa_lite.errors import AlpaLiteError, ArgumentsError, TraceError, user_line
+from alpa_lite.errors import AlpaLiteError, ArgumentsError, PlanFileError, TraceError, user_line
 from alpa_lite.executor.export import check_target, write_export
 from alpa_lite.executor.verify_plan import VerifyReport, verify_plan
 from alpa_lite.lowering.lower import partition_spec
-from alpa_lite.plan.identity import verify_identity
+from alpa_lite.plan.identity import op_text, verify_identity
 from alpa_lite.plan.plan import Plan
 from alpa_lite.planner.padded import padded_like
+from alpa_lite.planner.stage_layers import layer_cuts
 from alpa_lite.trace.paths import leaf_paths
 from alpa_lite.trace.program import Traced, trace
+from alpa_lite.trace.staged import StagedStep, layers_of, staged_step
 
 JIT_SETTINGS = ("static_argnums", "static_argnames", "donate_argnums")
 
@@ -65,11 +67,13 @@ class Trees:
         return replace(plan, trees=Trees.of(traced))
 
     def verify(self, plan: Plan, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> VerifyReport:
+        one_mesh_only(plan, "verification")
         return verify_plan(plan, traced_for(plan, fn, args, kwargs))
 
     def export(
         self, plan: Plan, fn: Any, out_dir: Path, args: tuple[Any, ...], kwargs: dict[str, Any], overwrite: bool
     ) -> None:
+        one_mesh_only(plan, "an export")
         check_target(out_dir, overwrite=overwrite)
         settings = dict(plan.options)
         static: Any = settings.get("static_argnums", ())
@@ -90,13 +94,46 @@ def traced_for(
         settings = {name: value for name, value in plan.options if name in JIT_SETTINGS}
     rules = _rules_of(plan)
     try:
-        traced = trace(plain(fn), args, kwargs, rules=rules, num_microbatches=_num_microbatches(plan), **settings)
+        count = _num_microbatches(plan)
+        layers = None if plan.pipeline is None else layer_cuts(len(plan.pipeline.stage_of_layer))
+        traced = trace(plain(fn), args, kwargs, rules=rules, num_microbatches=count, layers=layers, **settings)
     except TraceError as error:
         static = settings.get("static_argnums", ()), settings.get("static_argnames", ())
         raise _other_arguments(plan, args, kwargs, *static) or error from error
     traced = padded_like(traced, plan.paddings, rules)
     _check_identity(plan, traced)
     return traced
+
+
+def staged_for(plan: Plan, traced: Traced) -> StagedStep:
+    """The traced step cut into the plan's stages.
+
+    Raises:
+        PlanFileError: its layers are not those of the plan.
+    """
+    assert plan.pipeline is not None and traced.layered is not None
+    layered, given = layers_of(traced.layered), plan.pipeline.stage_of_layer
+    other = f"{layered.num_layers} layers, {len(given)} were planned"
+    if layered.num_layers == len(given):
+        staged = staged_step(traced.program, traced.layered, layered, given, _rules_of(plan))
+        texts = [[op_text(owner, op) for _, owner, op in program.walk()] for program in staged.programs]
+        moved = [n for n, stage in enumerate(plan.stages) if [d.op for d in stage.decisions] != texts[n]]
+        if not moved:
+            return staged
+        other = f"other ops in stage {moved[0]}, so that a boundary has moved"
+    raise PlanFileError(
+        f"this plan belongs to a step with other layers: {other}. A plan holds for the boundaries that it was made with. At "
+        f"{user_line()}. Put al.layer_boundary where it was, or make a new plan with al.plan."
+    )
+
+
+def one_mesh_only(plan: Plan, what: str) -> None:
+    """Refuse what plans with several stages do not have."""
+    if plan.pipeline is not None:
+        raise AlpaLiteError(
+            f"{what} of a plan with {len(plan.stages)} stages is not possible; plans of one stage have it. At {user_line()}. "
+            "Plan with num_stages=1 for it."
+        )
 
 
 def _rules_of(plan: Plan) -> tuple[NamedRule, ...]:

@@ -23,12 +23,16 @@ from alpa_lite.plan.plan import Plan
 from alpa_lite.planner.collector import collector_paused
 from alpa_lite.planner.options import PlanOptions
 from alpa_lite.planner.padded import plan_with_padding
+from alpa_lite.planner.pipeline import plan_pipeline
 from alpa_lite.planner.plan_step import Versions, mesh_task, plan_step
+from alpa_lite.planner.stage_layers import balanced_stages, layer_cuts
 from alpa_lite.planner.symbolic import SymbolicPlan as PlansByNumber
 from alpa_lite.planner.symbolic import SymbolicTask
 from alpa_lite.trace.annotations import annotation_note, annotations_from_args
+from alpa_lite.trace.auto_layers import LayerCuts
 from alpa_lite.trace.pins import resolve_pins
 from alpa_lite.trace.program import Traced, trace
+from alpa_lite.trace.staged import StagedStep, layers_of, microbatch_loop, staged_step
 
 
 class SymbolicPlan(PlansByNumber):
@@ -110,16 +114,22 @@ class Request:
             donate_argnums=self.donate_argnums,
             rules=self.options.rules,
             num_microbatches=1 if count == "auto" else count,
+            layers=self._layers,
         )
 
     @collector_paused()
     def plan(self, args: tuple[Any, ...], kwargs: dict[str, Any], cluster: ClusterData) -> tuple[Traced, Plan]:
         self._check(cluster)
+        self._check_stages()
         if self.options.num_microbatches == "auto":
             return self._with_fewest_microbatches(args, kwargs, cluster)
         with _told(self.options.verbose) as progress:
             traced = self.trace(args, kwargs)
             pins, notes = self._pins_and_notes(traced, args, kwargs)
+            if self.options.has_stages:
+                staged = self._staged(traced)
+                made = plan_pipeline(staged, cluster, pins, self.options, _VERSIONS, notes=notes, progress=progress)
+                return traced, self._finished(made, traced)
 
             def plan_program(program: Program, pins: ResolvedPins) -> Plan:
                 return plan_step(program, cluster, pins, self.options, _VERSIONS, notes=notes, progress=progress)
@@ -129,6 +139,20 @@ class Request:
             else:
                 traced, made = plan_with_padding(traced, cluster, pins, plan_program, self.options.rules)
         return traced, self._finished(made, traced)
+
+    @property
+    def _layers(self) -> LayerCuts | None:
+        """How a function without boundaries of its own is cut into layers: as many as there are stages."""
+        stages = self.options.num_stages
+        return layer_cuts(stages) if self.options.has_stages and isinstance(stages, int) else None
+
+    def _staged(self, traced: Traced) -> StagedStep:
+        """The step cut into the stages that were asked for."""
+        assert traced.layered is not None and isinstance(self.options.num_stages, int)
+        layered = layers_of(traced.layered)
+        body = traced.program.ops[microbatch_loop(traced.flat)].bodies[0]
+        stages = balanced_stages(layered, body, self.options.num_stages, self.source)
+        return staged_step(traced.program, traced.layered, layered, stages, self.options.rules)
 
     def _with_fewest_microbatches(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], cluster: ClusterData
@@ -187,6 +211,13 @@ class Request:
                 f"mesh_shape={self.options.mesh_shape} holds the name {self.options.symbol!r}, and the cluster {cluster} has a "
                 f"known number of devices. Sizes must be numbers there. At {self.source}. Give numbers, e.g. "
                 f"mesh_shape=({cluster.num_devices},), or a cluster=al.Cluster.symbolic({self.options.symbol!r}, ...)."
+            )
+
+    def _check_stages(self) -> None:
+        if self.options.has_stages and self.options.num_microbatches == "auto":
+            raise AlpaLiteError(
+                f"num_stages={self.options.num_stages} and num_microbatches='auto' were given. With several stages the number "
+                f"must be known. At {self.source}. Give num_microbatches, e.g. 4 times the number of stages."
             )
 
     def _pins_and_notes(

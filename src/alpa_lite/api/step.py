@@ -7,16 +7,19 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding
 
-from alpa_lite.api.bound import JIT_SETTINGS, Parallelized, Trees, traced_for
+from alpa_lite.api.bound import JIT_SETTINGS, Parallelized, Trees, one_mesh_only, staged_for, traced_for
 from alpa_lite.api.request import Request
 from alpa_lite.cluster.cluster import Cluster as ClusterData
 from alpa_lite.errors import ArgumentsError, user_line
 from alpa_lite.executor.calibrate import local_cluster
 from alpa_lite.executor.local import CompiledStep, RunnableStep, SignatureChanged, local_mesh, runnable
+from alpa_lite.executor.pipeline import CompiledPipeline, RunnablePipeline, runnable_pipeline
 from alpa_lite.executor.verify_plan import VerifyReport, verify_plan
 from alpa_lite.lowering.lower import partition_spec
 from alpa_lite.plan.plan import Plan
+from alpa_lite.plan.records import Leaf
 from alpa_lite.trace.program import Traced
 
 
@@ -25,9 +28,9 @@ class ParallelStep(Parallelized):
 
     def __init__(self, request: Request, cluster: ClusterData | None, given: Plan | None) -> None:
         self._request, self._cluster, self._given = request, cluster, given
-        self._steps: dict[Any, tuple[Traced, RunnableStep]] = {}
+        self._steps: dict[Any, tuple[Traced, RunnableStep | RunnablePipeline]] = {}
         self._planned: dict[Any, tuple[Traced, Plan]] = {}
-        self._last: RunnableStep | None = None
+        self._last: RunnableStep | RunnablePipeline | None = None
         self._last_key: Any = None
         self.__wrapped__ = request.fn
         self.__name__ = getattr(request.fn, "__name__", "step")
@@ -49,7 +52,7 @@ class ParallelStep(Parallelized):
         step = self._step(args, kwargs)
         return self._run(step, self._dynamic(args, kwargs))
 
-    def _run(self, step: RunnableStep, dynamic: tuple[Any, ...]) -> Any:
+    def _run(self, step: RunnableStep | RunnablePipeline, dynamic: tuple[Any, ...]) -> Any:
         try:
             return step.run(*dynamic)
         except ValueError as error:
@@ -62,10 +65,12 @@ class ParallelStep(Parallelized):
         """The plan for these arguments (arrays or ``jax.ShapeDtypeStruct``), made on first use."""
         return self._traced_plan(args, kwargs)[1]
 
-    def compile(self, *args: Any, **kwargs: Any) -> CompiledStep:
+    def compile(self, *args: Any, **kwargs: Any) -> CompiledStep | CompiledPipeline:
         """Compile for these arguments without running; ``.audit()`` compares the result with the plan."""
         _, planned = self._traced_plan(args, kwargs)
         step = self._step(args, kwargs)
+        if isinstance(step, RunnablePipeline):
+            return step.compile()
         shapes = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(jax.numpy.shape(x), _dtype(x)), self._dynamic(args, kwargs)
         )
@@ -74,6 +79,7 @@ class ParallelStep(Parallelized):
     def verify(self, *args: Any, **kwargs: Any) -> VerifyReport:
         """Compile the planned step with the cluster's own compiler, without its devices; see ``Plan.verify``."""
         traced, planned = self._traced_plan(args, kwargs)
+        one_mesh_only(planned, "verification")
         return verify_plan(planned, traced)
 
     def init(self, init_fn: Callable[..., Any], *init_args: Any, argnum: int = 0) -> Any:
@@ -104,9 +110,7 @@ class ParallelStep(Parallelized):
                 f"init_fn returns {len(got)} leaves, argument {argnum} of the plan has {len(want)}; first difference at "
                 f"{path}. It must return exactly what the step takes there. At {user_line()}. Check init_fn and argnum."
             )
-        mesh = local_mesh(planned.mesh)
-        shardings = [jax.sharding.NamedSharding(mesh, partition_spec(leaf.spec)) for leaf in chosen]
-        return jax.jit(init_fn, out_shardings=jax.tree_util.tree_unflatten(tree, shardings))(*init_args)
+        return jax.tree_util.tree_unflatten(tree, _created(init_fn, init_args, planned, chosen))
 
     # -- planning and lowering, once per signature ------------------------------------------------------------------
 
@@ -135,15 +139,38 @@ class ParallelStep(Parallelized):
                 self._planned[key] = self._request.plan(args, kwargs, cluster)
         return self._planned[key]
 
-    def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RunnableStep:
+    def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RunnableStep | RunnablePipeline:
         key = self._key(args, kwargs)
         if key not in self._steps:
             traced, planned = self._traced_plan(args, kwargs)
             positions = [i for i in range(len(args)) if i not in self._request.static_argnums]
             donate = tuple(positions.index(i) for i in self._request.donate_argnums if i in positions)
-            self._steps[key] = (traced, runnable(traced, planned, donate, local_mesh(planned.mesh)))
+            self._steps[key] = (traced, _runnable(traced, planned, donate))
         self._last, self._last_key = self._steps[key][1], key
         return self._last
+
+
+def _created(init_fn: Callable[..., Any], init_args: tuple[Any, ...], plan: Plan, leaves: list[Leaf]) -> list[Any]:
+    """Leaves of ``init_fn``'s result, each computed on the devices of its stage alone."""
+    made: dict[int, Any] = {}
+    for number in sorted({leaf.stage for leaf in leaves}):
+        stage = plan.stages[number]
+        mesh = local_mesh(stage.mesh, jax.devices()[stage.first_device :])
+        own = [i for i, leaf in enumerate(leaves) if leaf.stage == number]
+        shardings = [NamedSharding(mesh, partition_spec(leaves[i].spec)) for i in own]
+
+        def part(*args: Any, own: list[int] = own) -> list[Any]:
+            found = jax.tree_util.tree_leaves(init_fn(*args))
+            return [found[i] for i in own]
+
+        made.update(zip(own, jax.jit(part, out_shardings=shardings)(*init_args), strict=True))
+    return [made[i] for i in range(len(leaves))]
+
+
+def _runnable(traced: Traced, plan: Plan, donate: tuple[int, ...]) -> RunnableStep | RunnablePipeline:
+    if plan.pipeline is None:
+        return runnable(traced, plan, donate, local_mesh(plan.mesh))
+    return runnable_pipeline(traced, staged_for(plan, traced), plan, jax.devices())
 
 
 def _dtype(x: Any) -> Any:

@@ -16,10 +16,17 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from alpa_lite._jax_compat import Literal
+from alpa_lite.core.collective import Collective
 from alpa_lite.core.spec import ShardingSpec
-from alpa_lite.lowering.lower import Lowering, body_input_specs, body_output_specs
+from alpa_lite.executor.local import SignatureChanged, local_mesh
+from alpa_lite.lowering.audit import AuditReport, audit
+from alpa_lite.lowering.lower import Lowering, body_input_specs, body_output_specs, partition_spec
 from alpa_lite.lowering.segments import CutRegion, Pair, crossing_sharding
 from alpa_lite.lowering.transfer import Transfers
+from alpa_lite.plan.plan import Plan
+from alpa_lite.schedule import Action, ActionKind, check_schedule, make_schedule
+from alpa_lite.trace.program import Traced
+from alpa_lite.trace.staged import StagedStep
 from alpa_lite.trace.stages import Crossing, StageProgram
 
 
@@ -70,15 +77,6 @@ class LoweredStage:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Action:
-    """Forward ("F") or backward ("B") pass of one microbatch on one stage."""
-
-    kind: str
-    stage: int
-    microbatch: int
-
-
 class _StageRunner:
     """The compiled functions of one stage."""
 
@@ -97,8 +95,16 @@ class _StageRunner:
         self.arrival_of = {pair: c.value for pair, c in zip(inputs[last:], self.received, strict=True)}
         self.starts = self.operands(consts, consts + carries)
         self.outer = [outer.function(k, self.mesh) for k in range(len(outer.segments))]
-        sliced = [value for value, _ in self.slice_of]
-        self.passes = [body.function(k, self.mesh, sliced=sliced, donated=list(self.carry_of)) for k in range(2)]
+        self.trips = loop.params["length"]
+        self.sliced = frozenset(value for value, _ in self.slice_of)
+        self.passes = [body.function(k, self.mesh, sliced=self.sliced, donated=list(self.carry_of)) for k in range(2)]
+
+    def programs(self) -> list[tuple[str, CutRegion, int, Any]]:
+        """(name, region, segment, jitted function) of everything that the stage runs."""
+        names = ["before", *(f"update {k}" for k in range(len(self.outer) - 1))]
+        found = [(name, self.stage.outer, k, f) for k, (name, f) in enumerate(zip(names, self.outer, strict=True))]
+        passes = zip(("forward", "backward"), self.passes, strict=True)
+        return found + [(name, self.stage.body, k, f) for k, (name, f) in enumerate(passes)]
 
     def operands(self, start: int, stop: int) -> list[Any]:
         """Of the loop: (value, layout) of the outer region, or a literal's value."""
@@ -186,11 +192,13 @@ class _StageRun:
 
         ``arrived`` keeps what was sent to the microbatch, for both passes; the first that reads a value receives it.
         """
-        number = 0 if action.kind == "F" else 1
+        number = 0 if action.kind is ActionKind.F else 1
         segment = self.body.segments[number]
-        kept = self.kept.setdefault(action.microbatch, {})
+        microbatch = action.microbatch
+        assert microbatch is not None
+        kept = self.kept.setdefault(microbatch, {})
         given = [self.given(pair, kept, arrived) for pair in segment.reads]
-        made = dict(zip(segment.writes, self.runner.passes[number](action.microbatch, *given), strict=True))
+        made = dict(zip(segment.writes, self.runner.passes[number](microbatch, *given), strict=True))
         kept.update(made)
         sent = {}
         first = len(self.body.results) - len(self.runner.sent)
@@ -204,7 +212,7 @@ class _StageRun:
             else:
                 sent[list(self.runner.sent)[j - first]] = made[pair]
         if number == 1:
-            del self.kept[action.microbatch]
+            del self.kept[microbatch]
         return sent
 
     def given(self, pair: Pair, kept: dict[Pair, Any], arrived: dict[int, Any]) -> Any:
@@ -227,7 +235,7 @@ class PipelinedStep:
 
     Args:
         stages: lowered, in order.
-        order: every action once, each after those that it waits for.
+        order: every forward and backward pass once, each after those that it waits for.
         num_results: leaves of the step's result.
     """
 
@@ -255,7 +263,7 @@ class PipelinedStep:
         return results
 
     def loop(self, runs: list[_StageRun]) -> None:
-        boxes: dict[tuple[int, int], dict[int, Any]] = {}  # (stage, microbatch) -> what has arrived
+        boxes: dict[tuple[int, int | None], dict[int, Any]] = {}  # (stage, microbatch) -> what has arrived
         for action in self.order:
             run = runs[action.stage]
             box = boxes.setdefault((action.stage, action.microbatch), {})
@@ -263,7 +271,7 @@ class PipelinedStep:
                 for reader in run.runner.sent[value].readers:
                     sent = self.transfers.send(array, runs[reader].sharding_of_arrival(value))
                     boxes.setdefault((reader, action.microbatch), {})[value] = sent
-            if action.kind == "B":
+            if action.kind is ActionKind.B:
                 del boxes[action.stage, action.microbatch]
 
     def exchange(self, runs: list[_StageRun], when: str) -> None:
@@ -274,3 +282,76 @@ class PipelinedStep:
                     array = runs[crossing.source].outgoing(crossing)
                     if array is not None:
                         run.arrive(crossing, array)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RunnablePipeline:
+    """A planned pipeline over positional dynamic arguments (keyword arguments follow, sorted by name).
+
+    Attributes:
+        plan: what runs.
+        step: on leaves.
+        in_shardings: one tree per argument.
+        out_tree: of the results.
+    """
+
+    plan: Plan
+    step: PipelinedStep
+    in_shardings: tuple[Any, ...]
+    out_tree: Any
+
+    def run(self, *args: Any) -> Any:
+        leaves = jax.tree_util.tree_leaves(args)
+        expected = [(leaf.value.shape, leaf.value.dtype) for leaf in self.plan.inputs]
+        if [(tuple(jnp.shape(x)), str(jnp.result_type(x))) for x in leaves] != expected:
+            raise SignatureChanged
+        return jax.tree_util.tree_unflatten(self.out_tree, self.step(leaves))
+
+    def compile(self) -> CompiledPipeline:
+        """Compile every stage's programs without running them."""
+        found = []
+        for number, runner in enumerate(self.step.runners):
+            for name, region, segment, function in runner.programs():
+                planned = region.collectives(segment, self.plan.stages[number].collectives, runner.trips)
+                structs = region.structs(segment, runner.sliced, runner.trips, runner.mesh)
+                found.append((name, number, planned, function.lower(0, *structs).compile()))
+        return CompiledPipeline(self.plan, tuple(found))
+
+    def place(self, args: Sequence[Any]) -> tuple[Any, ...]:
+        """The arguments in the plan's layouts, each on its stage."""
+        return tuple(jax.device_put(a, s) for a, s in zip(args, self.in_shardings, strict=True))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CompiledPipeline:
+    """All programs of a pipeline, compiled: per program (name, stage, the planned collectives that it holds, JAX's object)."""
+
+    plan: Plan
+    programs: tuple[tuple[str, int, tuple[Collective, ...], Any], ...]
+
+    def audit(self) -> tuple[AuditReport, ...]:
+        """One report per program: every planned collective against every compiled one, both ways."""
+        meshes = [stage.mesh for stage in self.plan.stages]
+        return tuple(audit(planned, done.as_text(), meshes[stage]) for _, stage, planned, done in self.programs)
+
+
+def runnable_pipeline(traced: Traced, staged: StagedStep, plan: Plan, devices: Sequence[Any]) -> RunnablePipeline:
+    """Lower every stage of ``plan`` for its part of ``devices``.
+
+    Raises:
+        ClusterError: there are fewer devices than the plan has.
+    """
+    assert plan.pipeline is not None
+    meshes = [local_mesh(stage.mesh, devices[stage.first_device :]) for stage in plan.stages]
+    stages = []
+    for part, stage, mesh in zip(staged.stages, plan.stages, meshes, strict=True):
+        lowering = Lowering.of(stage.mesh, stage.decisions, stage.conversions, stage.collectives)
+        in_specs = tuple(leaf.spec for leaf in stage.inputs)
+        out_specs = tuple(leaf.spec for leaf in stage.outputs)
+        stages.append(LoweredStage(part, lowering, in_specs, out_specs, mesh))
+    schedule = make_schedule(plan.pipeline.schedule, len(stages), plan.pipeline.num_microbatches)
+    order = [action for action in check_schedule(schedule) if action.kind in (ActionKind.F, ActionKind.B)]
+    shardings = [NamedSharding(meshes[leaf.stage], partition_spec(leaf.spec)) for leaf in plan.inputs]
+    args, kwargs = jax.tree_util.tree_unflatten(traced.in_tree, shardings)
+    in_shardings = (*args, *(kwargs[k] for k in sorted(kwargs)))
+    return RunnablePipeline(plan, PipelinedStep(stages, order, len(plan.outputs)), in_shardings, traced.out_tree)

@@ -9,8 +9,9 @@ Partial sums cross a cut as they are: an array with a leading dim over their unr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -19,6 +20,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from alpa_lite._jax_compat import Literal
+from alpa_lite.core.collective import Collective
 from alpa_lite.core.conversion import Conversion
 from alpa_lite.core.spec import ShardingSpec
 from alpa_lite.lowering.lower import Lowering, Region
@@ -130,8 +132,40 @@ class CutRegion:
         assert not left, f"results that are never made: {left}"
         return found
 
+    def structs(self, number: int, sliced: Collection[int], trips: int, mesh: Any) -> list[Any]:
+        """What ``function`` takes after the index, as shapes with their shardings."""
+        found = []
+        for value, spec in self.segments[number].reads:
+            aval = self.flat.avals[value]
+            stacked = bool(self.prefix) and value in sliced
+            lead = [math.prod(mesh.shape[a] for a in spec.unreduced)] if spec.unreduced else []
+            shape = (*lead, *([trips] if stacked else []), *aval.shape)
+            sharding = NamedSharding(mesh, crossing_spec(spec, stacked=stacked))
+            found.append(jax.ShapeDtypeStruct(shape, aval.dtype, sharding=sharding))
+        return found
+
+    def collectives(self, number: int, planned: Sequence[Collective], trips: int) -> tuple[Collective, ...]:
+        """Those of ``planned`` that the segment holds, counted for one run of it."""
+        segment = self.segments[number]
+        paths = {f"{self.prefix}{i}" for i in self._run(segment.start, segment.stop)}
+        placed = [c for path in paths for c in self.lowering.conversions.get(path, ())]
+        numbers = {n for c in (*placed, *segment.out) for n in c.collectives if n >= 0}
+        inside = {op for op in self.lowering.inside if op in paths}
+        deeper = {path for path in (*self.lowering.inside, *self.lowering.conversions) if self._holder(path) in paths}
+        numbers |= {self.lowering.inside[op] for op in (*inside, *deeper) if op in self.lowering.inside}
+        numbers |= {n for op in deeper for c in self.lowering.conversions.get(op, ()) for n in c.collectives if n >= 0}
+        times = trips if self.prefix else 1
+        return tuple(replace(planned[n], count=max(planned[n].count // times, 1)) for n in sorted(numbers))
+
+    def _holder(self, path: str) -> str:
+        """The op of this region in whose body the op ``path`` stands; "" if in none."""
+        rest = path.removeprefix(self.prefix)
+        if not path.startswith(self.prefix) or "." not in rest:
+            return ""
+        return f"{self.prefix}{rest.split('.')[0]}"
+
     def function(
-        self, number: int, mesh: Any, *, sliced: Sequence[int] = (), donated: Sequence[Pair] = ()
+        self, number: int, mesh: Any, *, sliced: Collection[int] = (), donated: Sequence[Pair] = ()
     ) -> Callable[..., Any]:
         """Segment ``number`` as a jitted function of global arrays, in the order of ``reads``, to a list in that of ``writes``.
 

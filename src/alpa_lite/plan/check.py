@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from alpa_lite.core.mesh import DeviceMesh
@@ -19,19 +19,20 @@ if TYPE_CHECKING:
 BOUND_TOLERANCE = 1e-6
 
 
-def check_plan(plan: Plan, program: Program | None = None) -> None:
+def check_plan(plan: Plan, program: Program | None = None, stages: Sequence[Program] = ()) -> None:
     """Verifies a plan: specs fit meshes and shapes, bounds and memory are consistent, no op is decided twice.
 
-    With a program also: every op is decided, paths are its paths, and every spec has its tensor's rank.
+    With a program also: every op is decided, paths are its paths, and every spec has its tensor's rank. ``stages`` are the
+    programs of a pipeline's stages; else the first stage's is the whole program.
 
     Raises:
         AssertionError: naming the first fault; a plan of ours that fails is our mistake.
     """
-    for fault in plan_faults(plan, program):
+    for fault in plan_faults(plan, program, stages):
         raise AssertionError(f"invalid plan: {fault}")
 
 
-def plan_faults(plan: Plan, program: Program | None = None) -> Iterator[str]:
+def plan_faults(plan: Plan, program: Program | None = None, stages: Sequence[Program] = ()) -> Iterator[str]:
     """Everything that is wrong with the plan, each a sentence with its place."""
     if not plan.stages:
         yield "it has no stage"
@@ -45,11 +46,14 @@ def plan_faults(plan: Plan, program: Program | None = None) -> Iterator[str]:
             yield from _leaf_faults(leaf, word, plan)
     for index, stage in enumerate(plan.stages):
         yield from (f"stage {index}: {fault}" for fault in _stage_faults(stage))
-    for path, count in Counter(d.path for stage in plan.stages for d in stage.decisions).items():
-        if count > 1:
-            yield f"op {path} is decided {count} times"
+        for word, leaves in (("argument", stage.inputs), ("result", stage.outputs)):
+            for leaf in leaves:
+                yield from (f"stage {index}: {fault}" for fault in _leaf_faults(leaf, word, plan))
     if program is not None:
-        yield from _program_faults(plan, program)
+        if plan.input_paths != program.input_paths or plan.output_paths != program.output_paths:
+            yield "its argument or result paths are not the program's"
+        for stage, own in zip(plan.stages, stages or (program,), strict=True):
+            yield from _program_faults(stage, own)
 
 
 def _bound_faults(plan: Plan) -> Iterator[str]:
@@ -78,6 +82,9 @@ def _leaf_faults(leaf: Leaf, word: str, plan: Plan) -> Iterator[str]:
 
 def _stage_faults(stage: StagePlan) -> Iterator[str]:
     yield from _memory_faults(stage.memory)
+    for path, count in Counter(d.path for d in stage.decisions).items():
+        if count > 1:
+            yield f"op {path} is decided {count} times"
     for decision in stage.decisions:
         for spec in decision.operands + decision.results:
             if _unknown_axes(spec, stage.mesh):
@@ -108,10 +115,8 @@ def _memory_faults(memory: MemoryProfile) -> Iterator[str]:
             yield f"memory: {name} of {size_bytes} is above the peak of {memory.peak}"
 
 
-def _program_faults(plan: Plan, program: Program) -> Iterator[str]:
-    if plan.input_paths != program.input_paths or plan.output_paths != program.output_paths:
-        yield "its argument or result paths are not the program's"
-    decisions = {d.path: d for stage in plan.stages for d in stage.decisions}
+def _program_faults(stage: StagePlan, program: Program) -> Iterator[str]:
+    decisions = {d.path: d for d in stage.decisions}
     ops = {path: (owner, op) for path, owner, op in program.walk()}
     for path in [p for p in ops if p not in decisions][:1]:
         yield f"op {path} ({ops[path][1].primitive}) is not decided"

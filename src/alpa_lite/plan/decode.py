@@ -21,9 +21,11 @@ from alpa_lite.plan.records import (
     MeshCandidate,
     OpDecision,
     Padding,
+    Pipeline,
     PlanIdentity,
     SearchStep,
     StagePlan,
+    StageTransfer,
 )
 
 T = TypeVar("T")
@@ -69,6 +71,9 @@ def _long_row(data: bytes) -> str:
     stages = document.get("stages")
     for number, stage in enumerate(stages if isinstance(stages, list) else ()):
         tables += [(f"$.stages[{number}].{table}", stage.get(table), kind) for table, kind in doc.STAGE_ROWS.items()]
+    pipeline = document.get("pipeline")
+    if isinstance(pipeline, dict):
+        tables += [(f"$.pipeline.{table}", pipeline.get(table), kind) for table, kind in doc.PIPELINE_ROWS.items()]
     for place, rows, kind in tables:
         for number, row in enumerate(rows or ()):
             if isinstance(row, list) and len(row) > len(kind.__struct_fields__):
@@ -125,6 +130,7 @@ class _Decoder:
             ),
             "paddings": tuple(map(_padding, d.paddings)),
             "notes": tuple(d.notes),
+            "pipeline": None if d.pipeline is None else _pipeline(d.pipeline),
             "mesh_table": tuple(self._candidate(candidate) for candidate in d.mesh_table),
             "inputs": tuple(map(self._leaf, d.inputs)),
             "outputs": tuple(map(self._leaf, d.outputs)),
@@ -163,9 +169,15 @@ class _Decoder:
         return StagePlan(
             mesh=_decode_mesh(s.mesh),
             submesh=s.submesh,
+            first_device=s.first_device,
             layers=tuple(s.layers),
             compute_s=s.compute_s,
             penalty=s.penalty,
+            forward_s=s.forward_s,
+            backward_s=s.backward_s,
+            once_s=s.once_s,
+            inputs=tuple(map(self._leaf, s.inputs)),
+            outputs=tuple(map(self._leaf, s.outputs)),
             memory=MemoryProfile(**s.memory),
             collectives=tuple(map(self._collective, s.collectives)),
             conversions=tuple(
@@ -197,6 +209,16 @@ class _Decoder:
             source=self.string(row.source),
             tensor=row.tensor,
         )
+
+
+def _pipeline(p: doc.Pipeline) -> Pipeline:
+    return Pipeline(
+        num_microbatches=p.num_microbatches,
+        schedule=p.schedule,
+        stage_of_layer=tuple(p.stage_of_layer),
+        transfers=tuple(StageTransfer(**msgspec.structs.asdict(row)) for row in p.transfers),
+        bubble_share=p.bubble_share,
+    )
 
 
 def _padding(row: doc.PaddingRow) -> Padding:

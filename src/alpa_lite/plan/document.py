@@ -15,7 +15,7 @@ from alpa_lite.core.collective import CollectiveKind
 from alpa_lite.plan.records import LeafRole
 
 FORMAT = "alpa_lite.plan"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 
 class _Strict(msgspec.Struct, forbid_unknown_fields=True):
@@ -111,6 +111,23 @@ class PaddingRow(_Row):
     without: float | None
 
 
+class TransferRow(_Row):
+    tensor: str
+    source: int
+    target: int
+    when: str
+    size_bytes: int
+    time_s: float
+
+
+class Pipeline(_Strict):
+    num_microbatches: int
+    schedule: str
+    stage_of_layer: list[int]
+    bubble_share: float
+    transfers: list[TransferRow]
+
+
 class Decisions(_Strict):
     """``paths[i]`` is decided by row ``ops[i]`` of the op table."""
 
@@ -121,12 +138,18 @@ class Decisions(_Strict):
 class Stage(_Strict):
     mesh: Mesh
     submesh: tuple[int, int]
+    first_device: int
     layers: list[int]
     compute_s: float
     penalty: float
+    forward_s: float
+    backward_s: float
+    once_s: float
     memory: dict[str, int]
     collectives: list[CollectiveRow]
     conversions: list[ConversionRow]
+    inputs: list[LeafRow]
+    outputs: list[LeafRow]
     decisions: Decisions
 
 
@@ -163,6 +186,7 @@ class Document(_Strict):
     search: list[SearchRow]
     paddings: list[PaddingRow]
     notes: list[str]
+    pipeline: Pipeline | None
     mesh_table: list[Candidate]
     columns: dict[str, list[str]]
     inputs: list[LeafRow]
@@ -183,5 +207,11 @@ ROWS: dict[str, type[_Row]] = {
     "ops": OpRow,
     "steps": StepRow,
 }
-STAGE_ROWS: dict[str, type[_Row]] = {"collectives": CollectiveRow, "conversions": ConversionRow}
-COLUMNS = {table: list(kind.__struct_fields__) for table, kind in (ROWS | STAGE_ROWS).items()}
+STAGE_ROWS: dict[str, type[_Row]] = {
+    "collectives": CollectiveRow,
+    "conversions": ConversionRow,
+    "inputs": LeafRow,
+    "outputs": LeafRow,
+}
+PIPELINE_ROWS: dict[str, type[_Row]] = {"transfers": TransferRow}
+COLUMNS = {table: list(kind.__struct_fields__) for table, kind in (ROWS | STAGE_ROWS | PIPELINE_ROWS).items()}

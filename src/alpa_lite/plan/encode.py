@@ -13,7 +13,7 @@ from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.core.spec import ShardingSpec
 from alpa_lite.plan import document as doc
 from alpa_lite.plan.json_text import json_text
-from alpa_lite.plan.records import Leaf, MeshCandidate, OpDecision, StagePlan
+from alpa_lite.plan.records import Leaf, MeshCandidate, OpDecision, Pipeline, StagePlan
 
 if TYPE_CHECKING:
     from alpa_lite.plan.plan import Plan
@@ -62,6 +62,7 @@ def encode_plan(plan: Plan) -> bytes:
             for p in plan.paddings
         ],
         notes=list(plan.notes),
+        pipeline=None if plan.pipeline is None else _encode_pipeline(plan.pipeline),
         mesh_table=[_encode_candidate(candidate) for candidate in plan.mesh_table],
         columns=doc.COLUMNS,
         inputs=inputs,
@@ -74,6 +75,11 @@ def encode_plan(plan: Plan) -> bytes:
         stages=stages,
     )
     return json_text(msgspec.to_builtins(document)).encode()
+
+
+def _encode_pipeline(p: Pipeline) -> doc.Pipeline:
+    rows = [doc.TransferRow(t.tensor, t.source, t.target, t.when, t.size_bytes, float(t.time_s)) for t in p.transfers]
+    return doc.Pipeline(p.num_microbatches, p.schedule, list(p.stage_of_layer), float(p.bubble_share), rows)
 
 
 def _encode_mesh(mesh: DeviceMesh) -> doc.Mesh:
@@ -107,9 +113,13 @@ def _encode_stage(
     return doc.Stage(
         mesh=_encode_mesh(stage.mesh),
         submesh=stage.submesh,
+        first_device=stage.first_device,
         layers=list(stage.layers),
         compute_s=float(stage.compute_s),
         penalty=float(stage.penalty),
+        forward_s=float(stage.forward_s),
+        backward_s=float(stage.backward_s),
+        once_s=float(stage.once_s),
         memory=dict(stage.memory.items()),
         collectives=[
             doc.CollectiveRow(
@@ -129,5 +139,7 @@ def _encode_stage(
             )
             for c in stage.conversions
         ],
+        inputs=[_leaf_row(leaf, specs) for leaf in stage.inputs],
+        outputs=[_leaf_row(leaf, specs) for leaf in stage.outputs],
         decisions=doc.Decisions([d.path for d in stage.decisions], [op_row(d) for d in stage.decisions]),
     )

@@ -111,7 +111,7 @@ def _leaf_differences(
 
 def _op_differences(plan: Plan, program: Program) -> Iterator[str]:
     planned = [(d.path, d.op) for stage in plan.stages for d in stage.decisions]
-    if not all(text for _, text in planned):
+    if plan.pipeline is not None or not all(text for _, text in planned):
         return
     given = [(path, op_text(owner, op)) for path, owner, op in program.walk()]
     if len(planned) != len(given):

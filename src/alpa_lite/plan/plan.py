@@ -24,6 +24,7 @@ from alpa_lite.plan.records import (
     MemoryProfile,
     MeshCandidate,
     Padding,
+    Pipeline,
     PlanIdentity,
     SearchStep,
     StagePlan,
@@ -68,6 +69,7 @@ class Plan:
         options: the options that were set, by name.
         pins: (key as the user wrote it, spec text) pairs.
         search: how the chosen mesh was searched: objectives in falling order, the last one with what was proven.
+        pipeline: how the stages work together; None for a single stage.
         paddings: dims that are padded inside the step; a plan with any belongs to the padded program.
         notes: warnings and reports: dims ruled out, replicated ops, forced choices, annotations seen.
         trees: see the module docstring.
@@ -86,6 +88,7 @@ class Plan:
     options: tuple[tuple[str, OptionValue], ...] = ()
     pins: tuple[tuple[str, str], ...] = ()
     search: tuple[SearchStep, ...] = ()
+    pipeline: Pipeline | None = None
     paddings: tuple[Padding, ...] = ()
     notes: tuple[str, ...] = ()
     trees: PlanTrees | None = field(default=None, compare=False, repr=False)

@@ -100,6 +100,7 @@ class StagePlan:
     Attributes:
         mesh: the logical device mesh that all specs of the stage refer to.
         submesh: (hosts, devices per host) of the part of the cluster it takes.
+        first_device: of the cluster; the stage has as many from there as its mesh.
         layers: indices of its layers; empty while the whole program is one stage.
         memory: bytes per device.
         collectives: everything that moves data between devices of the mesh.
@@ -107,10 +108,15 @@ class StagePlan:
         conversions: changes of layout, each at its place; they name their ``collectives``.
         compute_s: predicted compute time of one step, in the plan's unit.
         penalty: what the cost convention charges for state that every device holds whole, in the plan's unit.
+        inputs, outputs: of the stage's part of the step: leaves of the step, then what it receives or sends ("loop": once per
+            microbatch, stacked here). Empty where the whole step is one stage.
+        forward_s, backward_s: predicted time of one microbatch, collectives included; 0 without a pipeline.
+        once_s: of what happens once per step: reducing gradients, the update.
     """
 
     mesh: DeviceMesh
     submesh: tuple[int, int] = (1, 1)
+    first_device: int = 0
     layers: tuple[int, ...] = ()
     memory: MemoryProfile = field(default_factory=MemoryProfile)
     collectives: tuple[Collective, ...] = ()
@@ -118,11 +124,55 @@ class StagePlan:
     conversions: tuple[Conversion, ...] = ()
     compute_s: float = 0.0
     penalty: float = 0.0
+    inputs: tuple[Leaf, ...] = ()
+    outputs: tuple[Leaf, ...] = ()
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    once_s: float = 0.0
 
     @property
     def communication_s(self) -> float:
         """Predicted time of all collectives of one step, in the plan's unit."""
         return sum(c.time_s * c.count for c in self.collectives)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageTransfer:
+    """A tensor that one stage sends to another.
+
+    Attributes:
+        tensor: its text, or the path of the leaf.
+        source, target: stages.
+        when: "start" and "end" once per step, "loop" for every microbatch.
+        size_bytes: of the whole tensor, one microbatch of it.
+        time_s: predicted, for one transfer.
+    """
+
+    tensor: str
+    source: int
+    target: int
+    when: str
+    size_bytes: int
+    time_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pipeline:
+    """How stages work together.
+
+    Attributes:
+        num_microbatches: slices of the batch.
+        schedule: name of the order of forward and backward passes.
+        stage_of_layer: rising.
+        transfers: between stages.
+        bubble_share: of the time of all devices, how much they wait, in the simulated step.
+    """
+
+    num_microbatches: int
+    schedule: str
+    stage_of_layer: tuple[int, ...]
+    transfers: tuple[StageTransfer, ...] = ()
+    bubble_share: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,7 @@ from alpa_lite.plan.plan import OptionValue
 
 DEFAULT_AXIS_NAMES = ("x", "y", "z")
 MAX_AXES = 3
+SCHEDULES = ("gpipe", "1f1b", "eager-1f1b")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +39,11 @@ class PlanOptions:
         annotations: "report" lists sharding annotations found in the arguments; "pin" makes them pins.
         num_microbatches: in how many slices ``al.value_and_grad`` takes the batch, one after the other, with gradients added up;
             "auto" takes the smallest power of two that fits the memory budget.
-        num_stages, schedule, remat: for pipelines; one stage until they exist.
+        num_stages: cut the step into so many stages of contiguous layers (``al.layer_boundary``, else found), each on an equal
+            part of the cluster; "auto" is one stage. ``mesh_shape`` is then that of every stage.
+        schedule: in which order stages take microbatches: "gpipe" (all forward, then all backward), "1f1b" (fewest in flight) or
+            "eager-1f1b".
+        remat: "auto" alone: what the function itself says with ``jax.checkpoint``.
         rules: sharding rules for primitives by name, each an ``al.register_rule("primitive", "rule")``; they replace others.
         time_limit_s: of the solver, per mesh.
         seed: of the solver.
@@ -100,12 +105,17 @@ class PlanOptions:
             )
         if not 1 <= self.max_axes <= MAX_AXES:
             faults.append(f"max_axes={self.max_axes} was given; 1 to {MAX_AXES} are allowed.")
-        if self.num_stages not in ("auto", 1):
-            faults.append(f"num_stages={self.num_stages!r} was given; only one stage is possible. Leave it at 'auto'.")
+        if self.num_stages != "auto" and not (isinstance(self.num_stages, int) and self.num_stages >= 1):
+            faults.append(
+                f"num_stages={self.num_stages!r} was given; allowed are 'auto' and numbers from 1. Give the number of "
+                "equal parts of the cluster."
+            )
+        if self.has_stages and self.schedule not in SCHEDULES:
+            faults.append(f"schedule={self.schedule!r} was given; allowed are {', '.join(map(repr, SCHEDULES))}.")
         if self.num_microbatches != "auto" and self.num_microbatches < 1:
             faults.append(
-                f"num_microbatches={self.num_microbatches} was given; allowed are 'auto' and numbers from 1. Give a divisor "
-                "of the batch size."
+                f"num_microbatches={self.num_microbatches} was given; allowed are 'auto' and numbers from 1. Give a "
+                "divisor of the batch size."
             )
         if self.remat != "auto":
             faults.append(
@@ -148,6 +158,11 @@ class PlanOptions:
             elif value is not None and not isinstance(value, Real):
                 faults.append(f"{name}={value!r} was given; it must be a number, e.g. 16e9 for 16 GB.")
         return faults
+
+    @property
+    def has_stages(self) -> bool:
+        """Whether a pipeline of several stages is asked for."""
+        return self.num_stages not in ("auto", 1)
 
     @property
     def symbol(self) -> str | None:

@@ -81,7 +81,7 @@ def plan_step(
     if not solved:
         if not results:
             raise refused[0]
-        raise _no_plan(task, results, cluster)
+        raise no_plan(task, results, cluster)
     best = min(solved, key=lambda r: (r.objective, meshes.index(r.mesh)))
     plan = _plan(task, cluster, best, versions, tuple(tried[mesh] for mesh in meshes), notes)
     check_plan(plan, program)
@@ -110,7 +110,7 @@ def plan_of_result(
 ) -> Plan:
     """The plan on one mesh, as ``plan_step`` gives it where no other mesh was tried; it raises the same errors."""
     if result.realised is None:
-        raise _no_plan(task, [result], cluster)
+        raise no_plan(task, [result], cluster)
     plan = _plan(task, cluster, result, versions, (_candidate(result),), notes)
     check_plan(plan, task.program)
     return plan
@@ -160,7 +160,7 @@ def _candidate(result: MeshResult) -> MeshCandidate:
     )
 
 
-def _no_plan(task: MeshTask, results: list[MeshResult], cluster: Cluster) -> AlpaLiteError:
+def no_plan(task: MeshTask, results: list[MeshResult], cluster: Cluster) -> AlpaLiteError:
     unsolved = [str(r.mesh) for r in results if r.status == "no-solution"]
     if unsolved:
         return SolverError(

@@ -275,9 +275,9 @@ def check_regions(flat: FlatJaxpr, count: int, *, required: bool = False) -> Non
     Raises:
         MicrobatchError: there is none, more than one, one inside a loop or branch, or one that was traced for another number.
     """
-    if count == 1 and not required and not any(_is_region(op) for op in flat.ops):
+    if count == 1 and not required and not any(is_microbatch_loop(op) for op in flat.ops):
         return
-    regions = [op for op in flat.ops if _is_region(op)]
+    regions = [op for op in flat.ops if is_microbatch_loop(op)]
     lengths = {op.params["length"] for op in regions}
     if lengths - {count}:
         raise MicrobatchError(
@@ -293,7 +293,7 @@ def check_regions(flat: FlatJaxpr, count: int, *, required: bool = False) -> Non
             "gradient per step can be repeated per microbatch. Take one gradient of the sum of the losses, or use "
             "jax.value_and_grad for those that see the whole batch."
         )
-    nested = next((op.source for op in _inner_ops(flat) if _is_region(op)), "")
+    nested = next((op.source for op in _inner_ops(flat) if is_microbatch_loop(op)), "")
     place = (
         f"al.value_and_grad stands inside a loop or branch at {nested}" if nested else "no al.value_and_grad or al.grad"
     )
@@ -303,7 +303,8 @@ def check_regions(flat: FlatJaxpr, count: int, *, required: bool = False) -> Non
     )
 
 
-def _is_region(op: FlatOp) -> bool:
+def is_microbatch_loop(op: FlatOp) -> bool:
+    """Whether an op is the loop that ``value_and_grad`` traced to."""
     return op.name == "scan" and SCOPE in op.scope
 
 

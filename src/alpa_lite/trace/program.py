@@ -191,7 +191,7 @@ def _mirror(
     out_paths: list[str],
     donated: list[bool],
 ) -> Program:
-    values = tuple(_value(a) for a in flat.avals)
+    values = tuple(value_of(a) for a in flat.avals)
     ops = []
     for op in flat.ops:
         key = keys[id(op)]
@@ -232,7 +232,8 @@ def _mirror(
     )
 
 
-def _value(aval: Any) -> Value:
+def value_of(aval: Any) -> Value:
+    """Shape and type of an abstract value."""
     dtype = getattr(aval, "dtype", np.dtype("uint32"))
     itemsize = getattr(dtype, "itemsize", _KEY_ITEMSIZE)
     return Value(shape=tuple(getattr(aval, "shape", ())), dtype=str(dtype), itemsize=itemsize)

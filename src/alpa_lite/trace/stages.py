@@ -229,6 +229,8 @@ class _Split:
                 self._want_outer(stage, self.loop.inputs[self.num_consts + j])
         self._want_inputs_of_bodies()
         self._want_state_from_owners()
+        read = set().union(*(need.args for need in self.needs))
+        self.needs[0].args.update(set(range(len(self.flat.inputs))) - read)  # what nothing reads lies somewhere
         return tuple(self._build(stage) for stage in range(self.num_stages))
 
     def _home(self, value: Any) -> int:

@@ -1,0 +1,312 @@
+"""Plans a step as stages on submeshes of equal size: layers -> stages -> a plan for each -> one simulated pipeline.
+
+Each stage is planned by the same code as a whole step (``one_mesh``), on its part of the step. What a pipeline adds is the
+memory of microbatches in flight, transfers between stages, and the schedule, whose simulated time is the objective.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from alpa_lite.cluster.cluster import Cluster
+from alpa_lite.core.program import Program
+from alpa_lite.core.spec import ShardingSpec
+from alpa_lite.costs.profile import roles_of
+from alpa_lite.errors import LayerError, MemoryBudgetError, PinError
+from alpa_lite.plan.check import check_plan
+from alpa_lite.plan.identity import fingerprint, op_text
+from alpa_lite.plan.pins import PinnedDims, ResolvedPins
+from alpa_lite.plan.plan import Plan
+from alpa_lite.plan.records import Leaf, LeafRole, Pipeline, PlanIdentity, StagePlan, StageTransfer
+from alpa_lite.planner.one_mesh import MeshResult, plan_on_mesh
+from alpa_lite.planner.options import PlanOptions
+from alpa_lite.planner.plan_step import LITERAL, Versions, mesh_candidates, mesh_task, no_plan
+from alpa_lite.planner.stage_costs import StageCosts, stage_costs
+from alpa_lite.schedule import Action, ActionKind, Schedule, chain_step, in_flight, make_schedule, simulate_schedule
+from alpa_lite.trace.staged import StagedStep
+from alpa_lite.trace.stages import StageProgram
+
+_ROUNDS = 4  # of planning a stage whose microbatches in flight pass the budget
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedStage:
+    """One stage with its plan on its submesh."""
+
+    part: StageProgram
+    program: Program
+    cluster: Cluster
+    result: MeshResult
+    costs: StageCosts
+
+
+def plan_pipeline(
+    step: StagedStep,
+    cluster: Cluster,
+    pins: ResolvedPins,
+    options: PlanOptions,
+    versions: Versions,
+    *,
+    notes: tuple[str, ...] = (),
+    progress: Callable[[str], None] | None = None,
+) -> Plan:
+    """The plan for ``step``, whose layers are already joined to stages.
+
+    Raises:
+        LayerError: the cluster cannot be cut into that many equal submeshes.
+        MemoryBudgetError, PinError, PinClashError, SolverError: as for one mesh, for some stage.
+    """
+    tell = progress or (lambda text: None)
+    submesh = equal_submesh(cluster, step.num_stages, pins.source)
+    schedule = make_schedule(options.schedule, step.num_stages, step.num_microbatches)
+    flying = in_flight(schedule)
+    known: dict[object, PlannedStage] = {}
+    stages = []
+    for number, (part, program) in enumerate(zip(step.stages, step.programs, strict=True)):
+        own = stage_pins(pins, part, program)
+        key = (fingerprint(program), own.inputs, own.outputs, flying[number].residuals)
+        if key not in known:
+            tell(f"planning stage {number} of {step.num_stages}, {len(program.ops)} ops")
+            known[key] = _plan_stage(part, program, submesh, own, options, flying[number].residuals)
+        stages.append(replace(known[key], part=part, program=program))
+    plan = _joined(step, stages, schedule, cluster, pins, options, versions, notes)
+    check_plan(plan, step.whole, step.programs)
+    return plan
+
+
+def equal_submesh(cluster: Cluster, num_stages: int, source: str) -> Cluster:
+    """One of ``num_stages`` equal parts: whole hosts, or equal parts of a host."""
+    hosts, per_host = cluster.num_hosts, cluster.devices_per_host
+    if hosts % num_stages == 0:
+        return replace(cluster, num_hosts=hosts // num_stages)
+    parts, rest = divmod(num_stages, hosts)
+    if rest == 0 and per_host % parts == 0:
+        return replace(cluster, num_hosts=1, devices_per_host=per_host // parts)
+    raise LayerError(
+        f"num_stages={num_stages} does not cut the cluster {cluster} in equal submeshes. Each must have whole hosts or an equal "
+        f"part of one. At {source}. Give a number of stages that divides {hosts}, or {hosts} times a divisor of {per_host}."
+    )
+
+
+def stage_pins(pins: ResolvedPins, part: StageProgram, program: Program) -> ResolvedPins:
+    """The pins of the leaves that a stage has; what it receives and sends is free."""
+
+    def free(path: str, value: int) -> PinnedDims:
+        shape = program.values[value].shape if value >= 0 else ()
+        return PinnedDims(path=path, shape=shape, dims=(None,) * len(shape))
+
+    received = list(zip(program.input_paths, program.inputs, strict=True))[len(part.args) :]
+    sent = list(zip(program.output_paths, program.outputs, strict=True))[len(part.results) :]
+    starts = [c.argument for c in part.received if c.when == "start"]
+    state = [pins.inputs[a] for a in starts]  # another stage's state lies here as it is pinned there
+    position = {a: i for i, a in enumerate((*part.args, *starts))}
+    return replace(
+        pins,
+        inputs=(*(pins.inputs[a] for a in part.args), *state, *(free(p, v) for p, v in received[len(starts) :])),
+        outputs=(*(pins.outputs[r] for r in part.results), *(free(p, v) for p, v in sent)),
+        ties=tuple((position[a], position[b]) for a, b in pins.ties if a in position and b in position),
+    )
+
+
+def _plan_stage(
+    part: StageProgram,
+    program: Program,
+    cluster: Cluster,
+    pins: ResolvedPins,
+    options: PlanOptions,
+    microbatches: int,
+) -> PlannedStage:
+    """The cheapest plan over the meshes of the submesh, with ``microbatches`` of them in flight."""
+    task = mesh_task(program, cluster, pins, options)
+    found: list[PlannedStage] = []
+    results: list[MeshResult] = []
+    refused: list[PinError] = []
+    least = math.inf
+    for mesh in sorted(mesh_candidates(cluster, pins, options), key=lambda mesh: sum(mesh.shape)):
+        # The stage's program holds what it exchanges stacked over all microbatches; what is in flight is counted after.
+        limit = math.inf
+        for _ in range(_ROUNDS):
+            try:
+                result = plan_on_mesh(replace(task, budget=limit), cluster, mesh)
+            except PinError as error:
+                refused.append(error)
+                break
+            results.append(result)
+            if result.realised is None:
+                break
+            costs = stage_costs(part, program, result, microbatches)
+            least = min(least, costs.memory.peak)
+            if costs.memory.peak <= task.budget:
+                found.append(PlannedStage(part=part, program=program, cluster=cluster, result=result, costs=costs))
+                break
+            assert result.peak is not None
+            limit = min(limit, result.peak.profile.peak) - math.ceil(costs.memory.peak - task.budget)
+            if limit <= 0:
+                break
+    if found:
+        return min(found, key=lambda stage: stage.result.objective)
+    if not results:
+        raise refused[0]
+    if math.isfinite(least):
+        raise MemoryBudgetError(
+            f"no plan of the stage of layers {part.layers[0]}-{part.layers[-1]} with {microbatches} microbatches in flight fits: "
+            f"the smallest peak found is {least:,.0f} bytes, the budget {task.budget:,.0f} per device ({cluster}). At "
+            f"{pins.source}. Give more stages, more microbatches, jax.checkpoint around layers, or a larger memory_budget_bytes."
+        )
+    raise no_plan(task, results, cluster)
+
+
+def _joined(
+    step: StagedStep,
+    stages: Sequence[PlannedStage],
+    schedule: Schedule,
+    cluster: Cluster,
+    pins: ResolvedPins,
+    options: PlanOptions,
+    versions: Versions,
+    notes: tuple[str, ...],
+) -> Plan:
+    transfers = _transfers(step, stages, cluster)
+    makespan, bubble = _simulated(schedule, stages, transfers)
+    own = [_stage_plan(stage, number, transfers) for number, stage in enumerate(stages)]
+    inputs = _step_leaves(step.whole.input_paths, own, "inputs")
+    outputs = _step_leaves(step.whole.output_paths, own, "outputs")
+    roles = {leaf.path: role for leaf, role in zip(inputs, roles_of(step.whole), strict=True)}
+    owner = dict(step.whole.aliases)
+    inputs = tuple(replace(leaf, role=roles[leaf.path]) for leaf in inputs)
+    by_result = {o: inputs[i].role for i, o in owner.items()}
+    outputs = tuple(replace(leaf, role=by_result.get(o, LeafRole.OUTPUT)) for o, leaf in enumerate(outputs))
+    # A stage does its own part whatever the others do; the bound is for this choice of stages.
+    bound = max(stage.result.lower_bound for stage in stages)
+    status = "optimal stages" if all(s.result.status == "optimal" for s in stages) else "feasible"
+    return Plan(
+        stages=tuple(own),
+        objective=makespan,
+        lower_bound=min(bound, makespan),
+        status=status,
+        unit=stages[0].result.unit,
+        costs=options.costs,
+        inputs=inputs,
+        outputs=outputs,
+        pipeline=Pipeline(
+            num_microbatches=step.num_microbatches,
+            schedule=options.schedule,
+            stage_of_layer=step.stage_of_layer,
+            transfers=transfers,
+            bubble_share=bubble,
+        ),
+        identity=PlanIdentity(
+            fingerprint=fingerprint(step.whole),
+            cluster=str(cluster),
+            calibration=cluster.calibration.to_text() if cluster.calibration else "",
+            jax_version=versions.jax,
+            alpa_lite_version=versions.alpa_lite,
+        ),
+        options=options.changed(),
+        pins=pins.keys,
+        notes=(
+            *notes,
+            *pins.notes,
+            "the lower bound holds for these stages: each stage's own bound, the largest of them",
+        ),
+    )
+
+
+def _stage_plan(stage: PlannedStage, number: int, transfers: Sequence[StageTransfer]) -> StagePlan:
+    program, written = stage.program, stage.result.realised
+    assert written is not None
+    times = dict(stage.result.op_times)
+    decisions = tuple(
+        replace(d, op=op_text(owner, op), time_s=times.get(d.path, 0.0))
+        for d, (_, owner, op) in zip(written.decisions, program.walk(), strict=True)
+    )
+
+    def leaves(paths: Sequence[str], values: Sequence[int], specs: Sequence[ShardingSpec]) -> tuple[Leaf, ...]:
+        kinds = (program.values[v] if v >= 0 else LITERAL for v in values)
+        return tuple(Leaf(path=p, value=v, spec=s, stage=number) for p, v, s in zip(paths, kinds, specs, strict=True))
+
+    mesh = stage.result.mesh
+    return StagePlan(
+        mesh=mesh,
+        submesh=(stage.cluster.num_hosts, stage.cluster.devices_per_host),
+        first_device=number * mesh.num_devices,
+        layers=stage.part.layers,
+        memory=stage.costs.memory,
+        collectives=written.collectives,
+        decisions=decisions,
+        conversions=written.conversions,
+        compute_s=stage.result.compute,
+        penalty=stage.result.penalty,
+        inputs=leaves(program.input_paths, program.inputs, written.in_specs),
+        outputs=leaves(program.output_paths, program.outputs, written.out_specs),
+        forward_s=stage.costs.forward_s,
+        backward_s=stage.costs.backward_s,
+        once_s=stage.costs.once_s,
+    )
+
+
+def _step_leaves(paths: Sequence[str], stages: Sequence[StagePlan], side: str) -> tuple[Leaf, ...]:
+    """Leaves of the step: each as the first stage that has it, and owns it if it is state, lays it out."""
+    found: dict[str, Leaf] = {}
+    for stage in stages:
+        for leaf in getattr(stage, side):
+            found.setdefault(leaf.path, leaf)
+    return tuple(found[path] for path in paths)
+
+
+def _transfers(step: StagedStep, stages: Sequence[PlannedStage], cluster: Cluster) -> tuple[StageTransfer, ...]:
+    """What stages send each other, with the time on the link between them: every device sends its share at once."""
+    per_host = cluster.devices_per_host
+    found = []
+    for target, stage in enumerate(stages):
+        for crossing in stage.part.received:
+            value = step.value_of(crossing)
+            sender, devices = stages[crossing.source], stages[crossing.source].result.mesh.num_devices
+            first, second = crossing.source * devices, target * stage.result.mesh.num_devices
+            inside = cluster.num_hosts == 1 or first // per_host == second // per_host
+            link = cluster.inside if inside else cluster.between
+            lanes = min(devices, stage.result.mesh.num_devices)
+            if not inside and link.per_host:
+                lanes = min(sender.cluster.num_hosts, stage.cluster.num_hosts)
+            time_s = link.setup_s + link.latency_s + value.size_bytes / (lanes * link.bandwidth_bytes_per_s)
+            found.append(
+                StageTransfer(
+                    tensor=str(value),
+                    source=crossing.source,
+                    target=target,
+                    when=crossing.when,
+                    size_bytes=value.size_bytes,
+                    time_s=time_s,
+                )
+            )
+    return tuple(found)
+
+
+def _simulated(
+    schedule: Schedule, stages: Sequence[PlannedStage], transfers: Sequence[StageTransfer]
+) -> tuple[float, float]:
+    """(time of one step, share of it that devices wait)."""
+    between: dict[tuple[int, int], float] = {}
+    for t in transfers:
+        if t.when == "loop":
+            between[t.source, t.target] = between.get((t.source, t.target), 0.0) + t.time_s
+
+    def duration(action: Action) -> float:
+        costs = stages[action.stage].costs
+        match action.kind:
+            case ActionKind.F:
+                return costs.forward_s
+            case ActionKind.B:
+                return costs.backward_s
+            case ActionKind.UPDATE:
+                return costs.once_s
+        return 0.0
+
+    boundary = 1  # what is sent is priced above, not by its bytes
+    step = chain_step(schedule, boundary_bytes=boundary)
+    line = simulate_schedule(schedule, duration, lambda t: between.get((t.source, t.destination), 0.0), step)
+    once = sum(t.time_s for t in transfers if t.when != "loop")
+    makespan = line.makespan_s + once
+    return makespan, line.bubble_share if makespan else 0.0

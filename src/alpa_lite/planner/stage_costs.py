@@ -1,0 +1,118 @@
+"""What one planned stage costs in a pipeline: seconds per pass and per step, and memory with microbatches in flight."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from alpa_lite.core.program import Program
+from alpa_lite.core.spec import ShardingSpec
+from alpa_lite.plan.records import MemoryProfile
+from alpa_lite.planner.one_mesh import MeshResult
+from alpa_lite.planner.realise import Realised
+from alpa_lite.trace.stages import StageProgram
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageCosts:
+    """Of one stage under its plan.
+
+    Attributes:
+        forward_s, backward_s: of one microbatch, in the plan's unit.
+        once_s: per step.
+        residual_bytes: what a microbatch keeps from its forward to its backward pass, per device.
+        memory: with all microbatches in flight.
+    """
+
+    forward_s: float
+    backward_s: float
+    once_s: float
+    residual_bytes: int
+    memory: MemoryProfile
+
+
+def stage_costs(part: StageProgram, program: Program, result: MeshResult, microbatches: int) -> StageCosts:
+    """Take a stage's result apart.
+
+    Args:
+        part, program: the stage.
+        result: its plan, with ``realised`` and ``peak``.
+        microbatches: in flight at most.
+    """
+    written, peak = result.realised, result.peak
+    assert written is not None and peak is not None
+    trips = program.ops[part.loop].trip_count
+    forward, backward, once = [], [], []
+    prices = [*result.op_times, *((c.op, c.cost) for c in written.conversions)]
+    for path, price in prices:
+        parts = path.split(".")
+        if parts[0] != str(part.loop) or len(parts) == 1:
+            once.append(price)
+        elif parts[2] != "out" and int(parts[2]) < part.num_forward:
+            forward.append(price)
+        else:
+            backward.append(price)
+    residual = _residual_bytes(part, program, written, result)
+    stacked = _stacked_bytes(part, program, written, result)
+    # The stage's program holds what it exchanges stacked over all microbatches; a pipeline holds a few at a time.
+    extra = (microbatches - 1) * residual - stacked * (trips - microbatches) // trips
+    profile = peak.profile
+    memory = replace(
+        profile,
+        activations=profile.activations + max(microbatches - 1, 0) * residual,
+        inputs=max(profile.inputs - stacked, 0),
+        peak=max(profile.peak + extra, profile.parameters + profile.optimizer_state),
+    )
+    memory = replace(memory, peak=max(memory.peak, *(size for name, size in memory.items() if name != "peak")))
+    return StageCosts(
+        forward_s=math.fsum(forward) / trips,
+        backward_s=math.fsum(backward) / trips,
+        once_s=math.fsum(once) + result.penalty,
+        residual_bytes=residual,
+        memory=memory,
+    )
+
+
+def _residual_bytes(part: StageProgram, program: Program, written: Realised, result: MeshResult) -> int:
+    """Bytes per device of the values, in their layouts, that the backward pass reads of the forward pass of its microbatch."""
+    loop, prefix = program.ops[part.loop], f"{part.loop}.0."
+    body = loop.bodies[0]
+    decisions = {d.path: d for d in written.decisions}
+    first = loop.num_consts + loop.num_carry
+    slices = len(body.inputs) - first
+    received = sum(c.when == "loop" for c in part.received)
+    have: set[tuple[int, ShardingSpec]] = set()
+    for value, spec in (
+        zip(body.inputs[first + slices - received :], decisions[str(part.loop)].operands[-received:], strict=True)
+        if received
+        else ()
+    ):
+        have.add((value, ShardingSpec(spec.dims[1:], spec.unreduced)))
+    wanted: set[tuple[int, ShardingSpec]] = set()
+    for index, op in enumerate(body.ops):
+        decision = decisions[f"{prefix}{index}"]
+        if index < part.num_forward:
+            have.update((v, s) for v, s in zip(op.outputs, decision.results, strict=True) if v >= 0)
+        else:
+            wanted.update((v, s) for v, s in zip(op.inputs, decision.operands, strict=True) if v >= 0)
+    for c in written.conversions:
+        place = c.op.removeprefix(prefix)
+        if c.op.startswith(prefix) and "." not in place:
+            if place != "out" and int(place) < part.num_forward:
+                have.add((c.value, c.target))
+            else:
+                wanted.add((c.value, c.source))
+    mesh = result.mesh
+    kept = have & wanted
+    return sum(spec.local_size_bytes(body.values[v].shape, body.values[v].itemsize, mesh) for v, spec in kept)
+
+
+def _stacked_bytes(part: StageProgram, program: Program, written: Realised, result: MeshResult) -> int:
+    """Bytes per device of what is exchanged in the loop, stacked over all microbatches."""
+    ends = list(zip(program.inputs[len(part.args) :], written.in_specs[len(part.args) :], part.received, strict=True))
+    ends += zip(program.outputs[len(part.results) :], written.out_specs[len(part.results) :], part.sent, strict=True)
+    return sum(
+        spec.local_size_bytes(program.values[v].shape, program.values[v].itemsize, result.mesh)
+        for v, spec, crossing in ends
+        if crossing.when == "loop"
+    )

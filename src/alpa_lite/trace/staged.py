@@ -1,0 +1,108 @@
+"""A traced step whose layers are joined to stages: one Program per stage, made anew whenever a plan is made or read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from alpa_lite.core.program import Program, Value
+from alpa_lite.core.rule_text import NamedRule
+from alpa_lite.errors import LayerError
+from alpa_lite.trace.commute import commute_sums
+from alpa_lite.trace.flatten import FlatJaxpr
+from alpa_lite.trace.layers import Layered, assign_layers
+from alpa_lite.trace.microbatch import is_microbatch_loop
+from alpa_lite.trace.program import build_program, value_of
+from alpa_lite.trace.stages import Crossing, StageProgram, split_step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagedStep:
+    """A step cut into stages.
+
+    Attributes:
+        whole: the step's own program.
+        stage_of_layer: rising.
+        num_microbatches: trips of its loop.
+        stages, programs: per stage its part, and the Program that mirrors it.
+        flat, layered: the step and its loop's body that the parts were taken from; crossings number their values.
+    """
+
+    whole: Program
+    stage_of_layer: tuple[int, ...]
+    num_microbatches: int
+    stages: tuple[StageProgram, ...]
+    programs: tuple[Program, ...]
+    flat: FlatJaxpr
+    layered: Layered
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.stages)
+
+    def value_of(self, crossing: Crossing) -> Value:
+        """Shape and type of what crosses, for one microbatch."""
+        flat = self.layered.flat if crossing.when == "loop" else self.flat
+        return value_of(flat.avals[crossing.value])
+
+
+def microbatch_loop(flat: FlatJaxpr) -> int:
+    """Number of the op that repeats per microbatch; there is exactly one (``check_regions``)."""
+    return next(i for i, op in enumerate(flat.ops) if is_microbatch_loop(op))
+
+
+def layers_of(flat: FlatJaxpr) -> Layered:
+    """The layers of a step that was flattened with its boundaries."""
+    return assign_layers(flat.ops[microbatch_loop(flat)].bodies[0])
+
+
+def staged_step(
+    whole: Program,
+    flat: FlatJaxpr,
+    layered: Layered,
+    stage_of_layer: Sequence[int],
+    rules: tuple[NamedRule, ...] = (),
+) -> StagedStep:
+    """Join layers to stages.
+
+    Args:
+        whole: the step's program.
+        flat: the step, flattened with its boundaries.
+        layered: its layers.
+        stage_of_layer: one number per layer, rising by 0 or 1 from 0.
+        rules: the user's, by primitive.
+
+    Raises:
+        LayerError: the numbers are no such list.
+    """
+    given = tuple(stage_of_layer)
+    steps = [b - a for a, b in zip((0, *given), given, strict=False)]
+    if len(given) != layered.num_layers or any(s not in (0, 1) for s in steps) or not given or given[0]:
+        raise LayerError(
+            f"stage_of_layer={given} for {layered.num_layers} layers. It must have one stage per layer, starting with 0 and "
+            "rising by 0 or 1. Stages are contiguous layers; count al.layer_boundary calls, plus one."
+        )
+    loop = microbatch_loop(flat)
+    count = flat.ops[loop].params["length"]
+    flat, layered = commute_sums(flat, loop, layered, given)
+    stages = split_step(flat, loop, layered, given, whole.aliases)
+    programs = tuple(_program(whole, stage, rules) for stage in stages)
+    return StagedStep(
+        whole=whole,
+        stage_of_layer=given,
+        num_microbatches=count,
+        stages=stages,
+        programs=programs,
+        flat=flat,
+        layered=layered,
+    )
+
+
+def _program(whole: Program, stage: StageProgram, rules: tuple[NamedRule, ...]) -> Program:
+    """Received state keeps its path; everything else that crosses is numbered."""
+    inputs = [whole.input_paths[a] for a in stage.args]
+    for i, c in enumerate(stage.received):
+        inputs.append(whole.input_paths[c.argument] if c.when == "start" else f"received/{i}")
+    outputs = [whole.output_paths[r] for r in stage.results] + [f"sent/{i}" for i in range(len(stage.sent))]
+    donated = [whole.donated[a] for a in stage.args] + [False] * len(stage.received)
+    return build_program(stage.flat, inputs, outputs, donated, rules)

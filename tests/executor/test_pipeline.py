@@ -166,6 +166,19 @@ def test_planning_is_deterministic():
     assert first == second
 
 
+@pytest.mark.parametrize(("num_stages", "schedule"), [(2, "1f1b"), (4, "eager-1f1b")])
+def test_no_boundary_goes_through_the_host(num_stages, schedule, monkeypatch):
+    """JAX reads an array on the host in one place; on the way it would wait for whatever makes the array."""
+    args, read = arguments(), []
+    real = type(args[1][0])._value
+    run(num_stages, schedule)
+    monkeypatch.setattr(type(args[1][0]), "_value", property(lambda self: read.append(self) or real.fget(self)))
+    _, loss = parallel(num_stages, schedule)(*args)
+    assert not read
+    np.asarray(loss)
+    assert read, "JAX reads arrays elsewhere now"
+
+
 def test_one_activation_and_one_gradient_cross_each_boundary():
     step = split((0, 1, 2, 3))
     for number, stage in enumerate(step.stages):

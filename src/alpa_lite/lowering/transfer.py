@@ -66,6 +66,18 @@ class _Join:
     function: Callable[..., Any] | None
 
 
+class Functions:
+    """Jitted functions by what they do: what was compiled for one transfer serves others."""
+
+    def __init__(self) -> None:
+        self.made: dict[Any, Any] = {}
+
+    def get(self, make: Callable[..., Any], *args: Any) -> Any:
+        if (make, args) not in self.made:
+            self.made[make, args] = make(*args)
+        return self.made[make, args]
+
+
 @dataclass(frozen=True, slots=True)
 class Arriving:
     """Pieces on their way; ``receive`` makes the array of them."""
@@ -107,6 +119,7 @@ class Transfer:
         target_mesh: Mesh,
         *,
         gather_bytes: int = GATHER_BYTES,
+        functions: Functions | None = None,
     ) -> Transfer:
         """The transfer for arrays of one type.
 
@@ -115,6 +128,7 @@ class Transfer:
             source_spec, source_mesh: how it lies.
             target_spec, target_mesh: how it is wanted.
             gather_bytes: gather on the target if that saves at least so many bytes between the meshes.
+            functions: shared with other transfers.
 
         Raises:
             SpecError: a spec has unreduced axes.
@@ -126,8 +140,9 @@ class Transfer:
         gathered = tuple(landed[len(kept) :] for landed, kept in wanted)
         target = NamedSharding(target_mesh, partition_spec(target_spec))
         landing = NamedSharding(target_mesh, partition_spec(plan.after.spec))
-        cuts, numbers = _cuts(plan)
-        waves, joins = _waves(plan, numbers, dtype, landing)
+        functions = functions or Functions()
+        cuts, numbers = _cuts(plan, functions)
+        waves, joins = _waves(plan, numbers, dtype, landing, functions)
         return cls(
             plan=plan,
             gathered=gathered,
@@ -136,7 +151,7 @@ class Transfer:
             cuts=cuts,
             waves=waves,
             joins=joins,
-            gather=_gather(gathered, landing, target) if any(gathered) else None,
+            gather=functions.get(_gatherer, gathered, landing, target) if any(gathered) else None,
         )
 
     def __call__(self, array: Any) -> Any:
@@ -174,6 +189,7 @@ class Transfers:
     def __init__(self, *, gather_bytes: int = GATHER_BYTES) -> None:
         self.gather_bytes = gather_bytes
         self.made: dict[Any, Transfer] = {}
+        self.functions = Functions()
 
     def place(self, value: Any, sharding: NamedSharding) -> Any:
         """Any array or number in a layout. ``jax.device_put`` takes what does not lie on a mesh, and that without waiting."""
@@ -183,7 +199,10 @@ class Transfers:
         return jax.device_put(jnp.asarray(value), sharding)
 
     def move(self, array: Any, sharding: NamedSharding) -> Any:
-        """The array in another layout, maybe on other devices; only enqueues work. Both halves at once."""
+        """The array in another layout, maybe on other devices; only enqueues work. Both halves at once.
+
+        As with ``jax.device_put``, tiles that stay on their device are shared with the given array, not copied.
+        """
         return self.receive(self.send(array, sharding))
 
     def send(self, array: Any, sharding: NamedSharding) -> Any:
@@ -219,7 +238,8 @@ class Transfers:
 
     def _between(self, array: Any, sharding: NamedSharding) -> Transfer:
         source, target = (_layout(s, array.ndim) for s in (array.sharding, sharding))
-        return Transfer.between(array.shape, array.dtype, *source, *target, gather_bytes=self.gather_bytes)
+        options = {"gather_bytes": self.gather_bytes, "functions": self.functions}
+        return Transfer.between(array.shape, array.dtype, *source, *target, **options)
 
 
 def _layout(sharding: Any, rank: int) -> tuple[ShardingSpec, Mesh]:
@@ -265,7 +285,7 @@ def _plan(shape: tuple[int, ...], itemsize: int, before: Placement, after: Place
     return best
 
 
-def _cuts(plan: TilePlan) -> tuple[tuple[_Cut, ...], dict[tuple[int, Box], int]]:
+def _cuts(plan: TilePlan, functions: Functions) -> tuple[tuple[_Cut, ...], dict[tuple[int, Box], int]]:
     """Per source device its cut, and the number of every (device, part of its tile)."""
     wanted: dict[int, dict[Box, None]] = defaultdict(dict)
     for t in plan.transfers:
@@ -273,7 +293,6 @@ def _cuts(plan: TilePlan) -> tuple[tuple[_Cut, ...], dict[tuple[int, Box], int]]
     whole = tuple((0, size) for size in plan.before.spec.local_shape(plan.shape, plan.before.mesh))
     cuts: list[_Cut] = []
     numbers: dict[tuple[int, Box], int] = {}
-    made: dict[Any, Any] = {}  # devices that cut alike share a function, which is traced once
     for index, device in enumerate(plan.before.devices):
         boxes = [box for box in wanted.get(device, ()) if box != whole]
         if whole in wanted.get(device, ()):
@@ -281,12 +300,12 @@ def _cuts(plan: TilePlan) -> tuple[tuple[_Cut, ...], dict[tuple[int, Box], int]]
             cuts.append(_Cut(source=index, function=None))
         if boxes:
             numbers.update({(device, box): len(numbers) + k for k, box in enumerate(boxes)})
-            cuts.append(_Cut(source=index, function=made.setdefault(tuple(boxes), _cutter(tuple(boxes)))))
+            cuts.append(_Cut(source=index, function=functions.get(_cutter, tuple(boxes))))
     return tuple(cuts), numbers
 
 
 def _waves(
-    plan: TilePlan, numbers: dict[tuple[int, Box], int], dtype: Any, landing: NamedSharding
+    plan: TilePlan, numbers: dict[tuple[int, Box], int], dtype: Any, landing: NamedSharding, functions: Functions
 ) -> tuple[tuple[_Wave, ...], tuple[_Join, ...]]:
     """Copies grouped by (place among the target's pieces, shape); no joins if one wave brings every tile whole."""
     arriving: dict[int, list[Any]] = {device: [] for device in plan.after.devices}
@@ -310,11 +329,10 @@ def _waves(
         put = shard_putter((len(pieces) * shape[0], *shape[1:]), dtype, line)
         waves.append(_Wave(pieces=tuple(number for _, number in pieces), put=put))
     order = {group: k for k, group in enumerate(groups)}
-    made: dict[Any, Any] = {}
     joins = []
     for index, transfers in enumerate(arriving.values()):
         boxes = tuple(t.target_box for t in transfers)
-        function = made.setdefault(boxes, _joiner(boxes)) if len(boxes) > 1 else None
+        function = functions.get(_joiner, boxes) if len(boxes) > 1 else None
         pieces = tuple((order[group], place) for group, place in where[index])
         joins.append(_Join(pieces=pieces, function=function))
     return tuple(waves), tuple(joins)
@@ -346,7 +364,7 @@ def _joiner(boxes: tuple[Box, ...]) -> Callable[..., Any]:
     return jax.jit(join)
 
 
-def _gather(
+def _gatherer(
     gathered: tuple[tuple[str, ...], ...], landing: NamedSharding, target: NamedSharding
 ) -> Callable[[Any], Any]:
     def local(tile: Any) -> Any:
@@ -355,4 +373,4 @@ def _gather(
         return tile
 
     mapped = jax.shard_map(local, mesh=target.mesh, in_specs=landing.spec, out_specs=target.spec, check_vma=False)
-    return jax.jit(mapped, out_shardings=target)
+    return jax.jit(mapped, out_shardings=target)  # which keeps dims that are not split in the spec

@@ -16,13 +16,21 @@ from alpa_lite.core.spec import ShardingSpec
 from alpa_lite.costs.profile import roles_of
 from alpa_lite.errors import LayerError, MemoryBudgetError, PinError
 from alpa_lite.plan.check import check_plan
-from alpa_lite.plan.identity import fingerprint, op_text
+from alpa_lite.plan.identity import fingerprint
 from alpa_lite.plan.pins import PinnedDims, ResolvedPins
 from alpa_lite.plan.plan import Plan
-from alpa_lite.plan.records import Leaf, LeafRole, Pipeline, PlanIdentity, StagePlan, StageTransfer
+from alpa_lite.plan.records import Leaf, LeafRole, Pipeline, StagePlan, StageTransfer
 from alpa_lite.planner.one_mesh import MeshResult, plan_on_mesh
 from alpa_lite.planner.options import PlanOptions
-from alpa_lite.planner.plan_step import LITERAL, Versions, mesh_candidates, mesh_task, no_plan
+from alpa_lite.planner.plan_step import (
+    LITERAL,
+    Versions,
+    decisions_of,
+    identity_of,
+    mesh_candidates,
+    mesh_task,
+    no_plan,
+)
 from alpa_lite.planner.stage_costs import StageCosts, stage_costs
 from alpa_lite.schedule import Action, ActionKind, Schedule, chain_step, in_flight, make_schedule, simulate_schedule
 from alpa_lite.trace.staged import StagedStep
@@ -197,13 +205,7 @@ def _joined(
             transfers=transfers,
             bubble_share=bubble,
         ),
-        identity=PlanIdentity(
-            fingerprint=fingerprint(step.whole),
-            cluster=str(cluster),
-            calibration=cluster.calibration.to_text() if cluster.calibration else "",
-            jax_version=versions.jax,
-            alpa_lite_version=versions.alpa_lite,
-        ),
+        identity=identity_of(step.whole, cluster, versions),
         options=options.changed(),
         pins=pins.keys,
         notes=(
@@ -217,11 +219,6 @@ def _joined(
 def _stage_plan(stage: PlannedStage, number: int, transfers: Sequence[StageTransfer]) -> StagePlan:
     program, written = stage.program, stage.result.realised
     assert written is not None
-    times = dict(stage.result.op_times)
-    decisions = tuple(
-        replace(d, op=op_text(owner, op), time_s=times.get(d.path, 0.0))
-        for d, (_, owner, op) in zip(written.decisions, program.walk(), strict=True)
-    )
 
     def leaves(paths: Sequence[str], values: Sequence[int], specs: Sequence[ShardingSpec]) -> tuple[Leaf, ...]:
         kinds = (program.values[v] if v >= 0 else LITERAL for v in values)
@@ -235,7 +232,7 @@ def _stage_plan(stage: PlannedStage, number: int, transfers: Sequence[StageTrans
         layers=stage.part.layers,
         memory=stage.costs.memory,
         collectives=written.collectives,
-        decisions=decisions,
+        decisions=decisions_of(program, stage.result),
         conversions=written.conversions,
         compute_s=stage.result.compute,
         penalty=stage.result.penalty,
@@ -304,8 +301,7 @@ def _simulated(
                 return costs.once_s
         return 0.0
 
-    boundary = 1  # what is sent is priced above, not by its bytes
-    step = chain_step(schedule, boundary_bytes=boundary)
+    step = chain_step(schedule)  # what is sent is priced above, not by its bytes
     line = simulate_schedule(schedule, duration, lambda t: between.get((t.source, t.destination), 0.0), step)
     once = sum(t.time_s for t in transfers if t.when != "loop")
     makespan = line.makespan_s + once

@@ -181,11 +181,7 @@ def _plan(
 ) -> Plan:
     program, written = task.program, best.realised
     assert written is not None and best.peak is not None
-    times = dict(best.op_times)
-    decisions = tuple(
-        replace(d, op=op_text(owner, op), time_s=times.get(d.path, 0.0))
-        for d, (_, owner, op) in zip(written.decisions, program.walk(), strict=True)
-    )
+    decisions = decisions_of(program, best)
     stage = StagePlan(
         mesh=best.mesh,
         submesh=(cluster.num_hosts, cluster.devices_per_host),
@@ -225,17 +221,32 @@ def _plan(
         mesh_table=candidates,
         inputs=inputs,
         outputs=outputs,
-        identity=PlanIdentity(
-            fingerprint=fingerprint(program),
-            cluster=str(cluster),
-            calibration=cluster.calibration.to_text() if cluster.calibration else "",
-            jax_version=versions.jax,
-            alpa_lite_version=versions.alpa_lite,
-        ),
+        identity=identity_of(program, cluster, versions),
         options=task.options.changed(),
         pins=task.pins.keys,
         search=_search(best),
         notes=(*notes, *task.pins.notes, *reports(program, best.mesh, decisions)),
+    )
+
+
+def decisions_of(program: Program, result: MeshResult) -> tuple[OpDecision, ...]:
+    """The decisions of a result with their texts and times, as a plan holds them."""
+    assert result.realised is not None
+    times = dict(result.op_times)
+    return tuple(
+        replace(d, op=op_text(owner, op), time_s=times.get(d.path, 0.0))
+        for d, (_, owner, op) in zip(result.realised.decisions, program.walk(), strict=True)
+    )
+
+
+def identity_of(program: Program, cluster: Cluster, versions: Versions) -> PlanIdentity:
+    """Which program, cluster and versions a plan is for."""
+    return PlanIdentity(
+        fingerprint=fingerprint(program),
+        cluster=str(cluster),
+        calibration=cluster.calibration.to_text() if cluster.calibration else "",
+        jax_version=versions.jax,
+        alpa_lite_version=versions.alpa_lite,
     )
 
 

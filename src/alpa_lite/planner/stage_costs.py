@@ -78,16 +78,9 @@ def _residual_bytes(part: StageProgram, program: Program, written: Realised, res
     loop, prefix = program.ops[part.loop], f"{part.loop}.0."
     body = loop.bodies[0]
     decisions = {d.path: d for d in written.decisions}
-    first = loop.num_consts + loop.num_carry
-    slices = len(body.inputs) - first
-    received = sum(c.when == "loop" for c in part.received)
-    have: set[tuple[int, ShardingSpec]] = set()
-    for value, spec in (
-        zip(body.inputs[first + slices - received :], decisions[str(part.loop)].operands[-received:], strict=True)
-        if received
-        else ()
-    ):
-        have.add((value, ShardingSpec(spec.dims[1:], spec.unreduced)))
+    tail = len(body.inputs) - sum(c.when == "loop" for c in part.received)
+    stacks = zip(body.inputs[tail:], decisions[str(part.loop)].operands[tail:], strict=True)
+    have = {(value, ShardingSpec(spec.dims[1:], spec.unreduced)) for value, spec in stacks}
     wanted: set[tuple[int, ShardingSpec]] = set()
     for index, op in enumerate(body.ops):
         decision = decisions[f"{prefix}{index}"]
@@ -102,9 +95,8 @@ def _residual_bytes(part: StageProgram, program: Program, written: Realised, res
                 have.add((c.value, c.target))
             else:
                 wanted.add((c.value, c.source))
-    mesh = result.mesh
-    kept = have & wanted
-    return sum(spec.local_size_bytes(body.values[v].shape, body.values[v].itemsize, mesh) for v, spec in kept)
+    values = ((body.values[v], spec) for v, spec in have & wanted)
+    return sum(spec.local_size_bytes(value.shape, value.itemsize, result.mesh) for value, spec in values)
 
 
 def _stacked_bytes(part: StageProgram, program: Program, written: Realised, result: MeshResult) -> int:

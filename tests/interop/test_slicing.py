@@ -207,6 +207,7 @@ def gpt_table(
     return cost_s, tolerated, 0.5 * length / width + 0.01 * np.log2(width) + np.zeros(choices)
 
 
+@pytest.mark.medium
 def test_many_devices_with_memory_limits():
     sizes = (1, 2, 4, 8, 16, 32, 64)
     cost_s, tolerated, once_s = gpt_table(48, sizes, 4)

@@ -104,6 +104,7 @@ def test_two_batch_arguments_and_keywords():
     close(got, mean([jax.value_and_grad(loss)(W, *part, scale=3.0) for part in slices((X, Y), 2)]))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("key", [jax.random.key(3), jax.random.PRNGKey(3)], ids=["typed", "raw"])
 @pytest.mark.parametrize("closed_over", [True, False])
 @pytest.mark.parametrize("fold", [True, False])
@@ -143,6 +144,7 @@ def train(params, batch):
     return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("mesh", [(8,), (2, 4)])
 def test_planned_step_equals_a_plain_loop(mesh):
     names = ("x", "y")[: len(mesh)]
@@ -177,6 +179,7 @@ def test_gradients_are_summed_over_devices_once_per_step():
     assert runs == {2: 3, 8: 3}  # two gradients and the loss
 
 
+@pytest.mark.medium
 def test_saved_plan_knows_its_microbatches(tmp_path):
     cluster = al.Cluster.parse("1x8:cpu")
     plan = al.plan(train, W, (X, Y), cluster=cluster, options=al.PlanOptions(mesh_shape=(8,), num_microbatches=4))
@@ -185,6 +188,7 @@ def test_saved_plan_knows_its_microbatches(tmp_path):
     close(al.parallelize(train, plan=loaded)(W, (X, Y)), al.parallelize(train, plan=plan)(W, (X, Y)))
 
 
+@pytest.mark.medium
 def test_auto_takes_the_fewest_that_fit():
     batch = jax.ShapeDtypeStruct((4096, 6), jnp.float32), jax.ShapeDtypeStruct((4096, 3), jnp.float32)
 

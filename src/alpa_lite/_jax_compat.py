@@ -45,6 +45,7 @@ __all__ = [
     "jaxpr_part",
     "name_scope_of",
     "partitionable_threefry",
+    "resized_aval",
     "scan_layout",
     "shard_putter",
     "shardy_factors",
@@ -89,6 +90,11 @@ def shard_putter(
     """
     aval, devices = ShapedArray(shape, jnp.dtype(dtype)), list(sharding.mesh.devices.flat)
     return lambda shards: pxla.batched_device_put(aval, sharding, shards, devices)
+
+
+def resized_aval(aval: Any, rows: int | None) -> Any:
+    """The same type with another first dim; None for a scalar."""
+    return ShapedArray(() if rows is None else (rows, *aval.shape[1:]), aval.dtype)
 
 
 def evaluate_jaxpr(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:

@@ -68,7 +68,7 @@ def flatten(closed: ClosedJaxpr, *, keep_boundaries: bool = False) -> FlatJaxpr:
     """Inline and simplify; see the module docstring. Layer boundaries are dropped unless they are kept."""
     builder = _Builder(keep_boundaries)
     flat = builder.run(closed.jaxpr, closed.consts)
-    _drop_dead(flat)
+    drop_dead(flat)
     return flat
 
 
@@ -181,7 +181,7 @@ def _bodies(eqn: JaxprEqn) -> list[ClosedJaxpr]:
     return []
 
 
-def _drop_dead(flat: FlatJaxpr) -> None:
+def drop_dead(flat: FlatJaxpr) -> None:
     """Remove ops that no output needs; unused results become -1."""
     live = {o for o in flat.outputs if not isinstance(o, Literal)}
     kept = []

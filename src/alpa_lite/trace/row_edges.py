@@ -1,0 +1,117 @@
+"""Which values of a step are split by rows (along the first dim), and where: see ``trace/unstack.py``."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from jax import lax
+
+from alpa_lite._jax_compat import Literal, scan_layout
+from alpa_lite.trace.auto_layers import SLICES
+from alpa_lite.trace.elementwise import ELEMENTWISE
+from alpa_lite.trace.flatten import FlatJaxpr, FlatOp
+from alpa_lite.trace.microbatch_loop import SCOPE
+
+Edges = dict[tuple[int, int], tuple[int, ...]]  # (id of the jaxpr, value) -> where it is split, from 0 to its size
+
+# Ops whose row i is a function of the operands' rows i.
+PIECEWISE = ELEMENTWISE - {"optimization_barrier", "pin", "pad_mask"}
+JOINED_BY = {
+    "reduce_sum": lax.add_p,
+    "reduce_max": lax.max_p,
+    "reduce_min": lax.min_p,
+    "reduce_prod": lax.mul_p,
+    "reduce_and": lax.and_p,
+    "reduce_or": lax.or_p,
+}
+
+
+class _Groups:
+    """Values that are split alike."""
+
+    def __init__(self) -> None:
+        self.parent: dict[Any, Any] = {}
+
+    def find(self, key: Any) -> Any:
+        while self.parent.setdefault(key, key) != key:
+            self.parent[key] = self.parent[self.parent[key]]
+            key = self.parent[key]
+        return key
+
+    def join(self, keys: list[Any]) -> None:
+        for key in keys[1:]:
+            self.parent[self.find(key)] = self.find(keys[0])
+
+
+def row_edges(flat: FlatJaxpr, aliases: tuple[tuple[int, int], ...]) -> Edges:
+    """What is split, starting from slices for layers and what is computed row by row with them."""
+    groups, seeds = _Groups(), defaultdict(set)
+    jaxprs = [flat, *(op.bodies[0] for op in flat.ops if is_loop(op))]
+    for jaxpr in jaxprs:
+        for op in jaxpr.ops:
+            if SLICES in op.scope and (found := rows_of(op, jaxpr)):
+                value, rows = found
+                seeds[id(jaxpr), value].update(rows)
+            groups.join([(id(j), v) for j, v in _alike(op, jaxpr)])
+    for loop in (op for op in flat.ops if is_loop(op)):
+        for same in _across(loop):
+            groups.join([(id(flat if outer else loop.bodies[0]), v) for outer, v in same])
+    for argument, result in aliases:
+        value, after = flat.inputs[argument], flat.outputs[result]
+        if not isinstance(after, Literal) and flat.avals[value].shape == flat.avals[after].shape:
+            groups.join([(id(flat), value), (id(flat), after)])
+    points: dict[Any, set[int]] = defaultdict(set)
+    for key, rows in seeds.items():
+        points[groups.find(key)].update(rows)
+    avals = {id(j): j.avals for j in jaxprs}
+    keys = [k for k in groups.parent if groups.find(k) in points]
+    found = {k: tuple(sorted(points[groups.find(k)] | {0, avals[k[0]][k[1]].shape[0]})) for k in {*keys, *seeds}}
+    return {k: edges for k, edges in found.items() if len(edges) > 2}
+
+
+def is_loop(op: FlatOp) -> bool:
+    return op.name == "scan" and SCOPE in op.scope
+
+
+def rows_of(op: FlatOp, flat: FlatJaxpr) -> tuple[int, tuple[int, int]] | None:
+    """A slice of rows, or its transpose (a pad with zeros): the long value, and from where to where."""
+    if op.name == "slice" and not isinstance(op.inputs[0], Literal):
+        shape, low, high = flat.avals[op.inputs[0]].shape, op.params["start_indices"], op.params["limit_indices"]
+        plain = not op.params["strides"] or set(op.params["strides"]) == {1}
+        if plain and all(a == 0 and b == n for a, b, n in list(zip(low, high, shape, strict=True))[1:]):
+            return op.inputs[0], (int(low[0]), int(high[0]))
+    if op.name == "pad" and isinstance(op.inputs[1], Literal) and not np.any(op.inputs[1].val):
+        config, size = op.params["padding_config"], flat.avals[op.all_outputs[0]].shape[0]
+        (low, high, inside), *others = ([int(n) for n in dim] for dim in config)
+        if min(low, high) >= 0 and not inside and not any(any(dim) for dim in others):
+            return op.all_outputs[0], (low, size - high)
+    return None
+
+
+def _alike(op: FlatOp, flat: FlatJaxpr) -> list[tuple[FlatJaxpr, int]]:
+    """Operands and results of an op that works row by row."""
+    if op.name in PIECEWISE:
+        shape = flat.avals[op.all_outputs[0]].shape
+        values = [v for v in (*op.inputs, *op.all_outputs) if not isinstance(v, Literal)]
+        shapes = [getattr(flat.avals[v], "shape", ()) for v in values]  # other dims of an operand may be 1
+        return [
+            (flat, v) for v, s in zip(values, shapes, strict=True) if s and len(s) == len(shape) and s[0] == shape[0]
+        ]
+    if op.name in JOINED_BY and 0 not in op.params["axes"] and not isinstance(op.inputs[0], Literal):
+        return [(flat, op.inputs[0]), (flat, op.all_outputs[0])]
+    return []
+
+
+def _across(loop: FlatOp) -> Iterator[list[tuple[bool, int]]]:
+    """Values of the outer jaxpr (True) and of the loop's body that are the same, or turn into each other."""
+    body = loop.bodies[0]
+    num_consts, num_carry = scan_layout(loop.params)
+    for outer, inner in zip(loop.inputs[:num_consts], body.inputs, strict=False):
+        yield [(False, inner)] if isinstance(outer, Literal) else [(True, outer), (False, inner)]
+    for j in range(num_carry):
+        ends = [(True, loop.inputs[num_consts + j]), (True, loop.all_outputs[j])]
+        ends += [(False, body.inputs[num_consts + j]), (False, body.outputs[j])]
+        yield [(outer, v) for outer, v in ends if not isinstance(v, Literal)]

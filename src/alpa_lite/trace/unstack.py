@@ -1,0 +1,90 @@
+"""Stacked parameters of a scan that was cut into layers: each layer's slice becomes an argument of its own.
+
+A scan over layers reads one stacked array per weight. Cut in two, both halves read slices of it, its gradient is a sum of two
+arrays that are zero but for a slice, and the update changes it whole. So one stage would own, receive and update what belongs
+to several. This pass splits such arrays, and all that goes with them (gradients and their sums over microbatches, moments of
+the optimizer), along their first dim where the cuts are. What is computed element by element is computed per part, full
+reductions are put together from the parts', and any other op reads the parts put together again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import jax.numpy as jnp
+
+from alpa_lite._jax_compat import Literal
+from alpa_lite.trace.flatten import FlatJaxpr, drop_dead
+from alpa_lite.trace.row_edges import Edges, row_edges
+from alpa_lite.trace.row_rewriter import Rewriter
+
+
+@dataclass(frozen=True, slots=True)
+class LeafPart:
+    """An argument or result of the step, or rows ``start`` to ``stop`` of it; ``stop`` is -1 for all of it."""
+
+    leaf: int
+    start: int = 0
+    stop: int = -1
+
+    def path(self, path: str) -> str:
+        return path if self.stop < 0 else f"{path}[{self.start}:{self.stop}]"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayeredStep:
+    """A step with layer boundaries.
+
+    Attributes:
+        flat: its jaxpr; stacked parameters of scans that were cut are several inputs.
+        arguments, results: what its inputs and outputs are of the step's; the parts of one leaf follow each other.
+        aliases: (input, output) numbers of state.
+    """
+
+    flat: FlatJaxpr
+    arguments: tuple[LeafPart, ...]
+    results: tuple[LeafPart, ...]
+    aliases: tuple[tuple[int, int], ...]
+
+    def split(self, leaves: Sequence[Any]) -> list[Any]:
+        """The step's arguments -> the jaxpr's."""
+        return [leaves[p.leaf] if p.stop < 0 else leaves[p.leaf][p.start : p.stop] for p in self.arguments]
+
+    def join(self, made: Sequence[Any]) -> list[Any]:
+        """The jaxpr's results, all on the same devices or on the host -> the step's."""
+        rows: dict[int, list[Any]] = {}
+        for part, array in zip(self.results, made, strict=True):
+            rows.setdefault(part.leaf, []).append(array)
+        return [found[0] if len(found) == 1 else jnp.concatenate(found) for _, found in sorted(rows.items())]
+
+
+def unstack(flat: FlatJaxpr, aliases: Iterable[tuple[int, int]]) -> LayeredStep:
+    """Split the stacked parameters of scans that were cut.
+
+    Args:
+        flat: the step, with its microbatch loop.
+        aliases: (argument, result) positions of state.
+    """
+    pairs = tuple(aliases)
+    edges = row_edges(flat, pairs)
+    arguments = _parts((v, flat, edges) for v in flat.inputs)
+    results = _parts((v, flat, edges) for v in flat.outputs)
+    number = {part: i for i, part in enumerate(arguments)}
+    of_argument = {r: a for a, r in pairs}
+    states = ((part, i) for i, part in enumerate(results) if part.leaf in of_argument)
+    linked = sorted((number[replace(part, leaf=of_argument[part.leaf])], i) for part, i in states)
+    if edges:
+        flat = Rewriter(flat, edges).run()
+        drop_dead(flat)
+    return LayeredStep(flat=flat, arguments=arguments, results=results, aliases=tuple(linked))
+
+
+def _parts(values: Iterable[tuple[Any, FlatJaxpr, Edges]]) -> tuple[LeafPart, ...]:
+    found: list[LeafPart] = []
+    for position, (value, flat, edges) in enumerate(values):
+        split = None if isinstance(value, Literal) else edges.get((id(flat), value))
+        found += [LeafPart(position, a, b) for a, b in pairwise(split)] if split else [LeafPart(position)]
+    return tuple(found)

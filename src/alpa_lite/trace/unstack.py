@@ -14,11 +14,15 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from alpa_lite._jax_compat import Literal
+from alpa_lite.core.rule_text import NamedRule
 from alpa_lite.trace.flatten import FlatJaxpr, drop_dead
-from alpa_lite.trace.row_edges import Edges, row_edges
+from alpa_lite.trace.layers import without_boundaries
+from alpa_lite.trace.program import Traced, build_program
+from alpa_lite.trace.row_edges import Edges, is_loop, row_edges
 from alpa_lite.trace.row_rewriter import Rewriter
 
 
@@ -80,6 +84,46 @@ def unstack(flat: FlatJaxpr, aliases: Iterable[tuple[int, int]]) -> LayeredStep:
         flat = Rewriter(flat, edges).run()
         drop_dead(flat)
     return LayeredStep(flat=flat, arguments=arguments, results=results, aliases=tuple(linked))
+
+
+def unstacked(traced: Traced, rules: tuple[NamedRule, ...] = ()) -> tuple[Traced, LayeredStep]:
+    """A step traced with layers -> the same as a function of parts: each is a leaf of its own, with its rows in its path.
+
+    Args:
+        traced: with ``layered``.
+        rules: the user's, by primitive.
+
+    Returns:
+        The step of parts, a function of as many arguments as there are parts, and how they make up the step's leaves.
+    """
+    whole, flat = traced.program, traced.layered
+    assert flat is not None
+    step = unstack(flat, whole.aliases)
+    if all(part.stop < 0 for part in step.arguments):
+        return traced, step
+    in_paths = [part.path(whole.input_paths[part.leaf]) for part in step.arguments]
+    out_paths = [part.path(whole.output_paths[part.leaf]) for part in step.results]
+    donated = [whole.donated[part.leaf] for part in step.arguments]
+    plain = _plain(step.flat)
+    of_parts = replace(
+        traced,
+        program=build_program(plain, in_paths, out_paths, donated, rules),
+        flat=plain,
+        in_tree=jax.tree_util.tree_structure((tuple(in_paths), {})),
+        out_tree=jax.tree_util.tree_structure(tuple(out_paths)),
+        layered=step.flat,
+    )
+    return of_parts, step
+
+
+def _plain(flat: FlatJaxpr) -> FlatJaxpr:
+    """Without boundaries, also in the microbatch loop."""
+    ops = list(flat.ops)
+    for i, op in enumerate(ops):
+        if is_loop(op):
+            ops[i] = replace(op, bodies=[without_boundaries(op.bodies[0])])
+            ops[i].all_outputs = op.all_outputs
+    return without_boundaries(replace(flat, ops=ops))
 
 
 def _parts(values: Iterable[tuple[Any, FlatJaxpr, Edges]]) -> tuple[LeafPart, ...]:

@@ -16,7 +16,16 @@ if __package__ in (None, ""):  # run as a script: make `benchmarks` importable
 
 from benchmarks.report import Row, load_rows, machine, save_rows, table
 
-BENCHMARKS = ("plan_time", "solve_time", "step_time", "call_overhead", "conversions", "sameness_time", "symbolic_sweep")
+BENCHMARKS = (
+    "plan_time",
+    "solve_time",
+    "step_time",
+    "call_overhead",
+    "conversions",
+    "sameness_time",
+    "symbolic_sweep",
+    "transfer_time",
+)
 HERE = Path(__file__).resolve().parent
 OUT = Path("out/bench/results.json")
 

@@ -11,8 +11,8 @@ and so waits for whatever makes it (JAX 0.10 to 0.12). The halves are apart beca
 they were enqueued: joined too early, a value that is still being made would hold up the receiver's other work. So ``receive``
 belongs right before the value's first reader.
 
-A target that repeats the tensor gets each byte once, spread over its devices, if that saves at least ``GATHER_BYTES``;
-below, the copies cost less than one more program. Axes that divide no dim are sent once per replica.
+A target that repeats the tensor gets each byte once, spread over its devices, unless the tensor is so small that sending it
+to every replica costs less than one more program. Axes that divide no dim are sent once per replica.
 """
 
 from __future__ import annotations
@@ -38,8 +38,10 @@ from alpa_lite.costs.tiles import Box, Placement, TilePlan, plan_tiles
 from alpa_lite.errors import SpecError
 from alpa_lite.lowering.lower import partition_spec
 
-# One more program on the receiver costs about 50 microseconds, in which a 25 GB/s link moves this much.
+# What a 25 GB/s link moves while the driver hands out one more program on the receiver (about 40 microseconds) and one more
+# piece (10).
 GATHER_BYTES = 1 << 20
+PIECE_BYTES = 1 << 18
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +129,7 @@ class Transfer:
             shape, dtype: of the array; not empty, no PRNG keys (``Transfers`` takes both).
             source_spec, source_mesh: how it lies.
             target_spec, target_mesh: how it is wanted.
-            gather_bytes: gather on the target if that saves at least so many bytes between the meshes.
+            gather_bytes: what gathering on the target costs, in bytes between the meshes; 0 gathers where it can.
             functions: shared with other transfers.
 
         Raises:
@@ -268,21 +270,19 @@ def _placement(spec: ShardingSpec, mesh: Mesh) -> Placement:
 def _plan(shape: tuple[int, ...], itemsize: int, before: Placement, after: Placement, gather_bytes: int) -> TilePlan:
     """The tile plan to the layout in which the tensor lands; what the target repeats may be split there and gathered after.
 
-    Of the ways to split it the one that moves the fewest bytes, then that with the fewest axes to gather, then pieces.
+    Of the ways to split it, and that not to, the cheapest in bytes, pieces and programs; then that with the fewest axes.
     """
-    direct = plan_tiles(shape, itemsize, before, after)
     mesh, spec = after.mesh, after.spec
     free = [a for a in mesh.axis_names if a not in spec.sharded_axes and mesh.axis_size(a) > 1]
-    most = direct.moved_bytes - max(gather_bytes, 1)
-    best, price = direct, (most, len(free) + 1, 0)
-    for place in itertools.product(range(-1, len(shape)), repeat=len(free)) if most >= 0 else ():
+    found = []
+    for place in itertools.product(range(-1, len(shape)), repeat=len(free)):
         added = ShardingSpec.from_axes(len(shape), {a: d for a, d in zip(free, place, strict=True) if d >= 0})
         split = ShardingSpec(tuple(kept + more for kept, more in zip(spec.dims, added.dims, strict=True)))
         if split.divides(shape, mesh):
             plan = plan_tiles(shape, itemsize, before, Placement(spec=split, mesh=mesh, devices=after.devices))
-            found = (plan.moved_bytes, len(added.sharded_axes), len(plan.transfers))
-            best, price = (plan, found) if found < price else (best, price)
-    return best
+            extra = gather_bytes if any(added.dims) else 0
+            found.append((plan.moved_bytes + PIECE_BYTES * len(plan.transfers) + extra, len(added.sharded_axes), plan))
+    return min(found, key=lambda f: f[:2])[2]
 
 
 def _cuts(plan: TilePlan, functions: Functions) -> tuple[tuple[_Cut, ...], dict[tuple[int, Box], int]]:

@@ -262,3 +262,14 @@ def test_what_plans_of_stages_do_not_have(tmp_path):
         step.verify(*arguments())
     with pytest.raises(AlpaLiteError, match="an export of a plan with 2 stages"):
         step.plan(*arguments()).export(train_step, tmp_path / "out", *arguments())
+
+
+def test_state_has_its_home_where_it_is_updated():
+    plan = parallel(4, "eager-1f1b").plan(*arguments())
+    step = split((0, 1, 2, 3))
+    for number, stage in enumerate(step.stages):
+        for position in stage.args:
+            if position in dict(step.whole.aliases):
+                assert plan.inputs[position].stage == number
+    for number, stage in enumerate(step.stages):
+        assert all(plan.outputs[result].stage == number for result in stage.results)

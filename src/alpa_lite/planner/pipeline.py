@@ -179,8 +179,12 @@ def _joined(
     transfers = _transfers(step, stages, cluster)
     makespan, bubble = _simulated(schedule, stages, transfers)
     own = [_stage_plan(stage, number, transfers) for number, stage in enumerate(stages)]
-    inputs = _step_leaves(step.whole.input_paths, own, "inputs")
-    outputs = _step_leaves(step.whole.output_paths, own, "outputs")
+    inputs = _step_leaves(
+        step.whole.input_paths, [p.inputs[: len(s.part.args)] for p, s in zip(own, stages, strict=True)]
+    )
+    outputs = _step_leaves(
+        step.whole.output_paths, [p.outputs[: len(s.part.results)] for p, s in zip(own, stages, strict=True)]
+    )
     roles = {leaf.path: role for leaf, role in zip(inputs, roles_of(step.whole), strict=True)}
     owner = dict(step.whole.aliases)
     inputs = tuple(replace(leaf, role=roles[leaf.path]) for leaf in inputs)
@@ -244,11 +248,11 @@ def _stage_plan(stage: PlannedStage, number: int, transfers: Sequence[StageTrans
     )
 
 
-def _step_leaves(paths: Sequence[str], stages: Sequence[StagePlan], side: str) -> tuple[Leaf, ...]:
-    """Leaves of the step: each as the first stage that has it, and owns it if it is state, lays it out."""
+def _step_leaves(paths: Sequence[str], stages: Sequence[Sequence[Leaf]]) -> tuple[Leaf, ...]:
+    """Leaves of the step, each as its stage lays it out; what several stages read of the batch as the first of them does."""
     found: dict[str, Leaf] = {}
-    for stage in stages:
-        for leaf in getattr(stage, side):
+    for leaves in stages:
+        for leaf in leaves:
             found.setdefault(leaf.path, leaf)
     return tuple(found[path] for path in paths)
 

@@ -120,7 +120,9 @@ def test_text():
     )
 
 
-@pytest.mark.parametrize("change", ["drop", "twice", "wrong source", "wrong place", "bytes"])
+@pytest.mark.parametrize(
+    "change", ["drop", "twice", "instead", "wrong source", "unknown target", "wrong place", "bytes"]
+)
 def test_the_verifier_notices(change):
     mesh = device_mesh((2,))
     plan = plan_tiles(
@@ -130,6 +132,8 @@ def test_the_verifier_notices(change):
     broken = {
         "drop": rest,
         "twice": [first, first, *rest],
+        "instead": [first, first, *rest[1:]],
+        "unknown target": [dataclasses.replace(first, target=7), *rest],
         "wrong source": [dataclasses.replace(first, source=1), *rest],
         "wrong place": [dataclasses.replace(first, target_box=((2, 4),)), *rest],
         "bytes": [dataclasses.replace(first, size_bytes=4), *rest],

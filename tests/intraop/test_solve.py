@@ -42,6 +42,15 @@ def test_optimum_equals_brute_force(block: int) -> None:
         assert problem.usage_limit is None or score.peak_bytes <= problem.usage_limit, seed
 
 
+def test_a_limit_below_what_every_choice_takes_is_refused_without_a_search() -> None:
+    seeds = [seed for seed in range(NUM_PROBLEMS) if minimum_peak(random_problem(seed, limited=True)) > 0]
+    assert len(seeds) > 20
+    for seed in seeds:
+        problem = random_problem(seed, limited=True)
+        least = minimum_peak(problem)
+        assert solve(replace(problem, usage_limit=least - 1), time_limit_s=0.0).status == "infeasible", seed
+
+
 def test_the_random_problems_are_of_all_kinds() -> None:
     kinds = set()
     for seed in range(0, NUM_PROBLEMS, 3):

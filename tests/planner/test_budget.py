@@ -103,6 +103,18 @@ def test_the_limit_is_raised_as_far_as_plans_fit():
     assert (result.objective, result.status, result.lower_bound) == (7.0, "feasible", 1.0)
 
 
+def test_far_above_the_budget_nothing_is_tried():
+    """The cheapest plan is counted right, so that a count of twice the budget is believed."""
+    table, limits = Table([(1, 90, 90), (5, 40, 20)]), []
+
+    def solved(limit):
+        limits.append(limit)
+        return table.solved(limit)
+
+    assert within_budget(solved, 20).status == "infeasible"
+    assert limits == [None, 20]
+
+
 # -- steps ----------------------------------------------------------------------------------------------------------------
 
 

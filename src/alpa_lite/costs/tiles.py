@@ -162,7 +162,7 @@ def plan_tiles(
     for target, whole in after.boxes(shape).items():
         for held, replicas in _overlapping(holders, whole):
             piece = _intersection(held, whole)
-            wanted.append((math.prod(hi - lo for lo, hi in piece) * itemsize, target, whole, held, piece, replicas))
+            wanted.append((_volume(piece) * itemsize, target, whole, held, piece, replicas))
     sent: dict[int, int] = defaultdict(int)
     order = {device: i for i, device in enumerate(after.devices)}
     chosen = []
@@ -181,7 +181,9 @@ def plan_tiles(
             )
         )
     chosen.sort(key=lambda t: (order[t.target], t.box))
-    return TilePlan(shape=shape, itemsize=itemsize, before=before, after=after, transfers=tuple(chosen))
+    plan = TilePlan(shape=shape, itemsize=itemsize, before=before, after=after, transfers=tuple(chosen))
+    check_tiles(plan)
+    return plan
 
 
 def check_tiles(plan: TilePlan) -> None:
@@ -191,18 +193,30 @@ def check_tiles(plan: TilePlan) -> None:
         AssertionError: naming the transfer or the device; a plan that fails is our mistake, not the user's.
     """
     held, wanted = plan.before.boxes(plan.shape), plan.after.boxes(plan.shape)
-    written = {d: np.zeros([hi - lo for lo, hi in box], dtype=np.int64) for d, box in wanted.items()}
+    written: dict[int, list[Box]] = {device: [] for device in wanted}
     for t in plan.transfers:
         assert t.source in held and t.target in wanted, f"{t} names a device of neither mesh"
         assert _intersection(t.box, held[t.source]) == t.box, f"device {t.source} does not hold the piece of {t}"
+        assert _intersection(t.box, wanted[t.target]) == t.box, f"device {t.target} does not want the piece of {t}"
         assert t.source_box == _within(t.box, held[t.source]), f"{t}: place in the source tile"
         assert t.target_box == _within(t.box, wanted[t.target]), f"{t}: place in the target tile"
-        assert t.size_bytes == math.prod(hi - lo for lo, hi in t.box) * plan.itemsize, f"{t}: bytes"
-        written[t.target][slices(t.target_box)] += 1
-    for device, count in written.items():
-        assert (count == 1).all(), (
-            f"device {device}: parts of its tile are written {count.min()} to {count.max()} times"
-        )
+        assert t.size_bytes == _volume(t.box) * plan.itemsize, f"{t}: bytes"
+        written[t.target].append(t.box)
+    for device, boxes in written.items():
+        # Pieces inside a tile that do not overlap fill it if they are as large together.
+        assert not _overlaps(boxes), f"device {device}: a part of its tile is written twice"
+        size, whole = sum(map(_volume, boxes)), _volume(wanted[device])
+        assert size == whole, f"device {device}: {size} of {whole} elements of its tile are written"
+
+
+def _overlaps(boxes: Sequence[Box]) -> bool:
+    """Whether any two share an element."""
+    corners = np.array(boxes, dtype=np.int64)  # [box, dim, 2]
+    if corners.size == 0:
+        return len(boxes) > 1
+    lo, hi = corners[:, :, 0], corners[:, :, 1]
+    shared = (np.maximum(lo[:, None], lo) < np.minimum(hi[:, None], hi)).all(axis=2)
+    return int(shared.sum()) > len(boxes)  # each overlaps itself
 
 
 def move_tiles(plan: TilePlan, tiles: Mapping[int, np.ndarray]) -> dict[int, np.ndarray]:
@@ -225,6 +239,10 @@ def _overlapping(holders: Mapping[Box, Sequence[int]], whole: Box) -> list[tuple
         for held, devices in holders.items()
         if all(a < d and c < b for (a, b), (c, d) in zip(held, whole, strict=True))
     ]
+
+
+def _volume(box: Box) -> int:
+    return math.prod(hi - lo for lo, hi in box)
 
 
 def _intersection(one: Box, other: Box) -> Box:

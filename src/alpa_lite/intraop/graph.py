@@ -151,9 +151,6 @@ class CostGraph:
     def alive(self) -> list[int]:
         return [i for i, v in enumerate(self.unary) if v >= 0]
 
-    def num_edges(self) -> int:
-        return sum(map(len, self.adjacent)) // 2
-
     def constant(self) -> float:
         return math.fsum(self.constants)
 

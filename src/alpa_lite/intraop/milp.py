@@ -145,10 +145,6 @@ class Encoding:
         cols = np.concatenate(cover)
         self._memory.append((cols, np.ones(len(cols)), float(len(cover) - 1), math.inf))
 
-    @property
-    def num_columns(self) -> int:
-        return len(self.objective)
-
     def _proto(self, relax: bool) -> model_pb2.ModelProto:
         proto = model_pb2.ModelProto()
         num_x, num_vars = int(self._first[-1]), len(self.objective)

@@ -68,6 +68,8 @@ def solve(
         The answer with its bound; ``status`` is "optimal", "feasible", "infeasible" or "no-solution".
     """
     start = time.monotonic()
+    if not _fits(problem, minimum_peak(problem)):
+        return _no_answer("infeasible", "the memory limit cannot be kept", start)
     search, choice, floor = None, None, -math.inf
     for memory in (False, True):
         graph = CostGraph(problem, memory=memory)

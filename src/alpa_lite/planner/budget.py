@@ -21,6 +21,9 @@ from alpa_lite.intraop.solve import minimum_peak
 from alpa_lite.planner.realise import Realised
 
 _ROUNDS = 4  # with the limit lowered, or raised
+# How far above the budget the smallest count may lie for a try: this share of the budget, or so many times what the solver
+# counts too much of the cheapest plan.
+_NEAR, _TIMES = 0.1, 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,11 +91,14 @@ def _above(
 ) -> MeshResult | None:
     """The best plan found that fits, by limits between the budget and what the plan without a limit takes.
 
-    Below ``low`` the solver finds nothing, or something that fits; what it finds at ``high`` is over the budget.
+    Up to ``low`` the solver finds nothing, or something that fits; what it finds at ``high`` is over the budget. Where even
+    the smallest count is far above the budget, nothing is tried.
     """
     assert free.solution is not None and refused.problem is not None
     low = max(int(budget), minimum_peak(refused.problem) - 1)
     high = evaluate(refused.problem, free.solution.choice).peak_bytes
+    if low - budget > max(_NEAR * budget, _TIMES * (high - free.used_bytes)):
+        return None
     limit, best = low + 1, None
     for _ in range(_ROUNDS):
         if not low < limit < high:

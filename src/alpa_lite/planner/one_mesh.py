@@ -26,7 +26,7 @@ from alpa_lite.costs.overlap_order import overlap_order
 from alpa_lite.costs.profile import memory_profile
 from alpa_lite.intraop.decisions import DecisionGraph, build_graph
 from alpa_lite.intraop.pricing import Pricer
-from alpa_lite.intraop.problem import IntraOpProblem, Solution, scaled
+from alpa_lite.intraop.problem import IntraOpProblem, Solution, check_problem, scaled
 from alpa_lite.intraop.repeats import node_classes
 from alpa_lite.intraop.restrict import restricted, values_of, weight_positions
 from alpa_lite.intraop.solve import solve
@@ -87,6 +87,7 @@ def plan_on_mesh(task: MeshTask, cluster: Cluster, mesh: DeviceMesh, *, cutoff: 
         if rules.budget == "weights":
             problem = replace(problem, usages=tuple(pricer.weight_usages(weights)), num_times=1)
         problem = replace(problem, classes=node_classes(problem))
+        check_problem(problem)
         solution = solve_in_units(problem, costs, task.options, cutoff)
         return _write_out(task, costs, graph, problem, solution, begin)
 

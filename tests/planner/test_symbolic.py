@@ -106,6 +106,15 @@ def test_another_budget_shares_the_trace_alone(planned):
         made.smallest(memory_budget_bytes=-1)
 
 
+def test_text_says_in_words_that_nothing_changes_and_nothing_is_split():
+    cluster = al.Cluster.symbolic("n", device="h100-sxm", values=[2, 4])
+    options = al.PlanOptions(mesh_shape=("n",))
+    text = str(al.plan(jnp.tanh, jax.ShapeDtypeStruct((7,), jnp.float32), cluster=cluster, options=options))
+    assert "one plan is the best for every n" in text
+    assert "n in 2, 4; nothing is split over n" in text
+    assert "none" not in text
+
+
 def test_text_names_regimes_conditions_and_numbers_without_plan():
     text = str(plan(pins={"0": P("x", None)}))
     assert "plans for n x h100-sxm, 8 per host, mesh (n), n in 1-2, 4-5, 7, 11" in text

@@ -97,7 +97,7 @@ class Regime:
     @property
     def condition(self) -> str:
         """The divisibility that the plan needs, as text."""
-        return f"{self.name} divides {self.divides:,}" if self.divides else "none"
+        return f"{self.name} divides {self.divides:,}" if self.divides else f"any {self.name}"
 
     def check(self, n: int) -> int:
         """``n``, if it is of this regime.
@@ -123,7 +123,8 @@ class Regime:
         return self.traffic.exactly(self.check(n))
 
     def __str__(self) -> str:
-        lines = [f"{self.name} in {ranges(self.values)}; needs: {self.condition}"]
+        need = f"needs: {self.condition}" if self.divides else f"nothing is split over {self.name}"
+        lines = [f"{self.name} in {ranges(self.values)}; {need}"]
         lines += [f"  {word:16} {formula} bytes" for word, formula in self.memory.items() if str(formula) != "0"]
         lines.append(f"  {'sent in a step':16} {self.traffic} bytes")
         kinds = sorted({(c.kind.value, c.axes) for c in self.collectives})

@@ -274,12 +274,15 @@ class SymbolicPlan:
         return n == 1 or all(size % n for size in self._sizes)
 
     def __str__(self) -> str:
-        breaks = ", ".join(map(str, self.breakpoints)) or "none"
+        breaks = ", ".join(map(str, self.breakpoints))
         lines = [
             f"plans for {self._task.cluster}, mesh ({', '.join(map(str, self._task.task.options.mesh_shape or ()))}), "
             f"{self.name} in {ranges(self.values)}",
-            f"the best plan changes at {self.name} = {breaks}",
         ]
+        if breaks:
+            lines.append(f"the best plan changes at {self.name} = {breaks}")
+        elif self.regimes:
+            lines.append(f"one plan is the best for every {self.name}")
         if self.without_plan:
             lines.append(f"no plan for {self.name} in {ranges(self.without_plan)}")
         return "\n".join([*lines, *(f"\n{regime}" for regime in self.regimes)])

@@ -28,7 +28,7 @@ def test_the_python_runs(tmp_path, monkeypatch, capsys):
     shapes = jax.eval_shape(lambda: (state, batch))
     names = {"optimizer": optimizer, "loss_fn": loss_fn, "state": state, "batch": batch}
     names |= {"state_shapes": shapes[0], "batch_shapes": shapes[1], "x": jnp.ones((4, 6, 8)), "w": jnp.ones((8, 8))}
-    use, cluster, pins, rule = pages.python_blocks(README.read_text(encoding="utf-8"))
+    use, cluster, pins, stages, rule = pages.python_blocks(README.read_text(encoding="utf-8"))
     exec(use, names)
     assert "Audit on mesh" in capsys.readouterr().out and names["loss"].shape == ()
     exec(cluster.replace("8x8:h100-sxm", "1x8:h100-sxm"), names)
@@ -39,5 +39,8 @@ def test_the_python_runs(tmp_path, monkeypatch, capsys):
     specs = names["pinned"].plan(state, batch).specs_by_path
     P = jax.sharding.PartitionSpec
     assert specs["0/params/block0/up/kernel"] == specs["0/opt_state/0/mu/block0/up/kernel"] == P(None, "model")
+    exec(stages, names)
+    assert names["step_in_stages"](state, batch)[1].shape == ()
+    assert len(names["step_in_stages"].plan(state, batch).stages) == 2
     exec(rule, names)
     assert names["my_matmul"](jnp.ones((2, 3)), jnp.ones((3, 4))) is None  # its body is left out there

@@ -14,6 +14,7 @@ program means the same as the stage does in a pipeline. The loop's body holds th
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -164,8 +165,9 @@ class _Split:
         for value, stage in zip(self.loop.outputs, self.result_stage, strict=True):
             if value >= 0:
                 home[value] = stage
+        body_readers = _readers(enumerate(self.body.ops))
         for outer, inner in zip(self.loop.inputs[: self.num_consts], self.body.inputs, strict=False):
-            readers = [self.body_stage[i] for i, op in enumerate(self.body.ops) if inner in op.inputs]
+            readers = [self.body_stage[i] for i in body_readers[inner]]
             if not isinstance(outer, Literal) and readers and outer in self.position:
                 home.setdefault(outer, min(readers))
         after = range(self.loop_index + 1, len(self.flat.ops))
@@ -175,10 +177,10 @@ class _Split:
             if known:
                 stages[i] = home[max(known, key=lambda v: size[v])]
                 home.update((o, stages[i]) for o in self.flat.ops[i].outputs if o >= 0)
+        readers_after = _readers((i, self.flat.ops[i]) for i in after)
         for i in reversed(after):
             if i not in stages:
-                outs = set(self.flat.ops[i].outputs)
-                readers = [stages[r] for r in after if r in stages and outs & set(_values(self.flat.ops[r]))]
+                readers = [stages[r] for o in self.flat.ops[i].outputs for r in readers_after[o] if r in stages]
                 stages[i] = min(readers, default=0)
         return stages
 
@@ -416,6 +418,15 @@ class _Renumbered:
         fresh.all_outputs = tuple(everything)
         fresh.outputs = [n if o >= 0 else -1 for n, o in zip(everything, op.outputs, strict=True)]
         return fresh
+
+
+def _readers(ops: Iterable[tuple[int, FlatOp]]) -> defaultdict[int, list[int]]:
+    """Value -> the numbers of the ops that read it."""
+    found: defaultdict[int, list[int]] = defaultdict(list)
+    for i, op in ops:
+        for value in _values(op):
+            found[value].append(i)
+    return found
 
 
 def _values(op: FlatOp) -> list[int]:

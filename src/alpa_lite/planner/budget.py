@@ -18,6 +18,7 @@ from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.costs.profile import PeakReport
 from alpa_lite.intraop.problem import IntraOpProblem, Solution, evaluate
 from alpa_lite.intraop.solve import minimum_peak
+from alpa_lite.plan.records import MemoryProfile
 from alpa_lite.planner.realise import Realised
 
 _ROUNDS = 4  # with the limit lowered, or raised
@@ -59,6 +60,12 @@ class MeshResult:
     unit: str = "s"
     budgeted: str = "peak"
     used_bytes: int = 0
+
+    @property
+    def peak_profile(self) -> MemoryProfile:
+        """Memory of the plan; there must be one."""
+        assert self.peak is not None
+        return self.peak.profile
 
 
 def within_budget(solved: Callable[[int | None], MeshResult], budget: float) -> MeshResult:

@@ -4,18 +4,16 @@ Comes in: the written-out plan at one of the numbers. Goes out: local shapes, me
 
 Every tensor on a device is a tile of B/n or of B bytes, n the size of the symbolic axis and B what the other axes leave.
 What is alive at a moment t is therefore a_t + b_t/n, and the peak is the largest of these; only the pairs on the upper
-hull are kept in its formula. For CPU the temporaries lie in one block that an allocator packs, which has no formula: there
-memory is counted again for every n.
+hull are kept in its formula. Where more goes into memory than tensors in an order that no n changes (XLA:CPU's allocator, split
+matmuls and overlapped collectives of XLA:GPU), the peak has no such formula, and stands as counted for every n.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cache
-from typing import Any
 
 import numpy as np
 
@@ -25,10 +23,10 @@ from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.core.program import Program
 from alpa_lite.core.spec import ShardingSpec
 from alpa_lite.costs.conversion import sizing_spec
-from alpa_lite.costs.profile import Stored, memory_profile, step_totals
+from alpa_lite.costs.profile import Stored, step_totals
 from alpa_lite.errors import AlpaLiteError
 from alpa_lite.plan.records import MemoryProfile
-from alpa_lite.planner.one_mesh import MeshResult, MeshTask, run_order
+from alpa_lite.planner.one_mesh import MeshResult, MeshTask
 from alpa_lite.planner.realise import Realised
 
 _TEMPORARY = ("gradients", "activations", "temporaries")
@@ -73,12 +71,13 @@ class Regime:
         axis: of the mesh, whose size it is.
         values: the numbers, of those considered.
         divides: what every n of this plan must divide (0: nothing is split, so nothing).
-        memory: per category of ``MemoryProfile`` that counts for the whole step its formula, and "peak" (not for CPU).
+        memory: per category of ``MemoryProfile`` that counts for the whole step its formula; "peak" where one formula gives it
+            for all ``values``.
         collectives: in the order of ``Plan.collectives``.
         traffic: bytes that each device sends in one step.
         local_shapes: path of every argument and result leaf -> sizes of its tile.
         specs: path of every argument and result leaf -> its layout.
-        profile: ``MemoryProfile`` at a number of ``values``; ``memory_at`` checks the number.
+        profiles: what was counted for every number; ``memory_at`` checks the number.
         others: the values of other regimes, for messages.
     """
 
@@ -91,7 +90,7 @@ class Regime:
     traffic: Formula
     local_shapes: Mapping[str, tuple[Formula, ...]]
     specs: Mapping[str, ShardingSpec]
-    profile: Callable[[int], MemoryProfile]
+    profiles: Mapping[int, MemoryProfile]
     others: tuple[int, ...] = ()
 
     @property
@@ -116,7 +115,7 @@ class Regime:
 
     def memory_at(self, n: int) -> MemoryProfile:
         """Bytes per device for ``n`` workers, equal to those of the plan for ``n``."""
-        return self.profile(self.check(n))
+        return self.profiles[self.check(n)]
 
     def traffic_at(self, n: int) -> Fraction:
         """Bytes that each device sends in one step."""
@@ -126,6 +125,9 @@ class Regime:
         need = f"needs: {self.condition}" if self.divides else f"nothing is split over {self.name}"
         lines = [f"{self.name} in {ranges(self.values)}; {need}"]
         lines += [f"  {word:16} {formula} bytes" for word, formula in self.memory.items() if str(formula) != "0"]
+        if "peak" not in self.memory:
+            peaks = ", ".join(f"{n}: {profile.peak:,}" for n, profile in self.profiles.items())
+            lines.append(f"  {'peak':16} by {self.name}, {peaks} bytes")
         lines.append(f"  {'sent in a step':16} {self.traffic} bytes")
         kinds = sorted({(c.kind.value, c.axes) for c in self.collectives})
         for kind, axes in kinds:
@@ -139,14 +141,19 @@ class Regime:
 
 
 def regime_of(
-    task: MeshTask, result: MeshResult, axis: str, name: str, values: tuple[int, ...], planned: Iterable[int]
+    task: MeshTask,
+    result: MeshResult,
+    axis: str,
+    name: str,
+    profiles: Mapping[int, MemoryProfile],
+    planned: Iterable[int],
 ) -> Regime:
-    """The regime of the plan that was found on a mesh whose axis ``axis`` has one of ``values`` devices.
+    """The regime of the plan that was found on a mesh whose axis ``axis`` has one of the numbers of devices.
 
     Args:
         task, result: what was planned, and the plan.
         axis: whose size is the number of workers; ``name`` is what the number is called.
-        values: the numbers with this plan; ``planned`` are all that have one.
+        profiles: the numbers with this plan, and the memory that was counted for each; ``planned`` are all that have one.
     """
     mesh, written = result.mesh, result.realised
     assert written is not None and result.peak is not None
@@ -157,20 +164,18 @@ def regime_of(
     leaves += [(path, v) for path, v in zip(program.output_paths, program.outputs, strict=True)]
     shapes = {path: program.values[v].shape if v >= 0 else () for path, v in leaves}
     collectives = _collectives(written, mesh, axis, name)
-    of_time = _counted if task.line.order.on_cpu else _formulas
-    profile, memory = of_time(task, mesh, axis, name, written, result.peak.stored)
     return Regime(
         name=name,
         axis=axis,
-        values=values,
+        values=tuple(profiles),
         divides=_divides(task, mesh, axis, written) if mesh.axis_size(axis) > 1 else 0,
-        memory=memory,
+        memory=_memory(task, result, axis, name, profiles),
         collectives=collectives,
         traffic=total([c.moved_bytes * c.count for c in collectives], name),
         local_shapes={path: _local_shape(shapes[path], spec, mesh, axis, name) for path, spec in specs.items()},
         specs=specs,
-        profile=profile,
-        others=tuple(sorted(set(planned) - set(values))),
+        profiles=profiles,
+        others=tuple(sorted(set(planned) - set(profiles))),
     )
 
 
@@ -183,34 +188,25 @@ def with_size(mesh: DeviceMesh, axis: str, n: int) -> DeviceMesh:
 # -- memory ----------------------------------------------------------------------------------------------------------
 
 
-def _formulas(
-    task: MeshTask, mesh: DeviceMesh, axis: str, name: str, written: Realised, stored: tuple[Stored, ...]
-) -> tuple[Callable[[int], MemoryProfile], dict[str, Formula | Largest]]:
-    """Memory as a_t + b_t/n for every moment t: sizes with the axis taken as 1, parted by whether the axis splits them.
-
-    The moments are those of the mesh that was planned; partial products of split matmuls are left out, as their number
-    depends on the sizes on one device.
-    """
+def _memory(
+    task: MeshTask, result: MeshResult, axis: str, name: str, profiles: Mapping[int, MemoryProfile]
+) -> dict[str, Formula | Largest]:
+    """Formulas of what counts for the whole step, and of the peak where one formula holds for every number."""
+    mesh, written = result.mesh, result.realised
+    assert written is not None and result.peak is not None
     one = with_size(mesh, axis, 1)
     ends = {"in_specs": written.in_specs, "out_specs": written.out_specs, "roles": task.roles}
     whole, split = step_totals(task.program, one, **ends), step_totals(task.program, mesh, **ends)
     leaves = {word: _parted(whole[word], split[word], mesh.axis_size(axis)) for word in whole}
-    row = {word: i for i, word in enumerate(_TEMPORARY)}
-    alive = _alive(stored, one, axis, row, task.line.num_times)
-    constant, shared = alive.sum(axis=1)
-    base = [sum(pair[kind] for pair in leaves.values()) for kind in (0, 1)]
     memory: dict[str, Formula | Largest] = {w: Formula.of({0: a, -1: b}, name) for w, (a, b) in leaves.items()}
-    moments = {(base[0] + int(a), base[1] + int(b)) for a, b in zip(constant, shared, strict=True)}
-    memory["peak"] = upper_envelope(moments, name)
-
-    def profile(n: int) -> MemoryProfile:
-        usage = constant + shared // n
-        time = int(usage.argmax())
-        at_peak = {word: int(alive[0, i, time] + alive[1, i, time] // n) for word, i in row.items()}
-        totals = {word: a + b // n for word, (a, b) in leaves.items()}
-        return MemoryProfile(**totals, **at_peak, peak=sum(totals.values()) + int(usage[time]))
-
-    return profile, memory
+    if not task.line.order.on_cpu:
+        base = [sum(pair[kind] for pair in leaves.values()) for kind in (0, 1)]
+        constant, shared = _alive(result.peak.stored, one, axis, task.line.num_times)
+        moments = {(base[0] + int(a), base[1] + int(b)) for a, b in zip(constant, shared, strict=True)}
+        peak = upper_envelope(moments, name)
+        if all(peak.at(n) == profile.peak for n, profile in profiles.items()):
+            memory["peak"] = peak
+    return memory
 
 
 def _parted(whole: int, split: int, n: int) -> tuple[int, int]:
@@ -222,47 +218,17 @@ def _parted(whole: int, split: int, n: int) -> tuple[int, int]:
     return whole - shared, shared
 
 
-def _alive(
-    stored: tuple[Stored, ...], one: DeviceMesh, axis: str, row: Mapping[str, int], num_times: int
-) -> np.ndarray:
-    """[kind, category, time] bytes of what lives at a time, ``axis`` taken as 1: kind 0 it leaves whole, 1 it splits."""
+def _alive(stored: tuple[Stored, ...], one: DeviceMesh, axis: str, num_times: int) -> np.ndarray:
+    """[kind, time] bytes of what lives at a time, ``axis`` taken as 1: kind 0 it leaves whole, 1 it splits."""
     shares = {
         spec: (one.axes_size(spec.sharded_axes), int(axis in spec.sharded_axes)) for spec in {t.spec for t in stored}
     }
-    steps = np.zeros((2, len(row), num_times + 1), dtype=np.int64)
+    steps = np.zeros((2, num_times + 1), dtype=np.int64)
     for t in stored:
         shards, kind = shares[t.spec]
-        steps[kind, row[t.category], t.lo] += t.whole_bytes // shards
-        steps[kind, row[t.category], min(t.hi, num_times)] -= t.whole_bytes // shards
-    return np.cumsum(steps[:, :, :-1], axis=2)
-
-
-def _counted(
-    task: MeshTask, mesh: DeviceMesh, axis: str, name: str, written: Realised, stored: tuple[Stored, ...]
-) -> tuple[Callable[[int], MemoryProfile], dict[str, Formula | Largest]]:
-    """Memory on CPU: formulas of what counts for the whole step; the block of temporaries is packed for every n."""
-    line, n0 = run_order(task, mesh, written), mesh.axis_size(axis)
-
-    @cache
-    def profile(n: int) -> MemoryProfile:
-        return memory_profile(task.program, line, with_size(mesh, axis, n), **_layouts(task, written)).profile
-
-    whole, split = profile(1), profile(n0)
-    memory: dict[str, Formula | Largest] = {}
-    for word in ("parameters", "optimizer_state", "inputs", "outputs", "constants"):
-        a, b = _parted(getattr(whole, word), getattr(split, word), n0)
-        memory[word] = Formula.of({0: a, -1: b}, name)
-    return profile, memory
-
-
-def _layouts(task: MeshTask, written: Realised) -> dict[str, Any]:
-    return {
-        "in_specs": written.in_specs,
-        "out_specs": written.out_specs,
-        "decisions": written.decisions,
-        "conversions": written.conversions,
-        "roles": task.roles,
-    }
+        steps[kind, t.lo] += t.whole_bytes // shards
+        steps[kind, min(t.hi, num_times)] -= t.whole_bytes // shards
+    return np.cumsum(steps[:, :-1], axis=1)
 
 
 # -- traffic ---------------------------------------------------------------------------------------------------------

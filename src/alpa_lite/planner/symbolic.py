@@ -128,7 +128,8 @@ class SymbolicPlan:
     def _regime(self, numbers: tuple[int, ...], planned: tuple[int, ...]) -> Regime:
         largest = numbers[-1]
         task, _ = self._task.at(largest)
-        return regime_of(task, self._result(largest), self._task.axis, self.name, numbers, planned)
+        profiles = {n: self._found(n).peak_profile for n in numbers}
+        return regime_of(task, self._result(largest), self._task.axis, self.name, profiles, planned)
 
     def regime(self, n: int) -> Regime:
         """The regime of one number.
@@ -152,9 +153,7 @@ class SymbolicPlan:
 
     def memory(self, n: int) -> MemoryProfile:
         """Bytes per device with ``n`` workers."""
-        peak = self._found(n).peak
-        assert peak is not None
-        return peak.profile
+        return self._found(n).peak_profile
 
     def traffic(self, n: int) -> Fraction:
         """Bytes that each device sends in one step with ``n`` workers."""

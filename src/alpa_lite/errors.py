@@ -9,9 +9,9 @@ _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 
 def is_user_file(name: str) -> bool:
-    """Whether a source file belongs neither to this package nor to JAX."""
-    ours = name.startswith(_PACKAGE) or os.path.basename(name) == "contextlib.py"
-    return not ours and "/jax/" not in name and "/jaxlib/" not in name
+    """Whether a source file belongs neither to this package and what starts its commands nor to JAX."""
+    ours = name.startswith((_PACKAGE, "<frozen ")) or os.path.basename(name) in ("contextlib.py", "alpa-lite")
+    return not ours and not any(f"/{package}/" in name for package in ("jax", "jaxlib", "typer", "click"))
 
 
 def user_line() -> str:
@@ -19,7 +19,7 @@ def user_line() -> str:
     for frame in reversed(traceback.extract_stack()):
         if is_user_file(frame.filename):
             return f"{frame.filename}:{frame.lineno} ({frame.name})"
-    return "unknown"
+    return "the command line"
 
 
 class AlpaLiteError(ValueError):

@@ -114,7 +114,10 @@ def test_calibrate_prints_and_writes_what_was_measured(tmp_path, monkeypatch):
         (["plan", "cli_targets.py:pair", "--cluster", "eight"], ["'eight' cannot be read", "8x8:h100-sxm"]),
         (["plan", "cli_targets.py:pair", "--cluster", "1x8:cpu", "--mesh", "a"], ["--mesh 'a'", "2x4"]),
         (["plan", "cli_targets.py:pair", "--cluster", "1x8:cpu", "--mesh", "4x4"], ["16 devices", "has 8"]),
-        (["plan", "cli_targets.py:pair", "--cluster", "1x8:cpu", "--out", "no/where.json"], ["cannot be written"]),
+        (
+            ["plan", "cli_targets.py:pair", "--cluster", "1x8:cpu", "--out", "no/where.json"],
+            ["cannot be saved", "folder 'no'"],
+        ),
         (["verify", "cli_targets.py:gone", "--cluster", "1x8:h100-sxm"], ["no callable 'gone'"]),
         (["show", "gone.json"], ["cannot read the plan file 'gone.json'"]),
         (["diff", "gone.json", "gone.json"], ["cannot read the plan file 'gone.json'"]),

@@ -81,6 +81,7 @@ def test_what_is_found_fits_and_what_is_claimed_holds(plans, budget):
         assert all(step.lower_bound <= best for step in result.solution.trace)
 
 
+@pytest.mark.medium
 @given(plans=PLANS, over=st.integers(0, 20))
 def test_a_constant_error_of_the_count_hides_no_plan(plans, over):
     """Too much by the same for every plan: where one fits, one is found."""

@@ -106,6 +106,7 @@ def crossing(layered: Layered) -> list[list[tuple[int, ...]]]:
     return [[layered.flat.avals[v].shape for v in sorted(found)] for found in cuts]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("model", MODELS)
 def test_the_result_is_the_same(model, count):
@@ -235,6 +236,7 @@ def example(name: str, count: int) -> Layered:
     return assign_layers(body_of(trace(made.train_step, made.abstract_args(), {}, layers=cut_into(count))))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("name", "count"), [("gpt_linen", 4), ("llama_nnx", 4), ("moe", 2), ("resnet18", 3)])
 def test_examples(name, count):
     layered = example(name, count)
@@ -247,6 +249,7 @@ def test_examples(name, count):
     assert [len(cut) for cut in large] == [1] * (count - 1)
 
 
+@pytest.mark.medium
 def test_the_same_every_time():
     made = EXAMPLES["moe"]("small")
     found = []

@@ -124,6 +124,7 @@ def run(op: FlatOp, given: list[Any]) -> list[Any]:
 STEPS = [*((loss, "sgd") for loss in LOSSES), *(("plain", update) for update in UPDATES), ("whole", "mixing")]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("loss", "update"), dict.fromkeys(STEPS))
 def test_the_step_is_the_same(loss, update):
     step = step_of(loss, update)

@@ -20,7 +20,7 @@ from alpa_lite.costs.fusion import fused_values
 from alpa_lite.costs.late_order import late_order
 from alpa_lite.costs.memory import Order, timeline
 from alpa_lite.costs.overlap_order import Move, early_updates, overlap_order
-from alpa_lite.costs.split_matmul import Matmul, kernels_that_read, number_of_parts, sum_is_repeated
+from alpa_lite.costs.split_matmul import Matmul, kernels_that_read, number_of_parts, readers_of, sum_is_repeated
 from alpa_lite.plan.records import OpDecision
 from alpa_lite.trace.program import trace
 
@@ -172,7 +172,10 @@ def test_partial_products_are_added_where_they_are_read_if_that_is_elementwise()
     program = program_of(fn, (64, 128), (128, 128))
     fused = fused_values(program, gpu=True)
     products = [op.outputs[0] for op in program.ops if op.primitive == "dot_general"]
-    first, second = ([program.ops[k] for k in kernels_that_read(program, fused, value)] for value in products[:2])
+    first, second = (
+        [program.ops[k] for k in kernels_that_read(program, fused, readers_of(program), value)]
+        for value in products[:2]
+    )
     assert [op.primitive for op in second] == ["dot_general"]
     product = Matmul(batch=1, rows=64, columns=128, contracted=128, operand_bytes=(4, 4), result_bytes=4)
     assert sum_is_repeated(product, 8, first)

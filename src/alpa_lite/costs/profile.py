@@ -21,6 +21,7 @@ from alpa_lite.costs.split_matmul import (
     kernels_that_read,
     local_matmul,
     number_of_parts,
+    readers_of,
     sum_is_repeated,
     workspace_bytes,
 )
@@ -192,6 +193,7 @@ def _workspace(
     """What the partial products of split matmuls need beside their results; sizes are those on one device."""
     regions, _ = _regions(program)
     fused = {prefix: fused_values(region, gpu=True) for prefix, region in regions.items()}
+    readers = {prefix: readers_of(region) for prefix, region in regions.items()}
     converted = {(_region_of(c.op), c.value) for c in conversions}
     made = {t.name: t for t in reversed(stored)}
     found = []
@@ -204,7 +206,7 @@ def _workspace(
         if product is None or parts == 1:
             continue
         value, begin = op.outputs[0], line.start[decision.path]
-        kernels = kernels_that_read(region, fused[prefix], value)
+        kernels = kernels_that_read(region, fused[prefix], readers[prefix], value)
         total = workspace_bytes(product, parts)
         end, size = begin + 1, total
         result = made.get(f"{prefix}%{value}")

@@ -107,16 +107,26 @@ def workspace_bytes(product: Matmul, parts: int) -> int:
     return product.elements * parts * _ACCUMULATOR_BYTES
 
 
-def kernels_that_read(program: Program, fused: Sequence[bool], value: int) -> list[int]:
+def readers_of(program: Program) -> dict[int, list[int]]:
+    """Value -> indices of the ops that read it."""
+    found: dict[int, list[int]] = {}
+    for index, op in enumerate(program.ops):
+        for value in set(op.inputs):
+            found.setdefault(value, []).append(index)
+    return found
+
+
+def kernels_that_read(
+    program: Program, fused: Sequence[bool], readers: Mapping[int, Sequence[int]], value: int
+) -> list[int]:
     """Indices of the ops that read a value, also through fused values and views, and store what they make."""
     found: set[int] = set()
     results = set(program.outputs)
     pending, seen = [value], {value}
     while pending:
         wanted = pending.pop()
-        for index, op in enumerate(program.ops):
-            if wanted not in op.inputs:
-                continue
+        for index in readers.get(wanted, ()):
+            op = program.ops[index]
             passed = [o for o in op.outputs if o >= 0 and o not in results and (fused[o] or is_view(op))]
             if not passed:
                 found.add(index)

@@ -14,7 +14,8 @@ from alpa_lite.core.collective import CollectiveKind
 from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.costs.conversion import Conversions
 from alpa_lite.costs.model import PricedInBytes
-from alpa_lite.intraop.decisions import DecisionGraph, End, Link, build_graph
+from alpa_lite.intraop.decision_graph import DecisionGraph, End, Link
+from alpa_lite.intraop.decisions import build_graph
 from alpa_lite.lowering.lower import Lowering, named_shardings
 from alpa_lite.planner.realise import Realised, realise
 from alpa_lite.trace.program import Traced, trace

@@ -8,7 +8,8 @@ import numpy as np
 from jax import lax
 
 from alpa_lite.costs.conversion import Conversions
-from alpa_lite.intraop.decisions import CONTRACTIONS, DecisionGraph, build_graph
+from alpa_lite.intraop.decision_graph import DecisionGraph
+from alpa_lite.intraop.decisions import CONTRACTIONS, build_graph
 from alpa_lite.trace.program import trace
 from tests.harness import RandomCosts, device_mesh
 

@@ -23,7 +23,8 @@ from alpa_lite.core.spec import ShardingSpec
 from alpa_lite.costs.conventions import cost_model
 from alpa_lite.costs.conversion import Conversions
 from alpa_lite.costs.memory import timeline
-from alpa_lite.intraop.decisions import DecisionGraph, Link, build_graph
+from alpa_lite.intraop.decision_graph import DecisionGraph, Link
+from alpa_lite.intraop.decisions import build_graph
 from alpa_lite.intraop.pricing import Pricer
 from alpa_lite.intraop.problem import Usage
 from alpa_lite.intraop.solve import solve

@@ -17,7 +17,8 @@ from alpa_lite.core.collective import CollectiveKind
 from alpa_lite.core.program import Op, Program
 from alpa_lite.costs.fusion import fused_values, moved_bytes_weights
 from alpa_lite.costs.memory import Timeline
-from alpa_lite.intraop.decisions import CONTRACTIONS, DecisionGraph, End, Link, Node
+from alpa_lite.intraop.decision_graph import DecisionGraph, End, Link, Node
+from alpa_lite.intraop.decisions import CONTRACTIONS
 from alpa_lite.intraop.problem import Edge, IntraOpProblem, Usage
 
 if TYPE_CHECKING:

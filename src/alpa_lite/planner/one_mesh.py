@@ -24,7 +24,8 @@ from alpa_lite.costs.memory import Timeline, timeline
 from alpa_lite.costs.model import CostModel
 from alpa_lite.costs.overlap_order import overlap_order
 from alpa_lite.costs.profile import memory_profile
-from alpa_lite.intraop.decisions import DecisionGraph, build_graph
+from alpa_lite.intraop.decision_graph import DecisionGraph
+from alpa_lite.intraop.decisions import build_graph
 from alpa_lite.intraop.pricing import Pricer
 from alpa_lite.intraop.problem import IntraOpProblem, Solution, check_problem, scaled
 from alpa_lite.intraop.repeats import node_classes

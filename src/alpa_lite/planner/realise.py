@@ -17,7 +17,7 @@ from alpa_lite.core.conversion import Conversion, Step
 from alpa_lite.core.program import Op, Program
 from alpa_lite.core.spec import ShardingSpec
 from alpa_lite.costs.conversion import step_price, step_size_bytes
-from alpa_lite.intraop.decisions import DecisionGraph, Link
+from alpa_lite.intraop.decision_graph import DecisionGraph, Link
 from alpa_lite.plan.records import OpDecision
 
 if TYPE_CHECKING:

@@ -1,0 +1,87 @@
+"""The decision graph as records: who decides what, and which tensors join the decisions; ``decisions`` builds it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from alpa_lite.core.program import Op, Program
+from alpa_lite.costs.conversion import Conversions
+from alpa_lite.intraop.strategies import StrategySet
+
+
+@dataclass(eq=False, slots=True)
+class Node:
+    """One decision.
+
+    Attributes:
+        kind: "op", "port" or "copy".
+        name: op path, or what a port is for.
+        size: number of choices.
+        weight: executions per step.
+        op, program, strategies: of an op node (``program``: the region that holds it).
+        specs: of a port or copy: the spec number per choice, at rank ``rank`` (of a copy: the spec handed on).
+        pairs: of the copy of an argument or a partial sum: (spec as made, spec handed on) numbers per choice.
+        shape: of a port or copy: global shape of its tensor.
+    """
+
+    kind: str
+    name: str
+    size: int
+    weight: float = 1.0
+    op: Op | None = None
+    program: Program | None = None
+    strategies: StrategySet | None = None
+    specs: np.ndarray | None = None
+    rank: int = 0
+    pairs: np.ndarray | None = None
+    shape: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class End:
+    """A tensor at a node: per choice of the node, the tensor's spec number.
+
+    ``key`` identifies the array, so that equal pieces are priced once. ``path`` is where a consumer stands.
+    """
+
+    node: int
+    specs: np.ndarray
+    key: tuple[object, ...]
+    path: str = ""
+
+
+@dataclass(eq=False, slots=True)
+class Link:
+    """One value: its producer, its consumers in program order, and its copy node (-1: none).
+
+    ``made_at`` is the path of the producing op, "in" for inputs of a region; ``region`` the path prefix.
+    """
+
+    region: str
+    value: int
+    shape: tuple[int, ...]
+    itemsize: int
+    weight: float
+    producer: End
+    consumers: list[End] = field(default_factory=list)
+    copy: int = -1
+    made_at: str = ""
+
+
+@dataclass(eq=False, slots=True)
+class DecisionGraph:
+    """All decisions of one program on one mesh.
+
+    ``inputs`` and ``outputs`` are the port nodes of the outer program (an aliased result shares its argument's node);
+    ``body_ports[path]`` the ports of a control-flow op's operands and results.
+    """
+
+    conversions: Conversions
+    nodes: list[Node] = field(default_factory=list)
+    links: list[Link] = field(default_factory=list)
+    inputs: list[int] = field(default_factory=list)
+    outputs: list[int] = field(default_factory=list)
+    op_nodes: dict[str, int] = field(default_factory=dict)
+    body_ports: dict[str, tuple[list[int], list[int]]] = field(default_factory=dict)

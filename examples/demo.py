@@ -1,6 +1,6 @@
 """``make demo``: a byte-level GPT learns Python's standard library on 8 virtual devices, beside a single-device run.
 
-Plans the step with two parameters pinned, prints the plan, trains both runs on the same batches from the same start,
+Plans the step as two stages of 2x2 devices each, with two parameters pinned, prints the plan, trains both runs on the same batches from the same start,
 and leaves the plan, the losses and their plot in ``out/demo/``.
 """
 
@@ -35,7 +35,7 @@ PINS = {
     "0/params/block0/up/kernel": P(None, "model"),
     "0/params/block0/down/kernel": P("model", None),
 }
-OPTIONS = {"mesh_shape": (2, 4), "axis_names": ("data", "model")}
+OPTIONS = al.PlanOptions(mesh_shape=(2, 2), axis_names=("data", "model"), num_stages=2, num_microbatches=4)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -95,7 +95,7 @@ def run(out: Path = OUT, num_steps: int = NUM_STEPS) -> Losses:
     print(
         f"{load_corpus().size / 1e6:.1f} MB of Python source; {len(jax.devices())} {jax.devices()[0].platform} devices"
     )
-    step = al.parallelize(example.train_step, pins=PINS, options=al.PlanOptions(**OPTIONS), donate_argnums=(0,))
+    step = al.parallelize(example.train_step, pins=PINS, options=OPTIONS, donate_argnums=(0,))
     plan = step.plan(*example.abstract_args())
     print(plan)
     print(f"planned in {time.perf_counter() - start_s:.1f} s")

@@ -101,6 +101,12 @@ def test_the_schedule_does_not_change_a_bit():
     assert all(np.array_equal(a, b) for a, b in zip(run(2, "1f1b"), run(2, "gpipe"), strict=True))
 
 
+def test_what_stages_exchange_is_no_state():
+    step = split((0, 1, 2, 3))
+    for part, program in zip(step.stages, step.programs, strict=True):
+        assert {(part.args[a], part.results[r]) for a, r in program.aliases} <= set(step.whole.aliases)
+
+
 @pytest.mark.parametrize("num_stages", [2, 4])
 def test_what_is_compiled_is_what_was_planned(num_stages):
     step = parallel(num_stages, "1f1b" if num_stages == 2 else "eager-1f1b")

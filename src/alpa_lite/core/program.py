@@ -58,6 +58,7 @@ class Op:
         num_consts, num_carry, trip_count: layout of a ``scan``/``while`` op's inputs (consts, carries, xs) and iterations.
         pinned: for "pin" ops the pin's text; "" otherwise.
         sent: results of the microbatch loop that other stages read as soon as a microbatch has made them.
+        received: operands of the microbatch loop that arrive from other stages, microbatch by microbatch.
         layout: of a user's ``shard_map``: its mesh and specs; None otherwise.
     """
 
@@ -76,6 +77,7 @@ class Op:
     trip_count: int = 1
     pinned: str = ""
     sent: tuple[int, ...] = ()
+    received: tuple[int, ...] = ()
     layout: FixedLayout | None = None
 
 

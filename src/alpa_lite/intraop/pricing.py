@@ -31,7 +31,7 @@ class Pricer:
 
     Attributes:
         state_inputs: ports of state, which some conventions charge for being whole everywhere.
-        placed: (region, value) pairs that may not be converted (weights, under some conventions).
+        placed: (region, value) pairs that may not be converted (weights, under some conventions; what stages exchange).
     """
 
     program: Program

@@ -76,6 +76,7 @@ def plan_on_mesh(task: MeshTask, cluster: Cluster, mesh: DeviceMesh, *, cutoff: 
     )
     weights = weight_positions(program, task.roles)
     placed = values_of(program, weights) if rules.placed_weights else frozenset()
+    placed |= _exchanged(program)
     pricer = Pricer(program=program, graph=graph, costs=costs, state_inputs=_state_ports(task, graph), placed=placed)
     allowed = allowed_choices(program, graph, task.pins, task.ignored_pin_ops)
     if rules.replicated_ends:
@@ -93,6 +94,14 @@ def plan_on_mesh(task: MeshTask, cluster: Cluster, mesh: DeviceMesh, *, cutoff: 
         return _write_out(task, costs, graph, problem, solution, begin)
 
     return within_budget(solved, task.budget)
+
+
+def _exchanged(program: Program) -> frozenset[tuple[str, int]]:
+    """Stacks of what stages exchange in the microbatch loop: they stand for values that come and go one by one, so nothing
+    can convert them before or after the loop."""
+    received = {op.inputs[i] for op in program.ops for i in op.received}
+    sent = {op.outputs[i] for op in program.ops for i in op.sent}
+    return frozenset(("", value) for value in received | sent)
 
 
 def task_costs(task: MeshTask, cluster: Cluster, mesh: DeviceMesh) -> CostModel:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -160,8 +160,16 @@ def build_program(
     out_paths: list[str],
     donated: list[bool],
     rules: tuple[NamedRule, ...] = (),
+    aliases: tuple[tuple[int, int], ...] | None = None,
 ) -> Program:
-    """Mirror a flat jaxpr as a Program with rules; ``rules`` are the user's, by primitive."""
+    """Mirror a flat jaxpr as a Program with rules.
+
+    Args:
+        flat: the jaxpr.
+        in_paths, out_paths, donated: per argument and result leaf.
+        rules: the user's, by primitive.
+        aliases: (argument, result) positions of state; None finds them by paths and types.
+    """
     distinct: dict[tuple[Any, ...], tuple[FlatOp, FlatJaxpr]] = {}
     keys: dict[int, tuple[Any, ...]] = {}
     _collect(flat, distinct, keys)
@@ -169,6 +177,8 @@ def build_program(
     check_user_ops(flat)
     names = {key: f"{key[0]}#{i}" for i, key in enumerate(distinct)}
     program = _mirror(flat, keys, found, names, in_paths, out_paths, donated)
+    if aliases is not None:
+        program = replace(program, aliases=aliases)
     check_program(program)
     return program
 
@@ -212,7 +222,8 @@ def _mirror(
                 num_consts=consts,
                 num_carry=carry,
                 trip_count=trips,
-                sent=op.params.get("sent", ()) if op.name == "scan" else (),
+                sent=op.params.get("sent", ()),
+                received=op.params.get("received", ()),
                 pinned=op.params["pinned"] if op.name == "pin" else "",
                 layout=_fixed_layout(op, flat) if op.name == "shard_map" else None,
             )

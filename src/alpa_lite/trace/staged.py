@@ -99,10 +99,12 @@ def staged_step(
 
 
 def _program(whole: Program, stage: StageProgram, rules: tuple[NamedRule, ...]) -> Program:
-    """Received state keeps its path; everything else that crosses is numbered."""
+    """Received state keeps its path; everything else that crosses is numbered. State is what it is in the whole step."""
     inputs = [whole.input_paths[a] for a in stage.args]
     for i, c in enumerate(stage.received):
         inputs.append(whole.input_paths[c.argument] if c.when == "start" else f"received/{i}")
     outputs = [whole.output_paths[r] for r in stage.results] + [f"sent/{i}" for i in range(len(stage.sent))]
     donated = [whole.donated[a] for a in stage.args] + [False] * len(stage.received)
-    return build_program(stage.flat, inputs, outputs, donated, rules)
+    arguments, results = ({leaf: i for i, leaf in enumerate(leaves)} for leaves in (stage.args, stage.results))
+    aliases = tuple((arguments[a], results[r]) for a, r in whole.aliases if a in arguments and r in results)
+    return build_program(stage.flat, inputs, outputs, donated, rules, aliases)

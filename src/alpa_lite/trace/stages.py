@@ -378,6 +378,7 @@ class _Split:
             "num_consts": len(consts),
             "num_carry": len(carries),
             "sent": tuple(range(len(need.carries) + len(need.stacked), len(outputs))),
+            "received": tuple(range(len(given), len(given) + len(stacks))),
             **{k: self.loop.params[k] for k in ("length", "reverse", "unroll")},
         }
         everything = [outer.value(self.loop.all_outputs[j]) for j in (*need.carries, *need.stacked)] + made

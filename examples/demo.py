@@ -1,7 +1,7 @@
 """``make demo``: a byte-level GPT learns Python's standard library on 8 virtual devices, beside a single-device run.
 
-Plans the step as two stages of 2x2 devices each, with two parameters pinned, prints the plan, trains both runs on the same batches from the same start,
-and leaves the plan, the losses and their plot in ``out/demo/``.
+Plans the step as two stages of 2x2 devices each, with two parameters pinned, prints the plan, trains both runs on the
+same batches from the same start, and leaves the plan, the losses and their plot in ``out/demo/``.
 """
 
 from __future__ import annotations

@@ -27,6 +27,7 @@ from alpa_lite.trace.rule_check import check_user_ops
 from alpa_lite.trace.rules import op_key, rules_for
 from alpa_lite.trace.user_rules import named_rules, shown_name
 
+Rules = dict[tuple[Any, ...], OpShardingRule]  # by ``op_key``
 _KEY_ITEMSIZE = 8  # a threefry key holds two uint32
 
 
@@ -161,6 +162,7 @@ def build_program(
     donated: list[bool],
     rules: tuple[NamedRule, ...] = (),
     aliases: tuple[tuple[int, int], ...] | None = None,
+    known: Rules | None = None,
 ) -> Program:
     """Mirror a flat jaxpr as a Program with rules.
 
@@ -169,11 +171,16 @@ def build_program(
         in_paths, out_paths, donated: per argument and result leaf.
         rules: the user's, by primitive.
         aliases: (argument, result) positions of state; None finds them by paths and types.
+        known: rules found before, under the same ``rules``; those found here join it.
     """
     distinct: dict[tuple[Any, ...], tuple[FlatOp, FlatJaxpr]] = {}
     keys: dict[int, tuple[Any, ...]] = {}
     _collect(flat, distinct, keys)
-    found = rules_for(distinct, named_rules(rules, [op for op, _ in distinct.values()]))
+    known = {} if known is None else known
+    new = {key: op for key, op in distinct.items() if key not in known}
+    found = rules_for(new, named_rules(rules, [op for op, _ in distinct.values()]))
+    known |= {key: rule for key, rule in found.items() if not new[key][0].bodies}  # control flow is never the same op
+    found |= {key: known[key] for key in distinct if key not in new}
     check_user_ops(flat)
     names = {key: f"{key[0]}#{i}" for i, key in enumerate(distinct)}
     program = _mirror(flat, keys, found, names, in_paths, out_paths, donated)

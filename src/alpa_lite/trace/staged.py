@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from alpa_lite.core.program import Program, Value
 from alpa_lite.core.rule_text import NamedRule
 from alpa_lite.errors import LayerError
 from alpa_lite.trace.commute import commute_sums
-from alpa_lite.trace.flatten import FlatJaxpr
+from alpa_lite.trace.flatten import FlatJaxpr, FlatOp
 from alpa_lite.trace.layers import Layered, assign_layers
 from alpa_lite.trace.microbatch import is_microbatch_loop
-from alpa_lite.trace.program import build_program, value_of
+from alpa_lite.trace.program import Rules, build_program, value_of
 from alpa_lite.trace.stages import Crossing, StageProgram, split_step
 
 
@@ -86,7 +86,8 @@ def staged_step(
     count = flat.ops[loop].params["length"]
     flat, layered = commute_sums(flat, loop, layered, given)
     stages = split_step(flat, loop, layered, given, whole.aliases)
-    programs = tuple(_program(whole, stage, rules) for stage in stages)
+    known: Rules = {}  # stages are made of the same ops
+    programs = tuple(_program(whole, stage, rules, known) for stage in stages)
     return StagedStep(
         whole=whole,
         stage_of_layer=given,
@@ -98,7 +99,7 @@ def staged_step(
     )
 
 
-def _program(whole: Program, stage: StageProgram, rules: tuple[NamedRule, ...]) -> Program:
+def _program(whole: Program, stage: StageProgram, rules: tuple[NamedRule, ...], known: Rules) -> Program:
     """Received state keeps its path; everything else that crosses is numbered. State is what it is in the whole step."""
     inputs = [whole.input_paths[a] for a in stage.args]
     for i, c in enumerate(stage.received):
@@ -107,4 +108,13 @@ def _program(whole: Program, stage: StageProgram, rules: tuple[NamedRule, ...]) 
     donated = [whole.donated[a] for a in stage.args] + [False] * len(stage.received)
     arguments, results = ({leaf: i for i, leaf in enumerate(leaves)} for leaves in (stage.args, stage.results))
     aliases = tuple((arguments[a], results[r]) for a, r in whole.aliases if a in arguments and r in results)
-    return build_program(stage.flat, inputs, outputs, donated, rules, aliases)
+    names = {op.name for op in _walk(stage.flat)}
+    own = tuple(rule for rule in rules if rule.primitive in names)  # those of other stages do not occur here
+    return build_program(stage.flat, inputs, outputs, donated, own, aliases, known)
+
+
+def _walk(flat: FlatJaxpr) -> Iterator[FlatOp]:
+    for op in flat.ops:
+        yield op
+        for body in op.bodies:
+            yield from _walk(body)

@@ -129,11 +129,9 @@ def step(weights: list[jax.Array], x: jax.Array) -> list[jax.Array]:
     return jax.tree.map(lambda w, g: w - 0.1 * g, weights, jax.grad(loss)(weights))
 
 
-ARGS = ([jax.ShapeDtypeStruct((64, 64), jnp.float32)] * 3, jax.ShapeDtypeStruct((1024, 64), jnp.float32))
-
-
-def plan(cluster: str, **settings: Any) -> al.Plan:
-    return al.plan(step, *ARGS, cluster=al.Cluster.parse(cluster), options=al.PlanOptions(**settings))
+def plan(cluster: str, *, examples: int = 1024, **settings: Any) -> al.Plan:
+    args = [jax.ShapeDtypeStruct((64, 64), jnp.float32)] * 3, jax.ShapeDtypeStruct((examples, 64), jnp.float32)
+    return al.plan(step, *args, cluster=al.Cluster.parse(cluster), options=al.PlanOptions(**settings))
 
 
 @pytest.mark.parametrize("cluster", ["1x1:h100-sxm", "1x1:cpu"])
@@ -152,6 +150,16 @@ def test_on_four_devices_tight_budgets_are_kept(share):
     tight = plan("1x4:h100-sxm", mesh_shape=(4,), memory_budget_bytes=budget)
     assert tight.memory.peak <= budget
     assert free.objective <= tight.objective and tight.lower_bound <= tight.objective
+
+
+@pytest.mark.parametrize("share", [1.0, 0.9])
+def test_on_cpu_where_the_solver_only_estimates_memory_budgets_are_kept(share):
+    free = plan("1x8:cpu", examples=128, mesh_shape=(8,), memory_budget_bytes=math.inf)
+    tight = plan("1x8:cpu", examples=128, mesh_shape=(8,), memory_budget_bytes=share * free.memory.peak)
+    assert tight.memory.peak <= share * free.memory.peak
+    assert tight.objective >= free.objective
+    if share == 1.0:
+        assert (tight.objective, tight.memory.peak) == (free.objective, free.memory.peak)
 
 
 def test_the_excess_is_the_peak_minus_the_budget():

@@ -216,6 +216,29 @@ def test_the_mask_is_made_where_it_is_read():
         assert "iota" in names
 
 
+def test_only_state_is_state():
+    """What a stage receives and sends may look alike, and is free to lie differently."""
+    step = split((0, 0, 1, 1))
+    of_step = dict(step.whole.aliases)
+    for part, program in zip(step.stages, step.programs, strict=True):
+        assert program.aliases
+        for i, o in program.aliases:
+            assert of_step[part.args[i]] == part.results[o]
+
+
+@pytest.mark.parametrize("submeshes", [((1, 2), (1, 6)), ((1, 1), (1, 1), (1, 2), (1, 4))])
+def test_submeshes_of_any_size_on_one_host(submeshes):
+    options = al.PlanOptions(submeshes=submeshes, num_microbatches=MICROBATCHES)
+    step = al.parallelize(train_step, cluster=al.Cluster.parse("1x8:cpu"), options=options)
+    got = step(*arguments())
+    for a, b in zip(jax.tree.leaves(got), reference(), strict=True):
+        assert np.linalg.norm(np.asarray(a) - b) <= 2e-5 * np.linalg.norm(b)
+    for leaf, planned in zip(jax.tree.leaves(got), step.plan(*arguments()).outputs, strict=True):
+        stage = step.plan(*arguments()).stages[planned.stage]
+        first = stage.first_device
+        assert {d.id for d in leaf.devices()} == set(range(first, first + stage.mesh.num_devices))
+
+
 # -- bad input ------------------------------------------------------------------------------------------------------
 
 

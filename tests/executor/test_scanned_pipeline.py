@@ -18,6 +18,7 @@ from alpa_lite.interop import cluster_layers
 from alpa_lite.plan.plan import Plan
 from alpa_lite.planner.pipeline import plan_pipeline
 from alpa_lite.planner.plan_step import Versions
+from alpa_lite.planner.stage_cut import StageCut
 from alpa_lite.trace.pins import resolve_pins
 from alpa_lite.trace.program import Traced, trace
 from alpa_lite.trace.staged import StagedStep, layers_of, staged_step
@@ -87,9 +88,10 @@ def planned(stage_of_layer: tuple[int, ...]) -> Plan:
         annotations=None,
     )
     options = al.PlanOptions(num_stages=1 + stage_of_layer[-1], num_microbatches=MICROBATCHES)
-    return plan_pipeline(
-        staged(stage_of_layer), al.Cluster.parse("1x8:cpu"), free, options, Versions(jax="", alpa_lite="")
-    )
+    count = options.stage_count
+    cut = StageCut(stage_of_layer=stage_of_layer, submeshes=((1, 8 // count),) * count, mesh_shapes=(None,) * count)
+    cluster = al.Cluster.parse("1x8:cpu")
+    return plan_pipeline(staged(stage_of_layer), cut, cluster, free, options, Versions(jax="", alpa_lite=""))
 
 
 @pytest.mark.parametrize("stage_of_layer", [(0, 0, 1, 1), (0, 1, 2, 3)])

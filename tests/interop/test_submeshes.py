@@ -41,12 +41,21 @@ def test_places_keep_the_order_given():
     assert [place.first_device for place in places] == [4, 0, 6]
 
 
+def test_parts_of_one_host_may_have_any_size():
+    places = place_submeshes([(1, 2), (1, 6)], 1, 8)
+    assert [place.first_device for place in places] == [6, 0]
+    places = place_submeshes([(1, 3), (1, 5), (2, 8)], 3, 8)
+    assert [(place.first_host, place.first_device) for place in places] == [(2, 5), (2, 0), (0, 0)]
+
+
 def test_bad_input():
     with pytest.raises(SlicingError, match=r"0x8 devices has no submeshes.*at least 1"):
         admissible_submeshes(0, 8)
-    with pytest.raises(SlicingError, match=r"submesh 1x3 cannot be part.*take shapes from admissible_submeshes"):
-        place_submeshes([(1, 3), (1, 1)], 1, 4)
+    with pytest.raises(SlicingError, match=r"submesh 1x5 cannot be part.*take shapes from admissible_submeshes"):
+        place_submeshes([(1, 5)], 1, 4)
     with pytest.raises(SlicingError, match="submesh 2x2 cannot be part"):
         place_submeshes([(2, 2)], 1, 4)
     with pytest.raises(SlicingError, match="submeshes have 6 devices, the cluster 1x8 has 8"):
         place_submeshes([(1, 4), (1, 2)], 1, 8)
+    with pytest.raises(SlicingError, match=r"no host has room for the submesh 1x2 .*largest first"):
+        place_submeshes([(1, 3), (1, 3), (1, 2)], 2, 4)

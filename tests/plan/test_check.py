@@ -76,3 +76,12 @@ def test_an_op_outside_the_program(plan, program):
 
 def test_the_bound_may_pass_the_objective_by_the_tolerance_of_the_solver(plan):
     check_plan(replace(plan, objective=1.0, lower_bound=1.0 + 1e-9))
+
+
+def test_stages_lie_beside_each_other(plan):
+    first = replace(plan.stages[0], submesh=(1, 8))
+    check_plan(replace(plan, stages=(first, replace(first, first_device=8))))
+    with pytest.raises(AssertionError, match="stage 1: device 4 belongs to stage 0 too"):
+        check_plan(replace(plan, stages=(first, replace(first, first_device=4))))
+    with pytest.raises(AssertionError, match=r"stage 1: its mesh .* is larger than its submesh \(1, 4\)"):
+        check_plan(replace(plan, stages=(first, replace(first, first_device=8, submesh=(1, 4)))))

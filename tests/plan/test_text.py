@@ -25,7 +25,7 @@ def test_print_stages(plan, golden):
     second = replace(
         stage, layers=(2, 3), mesh=DeviceMesh(shape=(4,), axis_names=("data",)), decisions=(), conversions=()
     )
-    second = replace(second, collectives=(replace(plan.collectives[1], tensor="1/x"),), submesh=(1, 4))
+    second = replace(second, collectives=(replace(plan.collectives[1], tensor="1/x"),), submesh=(1, 4), first_device=8)
     x = replace(plan.inputs[-1], stage=1)
     two = replace(plan, stages=(replace(stage, layers=(0, 1)), second), inputs=(*plan.inputs[:-1], x), unit="alpa cost")
     golden("plan_text_stages", str(two))

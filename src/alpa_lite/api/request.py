@@ -25,11 +25,11 @@ from alpa_lite.planner.options import PlanOptions
 from alpa_lite.planner.padded import plan_with_padding
 from alpa_lite.planner.pipeline import plan_pipeline
 from alpa_lite.planner.plan_step import Versions, mesh_task, plan_step
-from alpa_lite.planner.stage_layers import balanced_stages, layer_cuts
+from alpa_lite.planner.stage_cut import StageCut, given_cut, given_submeshes, one_stage
+from alpa_lite.planner.stage_layers import layers_asked
 from alpa_lite.planner.symbolic import SymbolicPlan as PlansByNumber
 from alpa_lite.planner.symbolic import SymbolicTask
 from alpa_lite.trace.annotations import annotation_note, annotations_from_args
-from alpa_lite.trace.auto_layers import LayerCuts
 from alpa_lite.trace.pins import resolve_pins
 from alpa_lite.trace.program import Traced, trace
 from alpa_lite.trace.staged import StagedStep, layers_of, microbatch_loop, staged_step
@@ -114,25 +114,28 @@ class Request:
             donate_argnums=self.donate_argnums,
             rules=self.options.rules,
             num_microbatches=1 if count == "auto" else count,
-            layers=self._layers,
+            layers=layers_asked(self.options, self.source),
         )
 
     @collector_paused()
     def plan(self, args: tuple[Any, ...], kwargs: dict[str, Any], cluster: ClusterData) -> tuple[Traced, Plan]:
         self._check(cluster)
-        self._check_stages()
+        self._check_stages(cluster)
         if self.options.num_microbatches == "auto":
             return self._with_fewest_microbatches(args, kwargs, cluster)
         with _told(self.options.verbose) as progress:
             traced = self.trace(args, kwargs)
             pins, notes = self._pins_and_notes(traced, args, kwargs)
             if self.options.has_stages:
-                staged = self._staged(traced)
-                made = plan_pipeline(staged, cluster, pins, self.options, _VERSIONS, notes=notes, progress=progress)
+                staged, cut = self._staged(traced, cluster)
+                made = plan_pipeline(
+                    staged, cut, cluster, pins, self.options, _VERSIONS, notes=notes, progress=progress
+                )
                 return traced, self._finished(made, traced)
+            options = one_stage(self.options, cluster, self.source)
 
             def plan_program(program: Program, pins: ResolvedPins) -> Plan:
-                return plan_step(program, cluster, pins, self.options, _VERSIONS, notes=notes, progress=progress)
+                return plan_step(program, cluster, pins, options, _VERSIONS, notes=notes, progress=progress)
 
             if self.options.padding == "off":
                 made = plan_program(traced.program, pins)
@@ -140,19 +143,13 @@ class Request:
                 traced, made = plan_with_padding(traced, cluster, pins, plan_program, self.options.rules)
         return traced, self._finished(made, traced)
 
-    @property
-    def _layers(self) -> LayerCuts | None:
-        """How a function without boundaries of its own is cut into layers: as many as there are stages."""
-        stages = self.options.num_stages
-        return layer_cuts(stages) if self.options.has_stages and isinstance(stages, int) else None
-
-    def _staged(self, traced: Traced) -> StagedStep:
+    def _staged(self, traced: Traced, cluster: ClusterData) -> tuple[StagedStep, StageCut]:
         """The step cut into the stages that were asked for."""
-        assert traced.layered is not None and isinstance(self.options.num_stages, int)
+        assert traced.layered is not None
         layered = layers_of(traced.layered)
         body = traced.program.ops[microbatch_loop(traced.flat)].bodies[0]
-        stages = balanced_stages(layered, body, self.options.num_stages, self.source)
-        return staged_step(traced.program, traced.layered, layered, stages, self.options.rules)
+        cut = given_cut(self.options, cluster, layered, body, self.source)
+        return staged_step(traced.program, traced.layered, layered, cut.stage_of_layer, self.options.rules), cut
 
     def _with_fewest_microbatches(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], cluster: ClusterData
@@ -213,7 +210,9 @@ class Request:
                 f"mesh_shape=({cluster.num_devices},), or a cluster=al.Cluster.symbolic({self.options.symbol!r}, ...)."
             )
 
-    def _check_stages(self) -> None:
+    def _check_stages(self, cluster: ClusterData) -> None:
+        if self.options.stage_count is not None:
+            given_submeshes(self.options, cluster, self.source)
         if self.options.has_stages and self.options.num_microbatches == "auto":
             raise AlpaLiteError(
                 f"num_stages={self.options.num_stages} and num_microbatches='auto' were given. With several stages the number "

@@ -9,6 +9,9 @@ list of them with as many devices as the cluster can be placed:
 Proof. Place by size, largest first, each in the first host with room. Whole hosts come first and leave whole hosts. When a
 size s inside a host has its turn, all placed before in that host are multiples of s, and so is D, so the free rest of
 every host is a multiple of s: a host with any room has room for it. Some host has room as long as devices are left. QED.
+
+Shapes that a user gives may have any number of devices of one host. They are placed in the same order; on several hosts that
+may fail, and is then refused.
 """
 
 from __future__ import annotations
@@ -50,19 +53,19 @@ def place_submeshes(
     """A place for each shape, in the order given, without overlap.
 
     Raises:
-        SlicingError: a shape is not admissible, or they do not use all devices.
+        SlicingError: a shape is neither part of a host nor whole hosts, they do not use all devices, or no place was found.
 
     Example:
         ``place_submeshes([(1, 2), (1, 4), (1, 2)], 1, 8)`` puts them on devices 4-5, 0-3 and 6-7.
     """
     _check_cluster(num_hosts, devices_per_host)
     for hosts, devices in shapes:
-        inside = hosts == 1 and devices in _part_sizes(devices_per_host)
+        inside = hosts == 1 and 1 <= devices <= devices_per_host
         if not inside and not (1 <= hosts <= num_hosts and devices == devices_per_host):
             raise SlicingError(
                 f"the submesh {hosts}x{devices} cannot be part of {num_hosts}x{devices_per_host} devices. It must be 1 host "
-                f"with {', '.join(map(str, _part_sizes(devices_per_host)))} devices, or whole hosts. It was given to "
-                f"place_submeshes; take shapes from admissible_submeshes."
+                f"with at most {devices_per_host} devices, or whole hosts. It was given to place_submeshes; take shapes from "
+                f"admissible_submeshes."
             )
     total = sum(hosts * devices for hosts, devices in shapes)
     if total != num_hosts * devices_per_host:
@@ -74,7 +77,13 @@ def place_submeshes(
     places: dict[int, PlacedSubmesh] = {}
     for index in sorted(range(len(shapes)), key=lambda index: (-shapes[index][0] * shapes[index][1], index)):
         hosts, devices = shapes[index]
-        host = next(host for host in range(num_hosts) if used[host] + devices <= devices_per_host)
+        host = next((host for host in range(num_hosts) if used[host] + devices <= devices_per_host), None)
+        if host is None:
+            raise SlicingError(
+                f"no host has room for the submesh {hosts}x{devices} once all larger ones lie. Parts of hosts must fill every "
+                f"host when they are placed largest first. They were given to place_submeshes; take shapes from "
+                f"admissible_submeshes, lists of which always fit."
+            )
         places[index] = PlacedSubmesh(shape=(hosts, devices), first_host=host, first_device=used[host])
         for taken in range(host, host + hosts):
             used[taken] += devices

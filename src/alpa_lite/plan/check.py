@@ -44,6 +44,7 @@ def plan_faults(plan: Plan, program: Program | None = None, stages: Sequence[Pro
                 yield f"{word} {path!r} occurs {count} times"
         for leaf in leaves:
             yield from _leaf_faults(leaf, word, plan)
+    yield from _place_faults(plan.stages)
     for index, stage in enumerate(plan.stages):
         yield from (f"stage {index}: {fault}" for fault in _stage_faults(stage))
         for word, leaves in (("argument", stage.inputs), ("result", stage.outputs)):
@@ -78,6 +79,21 @@ def _leaf_faults(leaf: Leaf, word: str, plan: Plan) -> Iterator[str]:
         yield f"{where}: {leaf.spec} is unreduced"
     elif not leaf.spec.divides(leaf.value.shape, mesh):
         yield f"{where}: {leaf.value} does not divide as {leaf.spec} on {mesh}"
+
+
+def _place_faults(stages: Sequence[StagePlan]) -> Iterator[str]:
+    """Stages of a pipeline lie beside each other, each mesh inside its submesh."""
+    if len(stages) == 1:
+        return
+    taken: dict[int, int] = {}
+    for index, stage in enumerate(stages):
+        size = math.prod(stage.submesh)
+        if stage.mesh.num_devices > size:
+            yield f"stage {index}: its mesh {stage.mesh} is larger than its submesh {stage.submesh}"
+        own = range(stage.first_device, stage.first_device + size)
+        if shared := [d for d in own if d in taken]:
+            yield f"stage {index}: device {shared[0]} belongs to stage {taken[shared[0]]} too"
+        taken.update(dict.fromkeys(own, index))
 
 
 def _stage_faults(stage: StagePlan) -> Iterator[str]:

@@ -100,7 +100,7 @@ class StagePlan:
     Attributes:
         mesh: the logical device mesh that all specs of the stage refer to.
         submesh: (hosts, devices per host) of the part of the cluster it takes.
-        first_device: of the cluster; the stage has as many from there as its mesh.
+        first_device: of the cluster, host by host; the stage has as many from there as its mesh.
         layers: indices of its layers; empty while the whole program is one stage.
         memory: bytes per device.
         collectives: everything that moves data between devices of the mesh.

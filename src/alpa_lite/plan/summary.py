@@ -85,6 +85,7 @@ def _stages(plan: Plan) -> Section:
             str(index),
             _span(stage.layers),
             f"{stage.submesh[0]}x{stage.submesh[1]}",
+            _span(tuple(range(stage.first_device, stage.first_device + stage.mesh.num_devices))),
             str(stage.mesh),
             format_cost(stage.compute_s, plan.unit),
             format_cost(stage.communication_s, plan.unit),
@@ -92,12 +93,12 @@ def _stages(plan: Plan) -> Section:
         )
         for index, stage in enumerate(plan.stages)
     )
-    columns = ("stage", "layers", "submesh", "mesh", "compute", "communication", "peak")
-    return Section(title="Stages", columns=columns, rows=rows, right=(0, 4, 5, 6))
+    columns = ("stage", "layers", "submesh", "devices", "mesh", "compute", "communication", "peak")
+    return Section(title="Stages", columns=columns, rows=rows, right=(0, 5, 6, 7))
 
 
-def _span(layers: tuple[int, ...]) -> str:
-    return "" if not layers else str(layers[0]) if len(layers) == 1 else f"{layers[0]}-{layers[-1]}"
+def _span(numbers: tuple[int, ...]) -> str:
+    return "" if not numbers else str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"
 
 
 def _arguments(plan: Plan) -> Section:

@@ -10,6 +10,7 @@ from typing import Literal
 from alpa_lite.core.rule_text import NamedRule
 from alpa_lite.errors import AlpaLiteError
 from alpa_lite.plan.plan import OptionValue
+from alpa_lite.planner.stage_options import stage_count, stage_faults
 
 DEFAULT_AXIS_NAMES = ("x", "y", "z")
 MAX_AXES = 3
@@ -41,6 +42,10 @@ class PlanOptions:
             "auto" takes the smallest power of two that fits the memory budget.
         num_stages: cut the step into so many stages of contiguous layers (``al.layer_boundary``, else found), each on an equal
             part of the cluster; "auto" is one stage. ``mesh_shape`` is then that of every stage.
+        submeshes: one (hosts, devices per host) per stage, e.g. ((1, 2), (1, 6)): part of one host, or whole hosts, together
+            all devices.
+        stage_layers: how many layers each stage has, e.g. (4, 2, 2); None gives each stage work by its number of devices.
+        stage_mesh_shapes: one mesh shape per stage, None where it is searched, e.g. ((2, 1), None).
         schedule: in which order stages take microbatches: "gpipe" (all forward, then all backward), "1f1b" (fewest in flight) or
             "eager-1f1b".
         remat: "auto" alone: what the function itself says with ``jax.checkpoint``.
@@ -62,6 +67,9 @@ class PlanOptions:
     padding: Literal["auto", "off"] = "auto"
     annotations: Literal["report", "pin"] = "report"
     num_stages: int | Literal["auto"] = "auto"
+    submeshes: tuple[tuple[int, int], ...] | None = None
+    stage_layers: tuple[int, ...] | None = None
+    stage_mesh_shapes: tuple[tuple[int, ...] | None, ...] | None = None
     num_microbatches: int | Literal["auto"] = 1
     schedule: str = "1f1b"
     remat: str = "auto"
@@ -76,13 +84,17 @@ class PlanOptions:
             ("axis_names", ("x", "y")),
             ("forbid", ("all-gather",)),
             ("rules", ()),
+            ("submeshes", ((1, 2), (1, 6))),
+            ("stage_layers", (4, 2, 2)),
+            ("stage_mesh_shapes", ((2, 1), (4, 1))),
         ):
             value = getattr(self, name)
             if value is None:
                 continue
             if isinstance(value, str) or not isinstance(value, Iterable):
                 raise AlpaLiteError(f"PlanOptions: {name}={value!r} was given; it must be a tuple, e.g. {example}.")
-            object.__setattr__(self, name, tuple(value))
+            entries = (tuple(v) if isinstance(v, list) else v for v in value)
+            object.__setattr__(self, name, tuple(entries))
         for fault in self._no_numbers() or self._faults():
             raise AlpaLiteError(f"PlanOptions: {fault}")
 
@@ -105,11 +117,15 @@ class PlanOptions:
             )
         if not 1 <= self.max_axes <= MAX_AXES:
             faults.append(f"max_axes={self.max_axes} was given; 1 to {MAX_AXES} are allowed.")
-        if self.num_stages != "auto" and not (isinstance(self.num_stages, int) and self.num_stages >= 1):
-            faults.append(
-                f"num_stages={self.num_stages!r} was given; allowed are 'auto' and numbers from 1. Give the number of "
-                "equal parts of the cluster."
-            )
+        stages = self.num_stages, self.submeshes, self.stage_layers, self.stage_mesh_shapes
+        if wrong_stages := list(stage_faults(*stages, shape)):
+            return [*faults, *wrong_stages]
+        for own in self.stage_mesh_shapes or ():
+            if own is not None and names is not None and len(own) != len(names):
+                faults.append(
+                    f"stage_mesh_shapes has {own} of {len(own)} axes, axis_names={names} has {len(names)}; give one name per "
+                    "axis."
+                )
         if self.has_stages and self.schedule not in SCHEDULES:
             faults.append(f"schedule={self.schedule!r} was given; allowed are {', '.join(map(repr, SCHEDULES))}.")
         if self.num_microbatches != "auto" and self.num_microbatches < 1:
@@ -162,7 +178,13 @@ class PlanOptions:
     @property
     def has_stages(self) -> bool:
         """Whether a pipeline of several stages is asked for."""
-        return self.num_stages not in ("auto", 1)
+        return self.stage_count not in (None, 1)
+
+    @property
+    def stage_count(self) -> int | None:
+        """The number of stages that is asked for, in whatever way; None if none is."""
+        names = "num_stages", "submeshes", "stage_layers", "stage_mesh_shapes"
+        return stage_count([(name, getattr(self, name)) for name in names])
 
     @property
     def symbol(self) -> str | None:

@@ -1,4 +1,4 @@
-"""Plans a step as stages on submeshes of equal size: layers -> stages -> a plan for each -> one simulated pipeline.
+"""Plans a step as stages on submeshes: layers -> stages -> a plan for each -> one simulated pipeline.
 
 Each stage is planned by the same code as a whole step (``one_mesh``), on its part of the step. What a pipeline adds is the
 memory of microbatches in flight, transfers between stages, and the schedule, whose simulated time is the objective.
@@ -14,7 +14,8 @@ from alpa_lite.cluster.cluster import Cluster
 from alpa_lite.core.program import Program
 from alpa_lite.core.spec import ShardingSpec
 from alpa_lite.costs.profile import roles_of
-from alpa_lite.errors import LayerError, MemoryBudgetError, PinError
+from alpa_lite.errors import MemoryBudgetError, PinError
+from alpa_lite.interop import PlacedSubmesh
 from alpa_lite.plan.check import check_plan
 from alpa_lite.plan.identity import fingerprint
 from alpa_lite.plan.pins import PinnedDims, ResolvedPins
@@ -32,6 +33,7 @@ from alpa_lite.planner.plan_step import (
     no_plan,
 )
 from alpa_lite.planner.stage_costs import StageCosts, stage_costs
+from alpa_lite.planner.stage_cut import StageCut
 from alpa_lite.schedule import Action, ActionKind, Schedule, chain_step, in_flight, make_schedule, simulate_schedule
 from alpa_lite.trace.staged import StagedStep
 from alpa_lite.trace.stages import StageProgram
@@ -41,17 +43,23 @@ _ROUNDS = 4  # of planning a stage whose microbatches in flight pass the budget
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedStage:
-    """One stage with its plan on its submesh."""
+    """One stage with its plan on its submesh, which lies at ``place``."""
 
     part: StageProgram
     program: Program
     cluster: Cluster
+    place: PlacedSubmesh
     result: MeshResult
     costs: StageCosts
+
+    @property
+    def hosts(self) -> range:
+        return range(self.place.first_host, self.place.first_host + self.cluster.num_hosts)
 
 
 def plan_pipeline(
     step: StagedStep,
+    cut: StageCut,
     cluster: Cluster,
     pins: ResolvedPins,
     options: PlanOptions,
@@ -60,42 +68,31 @@ def plan_pipeline(
     notes: tuple[str, ...] = (),
     progress: Callable[[str], None] | None = None,
 ) -> Plan:
-    """The plan for ``step``, whose layers are already joined to stages.
+    """The plan for ``step``, whose layers are already joined to stages as ``cut`` says.
 
     Raises:
-        LayerError: the cluster cannot be cut into that many equal submeshes.
+        SlicingError: the submeshes cannot be placed on the cluster.
         MemoryBudgetError, PinError, PinClashError, SolverError: as for one mesh, for some stage.
     """
     tell = progress or (lambda text: None)
-    submesh = equal_submesh(cluster, step.num_stages, pins.source)
+    assert step.stage_of_layer == cut.stage_of_layer
+    places = cut.placed(cluster)
     schedule = make_schedule(options.schedule, step.num_stages, step.num_microbatches)
     flying = in_flight(schedule)
     known: dict[object, PlannedStage] = {}
     stages = []
     for number, (part, program) in enumerate(zip(step.stages, step.programs, strict=True)):
         own = stage_pins(pins, part, program)
-        key = (fingerprint(program), own.inputs, own.outputs, flying[number].residuals)
+        submesh, shape = cut.cluster_of(number, cluster), cut.mesh_shapes[number]
+        key = (fingerprint(program), submesh, shape, own.inputs, own.outputs, flying[number].residuals)
         if key not in known:
             tell(f"planning stage {number} of {step.num_stages}, {len(program.ops)} ops")
-            known[key] = _plan_stage(part, program, submesh, own, options, flying[number].residuals)
-        stages.append(replace(known[key], part=part, program=program))
+            mine = replace(options, mesh_shape=shape, stage_mesh_shapes=None)
+            known[key] = _plan_stage(part, program, submesh, places[number], own, mine, flying[number].residuals)
+        stages.append(replace(known[key], part=part, program=program, place=places[number]))
     plan = _joined(step, stages, schedule, cluster, pins, options, versions, notes)
     check_plan(plan, step.whole, step.programs)
     return plan
-
-
-def equal_submesh(cluster: Cluster, num_stages: int, source: str) -> Cluster:
-    """One of ``num_stages`` equal parts: whole hosts, or equal parts of a host."""
-    hosts, per_host = cluster.num_hosts, cluster.devices_per_host
-    if hosts % num_stages == 0:
-        return replace(cluster, num_hosts=hosts // num_stages)
-    parts, rest = divmod(num_stages, hosts)
-    if rest == 0 and per_host % parts == 0:
-        return replace(cluster, num_hosts=1, devices_per_host=per_host // parts)
-    raise LayerError(
-        f"num_stages={num_stages} does not cut the cluster {cluster} in equal submeshes. Each must have whole hosts or an equal "
-        f"part of one. At {source}. Give a number of stages that divides {hosts}, or {hosts} times a divisor of {per_host}."
-    )
 
 
 def stage_pins(pins: ResolvedPins, part: StageProgram, program: Program) -> ResolvedPins:
@@ -122,6 +119,7 @@ def _plan_stage(
     part: StageProgram,
     program: Program,
     cluster: Cluster,
+    place: PlacedSubmesh,
     pins: ResolvedPins,
     options: PlanOptions,
     microbatches: int,
@@ -147,7 +145,10 @@ def _plan_stage(
             costs = stage_costs(part, program, result, microbatches)
             least = min(least, costs.memory.peak)
             if costs.memory.peak <= task.budget:
-                found.append(PlannedStage(part=part, program=program, cluster=cluster, result=result, costs=costs))
+                stage = PlannedStage(
+                    part=part, program=program, cluster=cluster, place=place, result=result, costs=costs
+                )
+                found.append(stage)
                 break
             assert result.peak is not None
             limit = min(limit, result.peak.profile.peak) - math.ceil(costs.memory.peak - task.budget)
@@ -178,7 +179,7 @@ def _joined(
 ) -> Plan:
     transfers = _transfers(step, stages, cluster)
     makespan, bubble = _simulated(schedule, stages, transfers)
-    own = [_stage_plan(stage, number, transfers) for number, stage in enumerate(stages)]
+    own = [_stage_plan(stage, number, cluster.devices_per_host) for number, stage in enumerate(stages)]
     inputs = _step_leaves(
         step.whole.input_paths, [p.inputs[: len(s.part.args)] for p, s in zip(own, stages, strict=True)]
     )
@@ -220,7 +221,7 @@ def _joined(
     )
 
 
-def _stage_plan(stage: PlannedStage, number: int, transfers: Sequence[StageTransfer]) -> StagePlan:
+def _stage_plan(stage: PlannedStage, number: int, devices_per_host: int) -> StagePlan:
     program, written = stage.program, stage.result.realised
     assert written is not None
 
@@ -228,11 +229,10 @@ def _stage_plan(stage: PlannedStage, number: int, transfers: Sequence[StageTrans
         kinds = (program.values[v] if v >= 0 else LITERAL for v in values)
         return tuple(Leaf(path=p, value=v, spec=s, stage=number) for p, v, s in zip(paths, kinds, specs, strict=True))
 
-    mesh = stage.result.mesh
     return StagePlan(
-        mesh=mesh,
+        mesh=stage.result.mesh,
         submesh=(stage.cluster.num_hosts, stage.cluster.devices_per_host),
-        first_device=number * mesh.num_devices,
+        first_device=stage.place.first_host * devices_per_host + stage.place.first_device,
         layers=stage.part.layers,
         memory=stage.costs.memory,
         collectives=written.collectives,
@@ -258,20 +258,11 @@ def _step_leaves(paths: Sequence[str], stages: Sequence[Sequence[Leaf]]) -> tupl
 
 
 def _transfers(step: StagedStep, stages: Sequence[PlannedStage], cluster: Cluster) -> tuple[StageTransfer, ...]:
-    """What stages send each other, with the time on the link between them: every device sends its share at once."""
-    per_host = cluster.devices_per_host
+    """What stages send each other, with the time on the link between them."""
     found = []
     for target, stage in enumerate(stages):
         for crossing in stage.part.received:
             value = step.value_of(crossing)
-            sender, devices = stages[crossing.source], stages[crossing.source].result.mesh.num_devices
-            first, second = crossing.source * devices, target * stage.result.mesh.num_devices
-            inside = cluster.num_hosts == 1 or first // per_host == second // per_host
-            link = cluster.inside if inside else cluster.between
-            lanes = min(devices, stage.result.mesh.num_devices)
-            if not inside and link.per_host:
-                lanes = min(sender.cluster.num_hosts, stage.cluster.num_hosts)
-            time_s = link.setup_s + link.latency_s + value.size_bytes / (lanes * link.bandwidth_bytes_per_s)
             found.append(
                 StageTransfer(
                     tensor=str(value),
@@ -279,10 +270,22 @@ def _transfers(step: StagedStep, stages: Sequence[PlannedStage], cluster: Cluste
                     target=target,
                     when=crossing.when,
                     size_bytes=value.size_bytes,
-                    time_s=time_s,
+                    time_s=_transfer_s(value.size_bytes, stages[crossing.source], stage, cluster),
                 )
             )
     return tuple(found)
+
+
+def _transfer_s(size_bytes: int, sender: PlannedStage, receiver: PlannedStage, cluster: Cluster) -> float:
+    """Every device sends its share at once: as many lanes as the smaller side has devices, or hosts where these have the link."""
+    sides = (sender, receiver)
+    lanes = min(side.result.mesh.num_devices for side in sides)
+    link = cluster.inside
+    if len({host for side in sides for host in side.hosts}) > 1:
+        link = cluster.between
+        if link.per_host:
+            lanes = min(side.cluster.num_hosts for side in sides)
+    return link.setup_s + link.latency_s + size_bytes / (lanes * link.bandwidth_bytes_per_s)
 
 
 def _simulated(

@@ -2,31 +2,64 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+
 from alpa_lite.core.program import Program
-from alpa_lite.errors import LayerError
+from alpa_lite.errors import LayerError, user_line
 from alpa_lite.interop import cluster_layers
+from alpa_lite.planner.options import PlanOptions
 from alpa_lite.trace.auto_layers import LayerCuts
 from alpa_lite.trace.layers import Layered
 from alpa_lite.trace.program import value_of
 
 
-def layer_cuts(num_layers: int) -> LayerCuts:
-    """Chooses where a function without boundaries of its own is cut into ``num_layers`` layers."""
-    return lambda flops, cut_bytes: cluster_layers(flops, cut_bytes, num_layers).cuts
+def layer_cuts(num_layers: int, at_least: int | None = None, source: str = "") -> LayerCuts:
+    """Chooses where a function without boundaries of its own is cut into ``num_layers`` layers, or ``at_least`` so many."""
+
+    def chosen(flops: Sequence[float], cut_bytes: Sequence[float]) -> tuple[int, ...]:
+        possible = 1 + sum(map(math.isfinite, cut_bytes))
+        wanted = num_layers if at_least is None else max(at_least, min(num_layers, possible))
+        if wanted > possible:
+            raise LayerError(
+                f"{wanted} layers were asked of a loss that can be cut into at most {possible}, between ops that the gradient "
+                f"passes. A stage has at least one layer. At {source or user_line()}. Ask for fewer stages or layers."
+            )
+        return cluster_layers(flops, cut_bytes, wanted).cuts
+
+    return chosen
 
 
-def balanced_stages(layered: Layered, body: Program, num_stages: int, source: str) -> tuple[int, ...]:
-    """The stage of each layer.
+def layers_asked(options: PlanOptions, source: str) -> LayerCuts | None:
+    """How a function without boundaries of its own is cut; None without stages.
+
+    One layer per stage if stages are alike; else layers small enough to give each stage work by its number of devices.
+    """
+    count = options.stage_count
+    if count is None or count == 1:
+        return None
+    if options.stage_layers is not None:
+        return layer_cuts(sum(options.stage_layers), source=source)
+    sizes = [math.prod(submesh) for submesh in options.submeshes or ((1, 1),) * count]
+    return layer_cuts(sum(sizes) // math.gcd(*sizes), count, source)
+
+
+def balanced_stages(layered: Layered, body: Program, num_devices: Sequence[int], source: str) -> tuple[int, ...]:
+    """The stage of each layer: work by number of devices.
 
     Args:
         layered: the layers of the microbatch loop.
         body: the loop's body; its ops are those of ``layered``.
-        num_stages: how many groups.
+        num_devices: of each stage.
         source: the user's line.
 
     Raises:
         LayerError: there are fewer layers than stages.
     """
+    num_stages = len(num_devices)
     if num_stages > layered.num_layers:
         raise LayerError(
             f"num_stages={num_stages} for a step of {layered.num_layers} layers. A stage has at least one layer. At {source}. "
@@ -36,8 +69,33 @@ def balanced_stages(layered: Layered, body: Program, num_stages: int, source: st
     flops = [0.0] * layered.num_layers
     for op, layer in zip(body.ops, layered.layer, strict=True):
         flops[layer] += op.flops + sum(o.flops * op.trip_count for inner in op.bodies for _, _, o in inner.walk())
+    if len(set(num_devices)) > 1:
+        return _stages_by_devices(flops, _cut_bytes(layered), num_devices)
     groups = cluster_layers(flops, _cut_bytes(layered), num_stages)
     return tuple(stage for stage, (first, last) in enumerate(groups.layers) for _ in range(first, last + 1))
+
+
+def _stages_by_devices(
+    flops: Sequence[float], cut_bytes: Sequence[float], num_devices: Sequence[int]
+) -> tuple[int, ...]:
+    """The least work per device of the stage that has most; between equals, met on the way, fewer bytes, then early cuts.
+
+    best[s, j] is that of the first j layers in stages 0..s: min over i of max(best[s - 1, i], work(i, j) / devices of s).
+    """
+    work = np.concatenate([[0.0], np.cumsum(flops)])
+    best: dict[int, tuple[float, float, tuple[int, ...]]] = {
+        0: (0.0, 0.0, ())
+    }  # end of the stages so far -> (most work per device, bytes, ends)
+    for devices in num_devices:
+        further: dict[int, tuple[float, float, tuple[int, ...]]] = {}
+        for start, (most, crossing, ends) in best.items():
+            for end in range(start + 1, len(work)):
+                cut = cut_bytes[end - 1] if end < len(flops) else 0.0
+                found = max(most, (work[end] - work[start]) / devices), crossing + cut, (*ends, end)
+                further[end] = min(further.get(end, found), found)
+        best = further
+    starts = (0, *best[len(flops)][2])
+    return tuple(stage for stage, (a, b) in enumerate(pairwise(starts)) for _ in range(a, b))
 
 
 def _cut_bytes(layered: Layered) -> list[float]:

@@ -1,0 +1,149 @@
+"""Which layers each stage has and which part of the cluster: what a pipeline is planned for.
+
+In come what the user gave (``PlanOptions``), the cluster and the step's layers; out comes a ``StageCut``. A search makes the
+same record from a table of stage costs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from alpa_lite.cluster.cluster import Cluster
+from alpa_lite.core.program import Program
+from alpa_lite.errors import LayerError, SlicingError
+from alpa_lite.interop import PlacedSubmesh, place_submeshes
+from alpa_lite.planner.options import PlanOptions
+from alpa_lite.planner.stage_layers import balanced_stages
+from alpa_lite.trace.layers import Layered
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageCut:
+    """Layers -> stages -> submeshes.
+
+    Attributes:
+        stage_of_layer: per layer, from 0 on, rising by 0 or 1.
+        submeshes: per stage (hosts, devices per host), together all devices of the cluster.
+        mesh_shapes: per stage the shape of its logical mesh; None = searched.
+    """
+
+    stage_of_layer: tuple[int, ...]
+    submeshes: tuple[tuple[int, int], ...]
+    mesh_shapes: tuple[tuple[int, ...] | None, ...]
+
+    def __post_init__(self) -> None:
+        assert self.stage_of_layer and self.stage_of_layer[0] == 0
+        assert all(b - a in (0, 1) for a, b in pairwise(self.stage_of_layer)), self.stage_of_layer
+        assert self.stage_of_layer[-1] + 1 == len(self.submeshes) == len(self.mesh_shapes)
+        for (hosts, devices), shape in zip(self.submeshes, self.mesh_shapes, strict=True):
+            assert shape is None or math.prod(shape) <= hosts * devices
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.submeshes)
+
+    def placed(self, cluster: Cluster) -> tuple[PlacedSubmesh, ...]:
+        """Where on the cluster each stage lies."""
+        return place_submeshes(self.submeshes, cluster.num_hosts, cluster.devices_per_host)
+
+    def cluster_of(self, stage: int, cluster: Cluster) -> Cluster:
+        """A stage's submesh as a cluster of its own."""
+        hosts, devices = self.submeshes[stage]
+        return replace(cluster, num_hosts=hosts, devices_per_host=devices)
+
+
+def given_cut(options: PlanOptions, cluster: Cluster, layered: Layered, body: Program, source: str) -> StageCut:
+    """The cut that a user asked for; where layers are not given, each stage gets work by its number of devices.
+
+    Args:
+        options: with a number of stages, submeshes, or layers per stage.
+        cluster: that the submeshes are parts of.
+        layered: the layers of the microbatch loop.
+        body: the loop's body.
+        source: the user's line.
+
+    Raises:
+        LayerError: the cluster has no such parts, or the step not so many layers.
+    """
+    submeshes = given_submeshes(options, cluster, source)
+    if options.stage_layers is not None:
+        stage_of_layer = _given_layers(options.stage_layers, layered, source)
+    else:
+        sizes = [math.prod(submesh) for submesh in submeshes]
+        stage_of_layer = balanced_stages(layered, body, sizes, source)
+    shapes = _given_mesh_shapes(options, submeshes, source)
+    return StageCut(stage_of_layer=stage_of_layer, submeshes=submeshes, mesh_shapes=shapes)
+
+
+def one_stage(options: PlanOptions, cluster: Cluster, source: str) -> PlanOptions:
+    """The options of a step on one mesh, where they name that one stage; else as they are.
+
+    Raises:
+        LayerError: as for several stages.
+    """
+    if options.stage_count is None:
+        return options
+    (shape,) = _given_mesh_shapes(options, given_submeshes(options, cluster, source), source)
+    return replace(options, mesh_shape=shape, stage_mesh_shapes=None)
+
+
+def _given_mesh_shapes(
+    options: PlanOptions, submeshes: Sequence[tuple[int, int]], source: str
+) -> tuple[tuple[int, ...] | None, ...]:
+    shapes = options.stage_mesh_shapes or (options.mesh_sizes if options.mesh_shape else None,) * len(submeshes)
+    for stage, (shape, submesh) in enumerate(zip(shapes, submeshes, strict=True)):
+        if options.stage_mesh_shapes and shape is not None and math.prod(shape) != math.prod(submesh):
+            raise LayerError(
+                f"stage_mesh_shapes={shapes}: stage {stage} has {math.prod(shape)} devices in the mesh {shape} and "
+                f"{math.prod(submesh)} in its submesh {submesh}. They must be as many. At {source}. Give submeshes="
+                "((hosts, devices per host), ...) beside it, or a shape whose product is the stage's number of devices."
+            )
+    return tuple(shapes)
+
+
+def given_submeshes(options: PlanOptions, cluster: Cluster, source: str) -> tuple[tuple[int, int], ...]:
+    """The user's submeshes, or equal ones.
+
+    Raises:
+        LayerError: they are no parts of the cluster, do not use all its devices, or cannot lie on its hosts.
+    """
+    if options.submeshes is None:
+        assert options.stage_count is not None
+        return (_equal_submesh(cluster, options.stage_count, source),) * options.stage_count
+    try:
+        place_submeshes(options.submeshes, cluster.num_hosts, cluster.devices_per_host)
+    except SlicingError as error:
+        raise LayerError(
+            f"submeshes={options.submeshes} for the cluster {cluster}: {error.args[0].split('. ')[0]}. Each must be (1, devices "
+            f"of one host) or (hosts, {cluster.devices_per_host}), together all {cluster.num_devices} devices, each host full. "
+            f"At {source}. Give one (hosts, devices per host) per stage that does so."
+        ) from error
+    return options.submeshes
+
+
+def _equal_submesh(cluster: Cluster, num_stages: int, source: str) -> tuple[int, int]:
+    """One of ``num_stages`` equal parts: whole hosts, or equal parts of a host."""
+    hosts, per_host = cluster.num_hosts, cluster.devices_per_host
+    if hosts % num_stages == 0:
+        return hosts // num_stages, per_host
+    parts, rest = divmod(num_stages, hosts)
+    if rest == 0 and per_host % parts == 0:
+        return 1, per_host // parts
+    raise LayerError(
+        f"num_stages={num_stages} does not cut the cluster {cluster} in equal submeshes. Each must have whole hosts or an equal "
+        f"part of one. At {source}. Give a number of stages that divides {hosts}, or {hosts} times a divisor of {per_host}, or "
+        "submeshes=((hosts, devices per host), ...)."
+    )
+
+
+def _given_layers(stage_layers: Sequence[int], layered: Layered, source: str) -> tuple[int, ...]:
+    if sum(stage_layers) != layered.num_layers:
+        raise LayerError(
+            f"stage_layers={tuple(stage_layers)} has {sum(stage_layers)} layers, the step has {layered.num_layers}: one more "
+            f"than it has boundaries. Every layer must be in one stage. At {source}. Change stage_layers, or mark other "
+            "layers with al.layer_boundary."
+        )
+    return tuple(stage for stage, count in enumerate(stage_layers) for _ in range(count))

@@ -216,16 +216,6 @@ def test_the_mask_is_made_where_it_is_read():
         assert "iota" in names
 
 
-def test_only_state_is_state():
-    """What a stage receives and sends may look alike, and is free to lie differently."""
-    step = split((0, 0, 1, 1))
-    of_step = dict(step.whole.aliases)
-    for part, program in zip(step.stages, step.programs, strict=True):
-        assert program.aliases
-        for i, o in program.aliases:
-            assert of_step[part.args[i]] == part.results[o]
-
-
 @pytest.mark.parametrize("submeshes", [((1, 2), (1, 6)), ((1, 1), (1, 1), (1, 2), (1, 4))])
 def test_submeshes_of_any_size_on_one_host(submeshes):
     options = al.PlanOptions(submeshes=submeshes, num_microbatches=MICROBATCHES)

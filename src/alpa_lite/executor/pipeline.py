@@ -24,7 +24,7 @@ from alpa_lite.lowering.lower import Lowering, body_input_specs, body_output_spe
 from alpa_lite.lowering.segments import CutRegion, Pair, crossing_sharding
 from alpa_lite.lowering.transfer import Transfers
 from alpa_lite.plan.plan import Plan
-from alpa_lite.schedule import Action, ActionKind, check_schedule, make_schedule
+from alpa_lite.schedule import Action, ActionKind, check_schedule, planned_schedule
 from alpa_lite.trace.program import Traced
 from alpa_lite.trace.staged import StagedStep
 from alpa_lite.trace.stages import Crossing, StageProgram
@@ -349,7 +349,7 @@ def runnable_pipeline(traced: Traced, staged: StagedStep, plan: Plan, devices: S
         in_specs = tuple(leaf.spec for leaf in stage.inputs)
         out_specs = tuple(leaf.spec for leaf in stage.outputs)
         stages.append(LoweredStage(part, lowering, in_specs, out_specs, mesh))
-    schedule = make_schedule(plan.pipeline.schedule, len(stages), plan.pipeline.num_microbatches)
+    schedule = planned_schedule(plan.pipeline)
     order = [action for action in check_schedule(schedule) if action.kind in (ActionKind.F, ActionKind.B)]
     shardings = [NamedSharding(meshes[leaf.stage], partition_spec(leaf.spec)) for leaf in plan.inputs]
     args, kwargs = jax.tree_util.tree_unflatten(traced.in_tree, shardings)

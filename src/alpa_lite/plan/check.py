@@ -82,7 +82,7 @@ def _leaf_faults(leaf: Leaf, word: str, plan: Plan) -> Iterator[str]:
 
 
 def _place_faults(stages: Sequence[StagePlan]) -> Iterator[str]:
-    """Stages of a pipeline lie beside each other, each mesh inside its submesh."""
+    """Stages of a pipeline lie beside each other or share a whole submesh, each mesh inside its submesh."""
     if len(stages) == 1:
         return
     taken: dict[int, int] = {}
@@ -91,9 +91,13 @@ def _place_faults(stages: Sequence[StagePlan]) -> Iterator[str]:
         if stage.mesh.num_devices > size:
             yield f"stage {index}: its mesh {stage.mesh} is larger than its submesh {stage.submesh}"
         own = range(stage.first_device, stage.first_device + size)
-        if shared := [d for d in own if d in taken]:
+        if shared := [d for d in own if d in taken and _submesh(stages[taken[d]]) != _submesh(stage)]:
             yield f"stage {index}: device {shared[0]} belongs to stage {taken[shared[0]]} too"
         taken.update(dict.fromkeys(own, index))
+
+
+def _submesh(stage: StagePlan) -> tuple[int, tuple[int, int]]:
+    return stage.first_device, stage.submesh
 
 
 def _stage_faults(stage: StagePlan) -> Iterator[str]:

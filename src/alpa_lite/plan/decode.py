@@ -218,6 +218,8 @@ def _pipeline(p: doc.Pipeline) -> Pipeline:
         stage_of_layer=tuple(p.stage_of_layer),
         transfers=tuple(StageTransfer(**msgspec.structs.asdict(row)) for row in p.transfers),
         bubble_share=p.bubble_share,
+        num_chunks=p.num_chunks,
+        table=tuple(p.table),
     )
 
 

@@ -126,6 +126,8 @@ class Pipeline(_Strict):
     stage_of_layer: list[int]
     bubble_share: float
     transfers: list[TransferRow]
+    num_chunks: int = 1
+    table: list[str] = []
 
 
 class Decisions(_Strict):

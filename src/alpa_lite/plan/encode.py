@@ -79,7 +79,15 @@ def encode_plan(plan: Plan) -> bytes:
 
 def _encode_pipeline(p: Pipeline) -> doc.Pipeline:
     rows = [doc.TransferRow(t.tensor, t.source, t.target, t.when, t.size_bytes, float(t.time_s)) for t in p.transfers]
-    return doc.Pipeline(p.num_microbatches, p.schedule, list(p.stage_of_layer), float(p.bubble_share), rows)
+    return doc.Pipeline(
+        num_microbatches=p.num_microbatches,
+        schedule=p.schedule,
+        stage_of_layer=list(p.stage_of_layer),
+        bubble_share=float(p.bubble_share),
+        transfers=rows,
+        num_chunks=p.num_chunks,
+        table=list(p.table),
+    )
 
 
 def _encode_mesh(mesh: DeviceMesh) -> doc.Mesh:

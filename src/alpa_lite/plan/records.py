@@ -102,7 +102,7 @@ class StagePlan:
         submesh: (hosts, devices per host) of the part of the cluster it takes.
         first_device: of the cluster, host by host; the stage has as many from there as its mesh.
         layers: indices of its layers; empty while the whole program is one stage.
-        memory: bytes per device.
+        memory: bytes per device; where several stages share a submesh, the peak is that of all of them together.
         collectives: everything that moves data between devices of the mesh.
         decisions: one per op, in the order of ``Program.walk``.
         conversions: changes of layout, each at its place; they name their ``collectives``.
@@ -163,6 +163,8 @@ class Pipeline:
     Attributes:
         num_microbatches: slices of the batch.
         schedule: name of the order of forward and backward passes.
+        num_chunks: stages per submesh, under a schedule that interleaves them.
+        table: rows of CSV of a schedule that the user made, one per submesh; empty for a named one.
         stage_of_layer: rising.
         transfers: between stages.
         bubble_share: of the time of all devices, how much they wait, in the simulated step.
@@ -173,6 +175,8 @@ class Pipeline:
     stage_of_layer: tuple[int, ...]
     transfers: tuple[StageTransfer, ...] = ()
     bubble_share: float = 0.0
+    num_chunks: int = 1
+    table: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

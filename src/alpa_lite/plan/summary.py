@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from alpa_lite.core.collective import Collective
 from alpa_lite.core.spec import ShardingSpec
 from alpa_lite.plan.grouping import group_paths
-from alpa_lite.plan.records import Leaf, LeafRole, MeshCandidate
+from alpa_lite.plan.records import Leaf, LeafRole, MeshCandidate, Pipeline
 from alpa_lite.units import format_bytes, format_cost
 
 if TYPE_CHECKING:
@@ -72,9 +72,17 @@ def _header(plan: Plan) -> Section:
         ("parts", f"compute {compute}, communication {communication}"),
         ("peak memory", f"{format_bytes(plan.memory.peak)} per device"),
     ]
+    if plan.pipeline is not None:
+        rows.append(("schedule", _schedule(plan.pipeline)))
     if plan.options:
         rows.append(("options", ", ".join(f"{name}={value}" for name, value in plan.options)))
     return Section(title="Plan", columns=("", ""), rows=tuple(rows))
+
+
+def _schedule(pipeline: Pipeline) -> str:
+    chunks = f", {pipeline.num_chunks} stages on each submesh" if pipeline.num_chunks > 1 else ""
+    share = f"bubble {pipeline.bubble_share:.1%}"
+    return f"{pipeline.schedule}, {pipeline.num_microbatches} microbatches{chunks}, {share}"
 
 
 def _stages(plan: Plan) -> Section:

@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
+from os import PathLike, fspath
 from typing import Literal
 
 from alpa_lite.core.rule_text import NamedRule
 from alpa_lite.errors import AlpaLiteError
 from alpa_lite.plan.plan import OptionValue
 from alpa_lite.planner.stage_options import stage_count, stage_faults
+from alpa_lite.schedule.generators import GENERATORS, UserSchedule
 
 DEFAULT_AXIS_NAMES = ("x", "y", "z")
 MAX_AXES = 3
-SCHEDULES = ("gpipe", "1f1b", "eager-1f1b")
+SCHEDULES = tuple(name for name in GENERATORS if name not in ("inference", "zb-h1"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,8 +48,10 @@ class PlanOptions:
             all devices.
         stage_layers: how many layers each stage has, e.g. (4, 2, 2); None gives each stage work by its number of devices.
         stage_mesh_shapes: one mesh shape per stage, None where it is searched, e.g. ((2, 1), None).
-        schedule: in which order stages take microbatches: "gpipe" (all forward, then all backward), "1f1b" (fewest in flight) or
-            "eager-1f1b".
+        schedule: in which order stages take microbatches: "gpipe" (all forward, then all backward), "1f1b" (fewest in flight),
+            "eager-1f1b" or "interleaved-1f1b"; else the path of a CSV file, or a function that makes the table
+            (``al.schedule.make_schedule``), which may also put several stages on one part of the cluster.
+        num_chunks: stages per part of the cluster under "interleaved-1f1b"; they are counted in ``num_stages``.
         remat: "auto" alone: what the function itself says with ``jax.checkpoint``.
         rules: sharding rules for primitives by name, each an ``al.register_rule("primitive", "rule")``; they replace others.
         time_limit_s: of the solver, per mesh.
@@ -71,7 +75,8 @@ class PlanOptions:
     stage_layers: tuple[int, ...] | None = None
     stage_mesh_shapes: tuple[tuple[int, ...] | None, ...] | None = None
     num_microbatches: int | Literal["auto"] = 1
-    schedule: str = "1f1b"
+    schedule: str | PathLike[str] | UserSchedule = "1f1b"
+    num_chunks: int = 1
     remat: str = "auto"
     rules: tuple[NamedRule, ...] = ()
     time_limit_s: float = 60.0
@@ -95,6 +100,8 @@ class PlanOptions:
                 raise AlpaLiteError(f"PlanOptions: {name}={value!r} was given; it must be a tuple, e.g. {example}.")
             entries = (tuple(v) if isinstance(v, list) else v for v in value)
             object.__setattr__(self, name, tuple(entries))
+        if isinstance(self.schedule, PathLike):
+            object.__setattr__(self, "schedule", fspath(self.schedule))
         for fault in self._no_numbers() or self._faults():
             raise AlpaLiteError(f"PlanOptions: {fault}")
 
@@ -126,8 +133,7 @@ class PlanOptions:
                     f"stage_mesh_shapes has {own} of {len(own)} axes, axis_names={names} has {len(names)}; give one name per "
                     "axis."
                 )
-        if self.has_stages and self.schedule not in SCHEDULES:
-            faults.append(f"schedule={self.schedule!r} was given; allowed are {', '.join(map(repr, SCHEDULES))}.")
+        faults += self._schedule_faults()
         if self.num_microbatches != "auto" and self.num_microbatches < 1:
             faults.append(
                 f"num_microbatches={self.num_microbatches} was given; allowed are 'auto' and numbers from 1. Give a "
@@ -152,6 +158,22 @@ class PlanOptions:
             faults.append(f"memory_budget_bytes={self.memory_budget_bytes} was given; it must be positive.")
         return faults
 
+    def _schedule_faults(self) -> list[str]:
+        given = self.schedule
+        named = isinstance(given, str) and not given.endswith(".csv")
+        wrong = given not in SCHEDULES if named else not (isinstance(given, str) or callable(given))
+        if self.has_stages and wrong:
+            return [
+                f"schedule={self.schedule!r} was given; allowed are {', '.join(map(repr, SCHEDULES))}, the path of a file that "
+                "ends in '.csv', and a function that makes the table."
+            ]
+        if self.num_chunks < 1 or (self.num_chunks > 1 and self.schedule != "interleaved-1f1b"):
+            return [
+                f"num_chunks={self.num_chunks} was given with schedule={self.schedule!r}; allowed are numbers from 1 with "
+                "'interleaved-1f1b', and 1 with every other schedule."
+            ]
+        return []
+
     def _no_numbers(self) -> list[str]:
         """Faults of options that need a number and were given something else, such as the name of the number of workers."""
         faults = []
@@ -160,6 +182,7 @@ class PlanOptions:
             "memory_budget_bytes",
             "replication_penalty",
             "num_microbatches",
+            "num_chunks",
             "time_limit_s",
             "seed",
         ):
@@ -204,6 +227,8 @@ class PlanOptions:
         changed = {name: value for name, value in values if value != default[name]}
         if self.rules:
             changed["rules"] = tuple(rule.to_text() for rule in self.rules)
+        if callable(self.schedule):
+            changed["schedule"] = getattr(self.schedule, "__name__", type(self.schedule).__name__)
         changed.pop("verbose", None)
         return tuple(changed.items())
 

@@ -14,18 +14,20 @@ from alpa_lite.cluster.cluster import Cluster
 from alpa_lite.core.program import Program
 from alpa_lite.core.spec import ShardingSpec
 from alpa_lite.costs.profile import roles_of
-from alpa_lite.errors import MemoryBudgetError, PinError
+from alpa_lite.errors import MemoryBudgetError, PinError, ScheduleError
 from alpa_lite.interop import PlacedSubmesh
 from alpa_lite.plan.check import check_plan
 from alpa_lite.plan.identity import fingerprint
 from alpa_lite.plan.pins import PinnedDims, ResolvedPins
 from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.records import Leaf, LeafRole, Pipeline, StagePlan, StageTransfer
+from alpa_lite.planner.chunk_memory import within_budget
 from alpa_lite.planner.one_mesh import MeshResult, plan_on_mesh
 from alpa_lite.planner.options import PlanOptions
 from alpa_lite.planner.plan_step import (
     LITERAL,
     Versions,
+    budget_bytes,
     decisions_of,
     identity_of,
     mesh_candidates,
@@ -34,7 +36,17 @@ from alpa_lite.planner.plan_step import (
 )
 from alpa_lite.planner.stage_costs import StageCosts, stage_costs
 from alpa_lite.planner.stage_cut import StageCut
-from alpa_lite.schedule import Action, ActionKind, Schedule, chain_step, in_flight, make_schedule, simulate_schedule
+from alpa_lite.schedule import (
+    Action,
+    ActionKind,
+    InFlight,
+    Schedule,
+    chain_step,
+    in_flight,
+    make_schedule,
+    simulate_schedule,
+    table_rows,
+)
 from alpa_lite.trace.staged import StagedStep
 from alpa_lite.trace.stages import StageProgram
 
@@ -76,23 +88,61 @@ def plan_pipeline(
     """
     tell = progress or (lambda text: None)
     assert step.stage_of_layer == cut.stage_of_layer
-    places = cut.placed(cluster)
-    schedule = make_schedule(options.schedule, step.num_stages, step.num_microbatches)
+    schedule = make_schedule(options.schedule, step.num_stages, step.num_microbatches, options.num_chunks)
+    check_possible(schedule, pins.source)
     flying = in_flight(schedule)
     known: dict[object, PlannedStage] = {}
-    stages = []
-    for number, (part, program) in enumerate(zip(step.stages, step.programs, strict=True)):
-        own = stage_pins(pins, part, program)
-        submesh, shape = cut.cluster_of(number, cluster), cut.mesh_shapes[number]
-        key = (fingerprint(program), submesh, shape, own.inputs, own.outputs, flying[number].residuals)
-        if key not in known:
-            tell(f"planning stage {number} of {step.num_stages}, {len(program.ops)} ops")
-            mine = replace(options, mesh_shape=shape, stage_mesh_shapes=None)
-            known[key] = _plan_stage(part, program, submesh, places[number], own, mine, flying[number].residuals)
-        stages.append(replace(known[key], part=part, program=program, place=places[number]))
+
+    def plan_all(budgets: Sequence[float]) -> list[PlannedStage]:
+        return _plan_stages(step, cut, cluster, pins, options, flying, budgets, known, tell)
+
+    stages = within_budget(plan_all, schedule, flying, budget_bytes(cluster, options), pins.source)
     plan = _joined(step, stages, schedule, cluster, pins, options, versions, notes)
     check_plan(plan, step.whole, step.programs)
     return plan
+
+
+def _plan_stages(
+    step: StagedStep,
+    cut: StageCut,
+    cluster: Cluster,
+    pins: ResolvedPins,
+    options: PlanOptions,
+    flying: Sequence[InFlight],
+    budgets: Sequence[float],
+    known: dict[object, PlannedStage],
+    tell: Callable[[str], None],
+) -> list[PlannedStage]:
+    """Every stage with at most ``budgets`` bytes per device; equal stages are planned once and kept in ``known``."""
+    places, stages = cut.placed(cluster), []
+    for number, (part, program) in enumerate(zip(step.stages, step.programs, strict=True)):
+        own, count, limit = stage_pins(pins, part, program), flying[number].residuals, budgets[number]
+        submesh, shape = cut.cluster_of(number, cluster), cut.mesh_shapes[number]
+        key = (fingerprint(program), submesh, shape, own.inputs, own.outputs, count, limit)
+        if key not in known:
+            tell(f"planning stage {number} of {step.num_stages}, {len(program.ops)} ops")
+            mine = replace(options, mesh_shape=shape, stage_mesh_shapes=None)
+            known[key] = _plan_stage(part, program, submesh, places[number], own, mine, count, limit)
+        stages.append(replace(known[key], part=part, program=program, place=places[number]))
+    return stages
+
+
+def check_possible(schedule: Schedule, source: str) -> None:
+    """Refuse a table that is sound but no order in which a training step of ours can run."""
+    there = {action.kind for column in schedule.columns for action in column}
+    words = {
+        ActionKind.RECOMPUTE: "recomputes; here that is a part of the backward pass, where jax.checkpoint asks for it",
+        ActionKind.I: "splits the backward pass; only a whole B is possible yet",
+    }
+    fault = next((text for kind, text in words.items() if kind in there), "")
+    if not schedule.is_training:
+        fault = "has no backward pass, and the step takes gradients"
+    if fault:
+        raise ScheduleError(
+            f"the schedule {schedule.name!r} {fault}. A table of F, B, GRADSYNC and UPDATE is allowed. At {source}. Give such a "
+            "table as schedule=..., or the name of one.",
+            "kinds",
+        )
 
 
 def stage_pins(pins: ResolvedPins, part: StageProgram, program: Program) -> ResolvedPins:
@@ -123,9 +173,11 @@ def _plan_stage(
     pins: ResolvedPins,
     options: PlanOptions,
     microbatches: int,
+    budget: float,
 ) -> PlannedStage:
-    """The cheapest plan over the meshes of the submesh, with ``microbatches`` of them in flight."""
+    """The cheapest plan over the meshes of the submesh, with ``microbatches`` of them in flight, in ``budget`` bytes a device."""
     task = mesh_task(program, cluster, pins, options)
+    task = replace(task, budget=min(task.budget, budget))
     found: list[PlannedStage] = []
     results: list[MeshResult] = []
     refused: list[PinError] = []
@@ -177,7 +229,8 @@ def _joined(
     versions: Versions,
     notes: tuple[str, ...],
 ) -> Plan:
-    transfers = _transfers(step, stages, cluster)
+    at = schedule.mesh_of_stage()
+    transfers = _transfers(step, stages, at, cluster)
     makespan, bubble = _simulated(schedule, stages, transfers)
     own = [_stage_plan(stage, number, cluster.devices_per_host) for number, stage in enumerate(stages)]
     inputs = _step_leaves(
@@ -205,7 +258,9 @@ def _joined(
         outputs=outputs,
         pipeline=Pipeline(
             num_microbatches=step.num_microbatches,
-            schedule=options.schedule,
+            schedule=schedule.name,
+            num_chunks=options.num_chunks,
+            table=table_rows(schedule),
             stage_of_layer=step.stage_of_layer,
             transfers=transfers,
             bubble_share=bubble,
@@ -257,11 +312,13 @@ def _step_leaves(paths: Sequence[str], stages: Sequence[Sequence[Leaf]]) -> tupl
     return tuple(found[path] for path in paths)
 
 
-def _transfers(step: StagedStep, stages: Sequence[PlannedStage], cluster: Cluster) -> tuple[StageTransfer, ...]:
-    """What stages send each other, with the time on the link between them."""
+def _transfers(
+    step: StagedStep, stages: Sequence[PlannedStage], at: Sequence[int], cluster: Cluster
+) -> tuple[StageTransfer, ...]:
+    """What stages on different submeshes send each other, and its time on the link there; ``at``: submesh of each stage."""
     found = []
     for target, stage in enumerate(stages):
-        for crossing in stage.part.received:
+        for crossing in (c for c in stage.part.received if at[c.source] != at[target]):
             value = step.value_of(crossing)
             found.append(
                 StageTransfer(
@@ -309,7 +366,9 @@ def _simulated(
         return 0.0
 
     step = chain_step(schedule)  # what is sent is priced above, not by its bytes
-    line = simulate_schedule(schedule, duration, lambda t: between.get((t.source, t.destination), 0.0), step)
+    pairs = {f"x{s}": (s, s + 1) for s in range(schedule.num_stages)}
+    pairs |= {f"dx{s}": (s, s - 1) for s in range(schedule.num_stages)}
+    line = simulate_schedule(schedule, duration, lambda t: between.get(pairs[t.buffer.name], 0.0), step)
     once = sum(t.time_s for t in transfers if t.when != "loop")
     makespan = line.makespan_s + once
     return makespan, line.bubble_share if makespan else 0.0

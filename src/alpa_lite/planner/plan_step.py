@@ -99,10 +99,15 @@ def _outcome(result: MeshResult) -> str:
 
 def mesh_task(program: Program, cluster: Cluster, pins: ResolvedPins, options: PlanOptions) -> MeshTask:
     """What is to be planned on every mesh; of the cluster it knows the device alone."""
-    budget = options.memory_budget_bytes
-    budget = BUDGET_SHARE * cluster.device.memory_bytes if budget is None else budget
+    budget = budget_bytes(cluster, options)
     line = timeline(program, Order.BREADTH_FIRST if cluster.device.platform == "cpu" else Order.LATE)
     return MeshTask(program=program, line=line, roles=roles_of(program), pins=pins, options=options, budget=budget)
+
+
+def budget_bytes(cluster: Cluster, options: PlanOptions) -> float:
+    """What the plan's peak per device may be."""
+    budget = options.memory_budget_bytes
+    return BUDGET_SHARE * cluster.device.memory_bytes if budget is None else budget
 
 
 def plan_of_result(

@@ -17,6 +17,7 @@ from alpa_lite.errors import LayerError, SlicingError
 from alpa_lite.interop import PlacedSubmesh, place_submeshes
 from alpa_lite.planner.options import PlanOptions
 from alpa_lite.planner.stage_layers import balanced_stages
+from alpa_lite.schedule import make_schedule
 from alpa_lite.trace.layers import Layered
 
 
@@ -27,12 +28,14 @@ class StageCut:
     Attributes:
         stage_of_layer: per layer, from 0 on, rising by 0 or 1.
         submeshes: per stage (hosts, devices per host), together all devices of the cluster.
+        places: per stage the number of its submesh, from 0 on; stages of one number share it. Empty: each has its own.
         mesh_shapes: per stage the shape of its logical mesh; None = searched.
     """
 
     stage_of_layer: tuple[int, ...]
     submeshes: tuple[tuple[int, int], ...]
     mesh_shapes: tuple[tuple[int, ...] | None, ...]
+    places: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         assert self.stage_of_layer and self.stage_of_layer[0] == 0
@@ -47,7 +50,9 @@ class StageCut:
 
     def placed(self, cluster: Cluster) -> tuple[PlacedSubmesh, ...]:
         """Where on the cluster each stage lies."""
-        return place_submeshes(self.submeshes, cluster.num_hosts, cluster.devices_per_host)
+        places = self.places or tuple(range(self.num_stages))
+        placed = place_submeshes(_distinct(self.submeshes, places), cluster.num_hosts, cluster.devices_per_host)
+        return tuple(placed[place] for place in places)
 
     def cluster_of(self, stage: int, cluster: Cluster) -> Cluster:
         """A stage's submesh as a cluster of its own."""
@@ -75,7 +80,27 @@ def given_cut(options: PlanOptions, cluster: Cluster, layered: Layered, body: Pr
         sizes = [math.prod(submesh) for submesh in submeshes]
         stage_of_layer = balanced_stages(layered, body, sizes, source)
     shapes = _given_mesh_shapes(options, submeshes, source)
-    return StageCut(stage_of_layer=stage_of_layer, submeshes=submeshes, mesh_shapes=shapes)
+    return StageCut(
+        stage_of_layer=stage_of_layer, submeshes=submeshes, mesh_shapes=shapes, places=stage_places(options)
+    )
+
+
+def stage_places(options: PlanOptions) -> tuple[int, ...]:
+    """Per stage the number of its submesh, as the schedule says.
+
+    Raises:
+        ScheduleError: the schedule is none for so many stages and microbatches.
+    """
+    count, microbatches = options.stage_count, options.num_microbatches
+    assert count is not None
+    if not options.has_stages or microbatches == "auto":
+        return tuple(range(count))
+    return make_schedule(options.schedule, count, microbatches, options.num_chunks).mesh_of_stage()
+
+
+def _distinct(submeshes: Sequence[tuple[int, int]], places: Sequence[int]) -> list[tuple[int, int]]:
+    """One entry per submesh, of one per stage."""
+    return [submeshes[places.index(place)] for place in range(1 + max(places))]
 
 
 def one_stage(options: PlanOptions, cluster: Cluster, source: str) -> PlanOptions:
@@ -110,11 +135,17 @@ def given_submeshes(options: PlanOptions, cluster: Cluster, source: str) -> tupl
     Raises:
         LayerError: they are no parts of the cluster, do not use all its devices, or cannot lie on its hosts.
     """
+    places = stage_places(options)
     if options.submeshes is None:
-        assert options.stage_count is not None
-        return (_equal_submesh(cluster, options.stage_count, source),) * options.stage_count
+        return (_equal_submesh(cluster, 1 + max(places), source),) * len(places)
+    distinct = _distinct(options.submeshes, places)
+    if tuple(distinct[place] for place in places) != options.submeshes:
+        raise LayerError(
+            f"submeshes={options.submeshes} and the schedule puts the stages on the submeshes {places}. Stages of one submesh "
+            f"have the same entry. At {source}. Give them equal entries, or another schedule."
+        )
     try:
-        place_submeshes(options.submeshes, cluster.num_hosts, cluster.devices_per_host)
+        place_submeshes(distinct, cluster.num_hosts, cluster.devices_per_host)
     except SlicingError as error:
         raise LayerError(
             f"submeshes={options.submeshes} for the cluster {cluster}: {error.args[0].split('. ')[0]}. Each must be (1, devices "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from pathlib import Path
+from os import PathLike, fspath
 
 from alpa_lite.errors import ScheduleError
 from alpa_lite.schedule.actions import Action, ActionKind, Column, Schedule
@@ -14,7 +14,7 @@ from alpa_lite.schedule.generators import GENERATORS, UserSchedule
 
 
 def make_schedule(
-    schedule: str | UserSchedule,
+    schedule: str | PathLike[str] | UserSchedule,
     num_stages: int,
     num_microbatches: int,
     num_chunks: int = 1,
@@ -45,8 +45,9 @@ def make_schedule(
         mesh 1 |   . 1F0 1B0 --- 1F1 1B1 ---   .
     """
     _check_counts(num_stages, num_microbatches, num_chunks)
+    schedule = fspath(schedule) if isinstance(schedule, PathLike) else schedule
     if isinstance(schedule, str) and schedule.endswith(".csv"):
-        table = read_schedule(Path(schedule), num_stages=num_stages, num_microbatches=num_microbatches)
+        table = read_schedule(schedule, num_stages=num_stages, num_microbatches=num_microbatches)
     elif isinstance(schedule, str):
         table = _generate(schedule, num_stages, num_microbatches, num_chunks)
     else:

@@ -36,6 +36,7 @@ __all__ = [
     "Primitive",
     "Var",
     "annotate_sharding_rules",
+    "barrier_primitive",
     "boundary_primitive",
     "calling_primitive",
     "evaluate_jaxpr",
@@ -180,6 +181,21 @@ def boundary_primitive(name: str) -> Primitive:
     ad.primitive_jvps[primitive] = jvp
     ad.primitive_transposes[primitive] = transpose
     batching.primitive_batchers[primitive] = batch
+    return primitive
+
+
+def barrier_primitive(name: str, on_cpu: Callable[..., list[Any]]) -> Primitive:
+    """``lax.optimization_barrier`` on any number of arrays; on CPUs that drop it, ``on_cpu`` takes its place.
+
+    ``on_cpu`` takes the arrays and the primitive's parameters.
+    """
+    primitive = Primitive(name)
+    primitive.multiple_results = True
+    primitive.def_abstract_eval(lambda *xs, **_: list(xs))
+    barrier = mlir.lower_fun(lambda *xs, **_: list(jax.lax.optimization_barrier(xs)), multiple_results=True)
+    mlir.register_lowering(primitive, barrier)
+    if not CPU_KEEPS_BARRIERS:
+        mlir.register_lowering(primitive, mlir.lower_fun(on_cpu, multiple_results=True), platform="cpu")
     return primitive
 
 

@@ -7,8 +7,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
+import alpa_lite as al
+from alpa_lite.lowering.remat_barrier import remat_barrier_p
 from alpa_lite.trace.program import trace
 from tests.harness import check, draw, jax_mesh
 
@@ -27,7 +30,7 @@ def gradients(weights: list[jax.Array], x: jax.Array) -> Any:
 
 def barriers(jaxpr: Any) -> Iterator[Any]:
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "optimization_barrier":
+        if eqn.primitive.name == "remat_barrier":
             yield eqn
         for inner in jax.tree.leaves(eqn.params, is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")):
             if hasattr(inner, "eqns") or hasattr(inner, "jaxpr"):
@@ -67,3 +70,35 @@ def test_results_are_unchanged() -> None:
         return jax.value_and_grad(loss)(weights, x)
 
     check(step, (weights, jax.random.normal(keys[0], (8, 16))), (2, 2))
+
+
+@pytest.mark.parametrize(
+    "dtype", ["float32", "bfloat16", "float16", "int32", "int8", "bool", "float8_e4m3fn", "complex64"]
+)
+def test_what_passes_a_barrier_keeps_its_bits(dtype: str) -> None:
+    x = jnp.array([[0.0, -0.0, 1.5], [jnp.nan, jnp.inf, -3.0]]).astype(dtype)
+    key = jax.random.key(5)
+    kept, same_key, _ = jax.jit(lambda *xs: remat_barrier_p.bind(*xs, waiting=2))(x, key, x)
+    assert kept.dtype == x.dtype
+    assert np.asarray(kept).tobytes() == np.asarray(x).tobytes()
+    assert jax.random.key_data(same_key).tolist() == jax.random.key_data(key).tolist()
+
+
+@pytest.mark.medium
+def test_recomputation_saves_memory() -> None:
+    """Also where the compiler drops barriers: what is recomputed is not joined with the first computation, nor run at once."""
+    weights = [jax.ShapeDtypeStruct((64, 64), jnp.float32)] * 8
+    x = jax.ShapeDtypeStruct((2048, 64), jnp.float32)
+
+    def memory(wrap: Any) -> tuple[float, float]:
+        def loss(weights: Any, x: Any) -> Any:
+            for w in weights:
+                x = wrap(lambda w, x: x + jnp.sin(jnp.tanh(x @ w)) * jnp.cos(x))(w, x)
+            return (x * x).sum()
+
+        step = al.parallelize(jax.value_and_grad(loss), cluster=al.Cluster.parse("1x1:cpu"))
+        return step.plan(weights, x).memory.peak, step.compile(weights, x).peak_bytes()
+
+    kept, recomputed = memory(lambda f: f), memory(jax.checkpoint)
+    assert recomputed[1] < 0.6 * kept[1]
+    assert recomputed[0] == pytest.approx(recomputed[1], rel=0.05)

@@ -121,16 +121,16 @@ def instruction_graph(
     out_specs: Sequence[ShardingSpec],
     decisions: Sequence[OpDecision],
     conversions: Sequence[Conversion],
-    barriers_hold: bool = False,
+    barriers_copy: bool = False,
 ) -> InstructionGraph:
     """The whole step, loops and branches as instructions with bodies.
 
-    ``barriers_hold``: whether what passes a joint barrier waits for all of it (else the compiler drops barriers first).
+    ``barriers_copy``: whether what passes a joint barrier is copied, see ``lowering/remat_barrier.py``.
     """
     by_op: dict[str, list[Conversion]] = defaultdict(list)
     for conversion in conversions:
         by_op[conversion.op].append(conversion)
-    region = _Region(program, "", mesh, {d.path: d for d in decisions}, by_op, barriers_hold)
+    region = _Region(program, "", mesh, {d.path: d for d in decisions}, by_op, barriers_copy)
     return region.graph(in_specs, out_specs)
 
 
@@ -156,10 +156,10 @@ class _Region:
         mesh: DeviceMesh,
         decisions: dict[str, OpDecision],
         conversions: dict[str, list[Conversion]],
-        barriers_hold: bool,
+        barriers_copy: bool,
     ) -> None:
         self.program, self.prefix, self.mesh = program, prefix, mesh
-        self.barriers_hold = barriers_hold
+        self.barriers_copy = barriers_copy
         self.decisions, self.conversions = decisions, conversions
         self.instructions: list[Instruction] = []
         self.tiles: dict[tuple[int, ShardingSpec], int] = {}
@@ -194,7 +194,7 @@ class _Region:
             path = f"{self.prefix}{index}"
             self.convert(path)
             self.op(op, self.decisions[path])
-            if self.barriers_hold and op.primitive == _BARRIER:
+            if op.primitive == _BARRIER:
                 group.append((op.outputs[0], self.decisions[path].results[0]))
                 if [o.primitive for o in self.program.ops[index + 1 : index + 2]] != [_BARRIER]:
                     self.hold(group)
@@ -263,8 +263,11 @@ class _Region:
                     )
 
     def hold(self, group: list[tuple[int, ShardingSpec]]) -> None:
-        """Results of one joint barrier: their operands' buffers, to be read only once all of them are there."""
+        """Results of one joint barrier, to be read only once all operands are there: their buffers, or copies of what others
+        read later (a loop keeps its state in buffers of its own)."""
         through = [self.tiles[key] for key in group]
+        if self.barriers_copy:
+            through = [self.add(value, spec, [t], COPY) for (value, spec), t in zip(group, through, strict=True)]
         for (value, spec), tile in zip(group, through, strict=True):
             held = self.add(value, spec, [tile, *(t for t in dict.fromkeys(through) if t != tile)])
             self.instructions[held].size_bytes, self.instructions[held].buffer = 0, tile
@@ -389,7 +392,7 @@ class _Region:
             self.mesh,
             self.decisions,
             self.conversions,
-            self.barriers_hold,
+            self.barriers_copy,
         )
         operands, results = list(decision.operands), list(decision.results)
         first = _first_carry(op)

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 from alpa_lite.core.program import Op, Program
 
-_BARRIER = "optimization_barrier"
+BARRIER = "optimization_barrier"
 
 
 def late_order(program: Program) -> list[int]:
@@ -24,8 +24,8 @@ def late_order(program: Program) -> list[int]:
     index = 0
     while index < len(program.ops):
         op = program.ops[index]
-        if op.primitive == _BARRIER:
-            group = _barrier_group(program, index)
+        if op.primitive == BARRIER:
+            group = barrier_group(program, index)
             index += len(group)
             emit.demand(i for member in group for i in member.inputs)
             emit.demand(value for value in pending if last_read.get(value, -1) >= index)
@@ -41,7 +41,7 @@ def late_order(program: Program) -> list[int]:
 
 
 def has_barriers(program: Program) -> bool:
-    return any(op.primitive == _BARRIER for op in program.ops)
+    return any(op.primitive == BARRIER for op in program.ops)
 
 
 def is_held_by_barriers(op: Op, program: Program) -> bool:
@@ -49,11 +49,11 @@ def is_held_by_barriers(op: Op, program: Program) -> bool:
     return "transpose(" in op.scope or (op.outputs[:1] >= (0,) and not program.values[op.outputs[0]].shape)
 
 
-def _barrier_group(program: Program, index: int) -> list[Op]:
+def barrier_group(program: Program, index: int) -> list[Op]:
     """The barrier ops that stand together: one per tensor of one joint barrier."""
     group = []
     for op in program.ops[index:]:
-        if op.primitive != _BARRIER:
+        if op.primitive != BARRIER:
             break
         group.append(op)
     return group

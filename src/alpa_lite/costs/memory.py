@@ -20,10 +20,10 @@ from enum import StrEnum
 
 import numpy as np
 
-from alpa_lite.core.program import Program
+from alpa_lite.core.program import Op, Program
 from alpa_lite.costs.dim_order import reordering_ops
 from alpa_lite.costs.fusion import fused_values, is_view, reuses_operand
-from alpa_lite.costs.late_order import late_order
+from alpa_lite.costs.late_order import BARRIER, barrier_group, late_order
 from alpa_lite.costs.overlap_order import Move, Schedule
 
 
@@ -108,12 +108,18 @@ def _number(program: Program, prefix: str, out: Timeline, order: Sequence[int] |
 
 
 def _breadth_first(program: Program) -> list[int]:
-    """Ops by the number of stored results on the longest way to them; fused ops go with what they read."""
+    """Ops by the number of stored results on the longest way to them; fused ops go with what they read, and what passes a
+    joint barrier waits for all of it."""
     fused = fused_values(program)
     depth: dict[int, int] = {}
-    level = []
-    for op in program.ops:
-        level.append(max((depth.get(i, 0) for i in op.inputs), default=0))
+    level: list[int] = []
+    group: Sequence[Op] = ()
+    for index, op in enumerate(program.ops):
+        if op.primitive != BARRIER:
+            group = [op]
+        elif not group or group[0].primitive != BARRIER:
+            group = barrier_group(program, index)
+        level.append(max((depth.get(i, 0) for member in group for i in member.inputs), default=0))
         free = is_view(op) or all(o < 0 or fused[o] for o in op.outputs)
         depth.update((o, level[-1] + (not free)) for o in op.outputs if o >= 0)
     return sorted(range(len(level)), key=level.__getitem__)

@@ -72,11 +72,11 @@ def memory_profile(
     decisions: Sequence[OpDecision],
     conversions: Sequence[Conversion],
     roles: Sequence[LeafRole],
-    barriers_hold: bool = False,
+    barriers_copy: bool = False,
 ) -> PeakReport:
     """Walk the plan's tensors through time: for CPU as ``costs/buffers.py`` says, else as ``costs/memory.py`` does.
 
-    ``barriers_hold``: on CPU, see ``instruction_graph``; on GPU they always do.
+    ``barriers_copy``: on CPU, see ``instruction_graph``.
     """
     totals = step_totals(program, mesh, in_specs=in_specs, out_specs=out_specs, roles=roles)
     stored: list[Stored] = []
@@ -91,7 +91,7 @@ def memory_profile(
             out_specs=out_specs,
             decisions=decisions,
             conversions=conversions,
-            barriers_hold=barriers_hold,
+            barriers_copy=barriers_copy,
         )
         block = temporaries(graph, donated_results(program))
         peak, time, alive = base + block.size_bytes, block.time, _block_tensors(block, shapes)

@@ -24,6 +24,7 @@ from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.core.spec import ShardingSpec
 from alpa_lite.lowering.collectives import run_steps
 from alpa_lite.lowering.local_ops import LocalOp, evaluate
+from alpa_lite.lowering.remat_barrier import remat_barrier_p
 from alpa_lite.plan.records import OpDecision
 from alpa_lite.trace.flatten import FlatJaxpr, FlatOp
 
@@ -176,7 +177,8 @@ class Region:
             index += 1
         inputs = [self.read(op, decision)[0] for op, decision in members]
         held = self.finished(index, {op.inputs[0] for op, _ in members})
-        passed, kept = lax.optimization_barrier([inputs, [tile for *_, tile in held]])
+        tiles = remat_barrier_p.bind(*inputs, *(tile for *_, tile in held), waiting=len(inputs))
+        passed, kept = tiles[: len(inputs)], tiles[len(inputs) :]
         for (op, decision), tile in zip(members, passed, strict=True):
             self.write(op, decision, [tile])
         self.convert(after)

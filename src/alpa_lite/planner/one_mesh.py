@@ -235,7 +235,7 @@ def _write_out(
         decisions=written.decisions,
         conversions=written.conversions,
         roles=task.roles,
-        barriers_hold=CPU_KEEPS_BARRIERS,
+        barriers_copy=not CPU_KEEPS_BARRIERS,
     )
     node_prices = _node_prices(graph, problem, solution.choice)
     compute = math.fsum(node_prices.values())

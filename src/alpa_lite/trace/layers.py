@@ -14,6 +14,7 @@ So a value made in one layer is read by it or, forward, by later ones and, backw
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -139,6 +140,20 @@ def _backward_ops(flat: FlatJaxpr) -> list[bool]:
     return found
 
 
+def final_sums(flat: FlatJaxpr, backward: Sequence[bool]) -> list[bool]:
+    """Per op whether it does nothing but add up gradients for the result. Such sums join what comes from several layers, and
+    do not say where their terms are made."""
+    found = [False] * len(flat.ops)
+    results = {o for o in flat.outputs if not isinstance(o, Literal)}
+    read: set[int] = set()  # by what is no such sum
+    for i, op in reversed(list(enumerate(flat.ops))):
+        if backward[i] and op.name in _SUMS:
+            found[i] = all(o in results or o not in read for o in op.outputs if o >= 0)
+        if not found[i]:
+            read.update(v for v in op.inputs if not isinstance(v, Literal))
+    return found
+
+
 class _Assignment:
     """Layers of ops: first what boundaries say, then what readers say, then what is left."""
 
@@ -150,7 +165,7 @@ class _Assignment:
         for i, op in enumerate(flat.ops):
             for value in self.inputs(op):
                 self.readers[value].append(i)
-        self.sums = self.final_sums()
+        self.sums = final_sums(flat, backward)
 
     def inputs(self, op: FlatOp) -> list[int]:
         return [i for i in op.inputs if not isinstance(i, Literal)]
@@ -165,16 +180,6 @@ class _Assignment:
                 made = [self.made_by[v] for v in self.inputs(op) if v in self.made_by]
                 layer = max((found[j] for j in made if self.backward[j] == self.backward[i]), default=last)
             found.append(layer)
-        return found
-
-    def final_sums(self) -> list[bool]:
-        """Per op whether it does nothing but add up gradients for the result. Such sums join what comes from several layers, and
-        do not say where their terms are made."""
-        found = [False] * len(self.flat.ops)
-        results = {o for o in self.flat.outputs if not isinstance(o, Literal)}
-        for i, op in reversed(list(enumerate(self.flat.ops))):
-            if self.backward[i] and op.name in _SUMS:
-                found[i] = all(o in results or all(found[r] for r in self.readers[o]) for o in op.outputs if o >= 0)
         return found
 
     def by_inputs(self) -> None:

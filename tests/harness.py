@@ -69,7 +69,8 @@ def random_choice(graph: DecisionGraph, rng: np.random.Generator) -> np.ndarray:
             for link, consumer in readers[i]:
                 usable &= np.isfinite(_costs_from(graph, link, choice)[consumer.specs])
             # Doing nothing along an axis is one option of many; half the time take a strategy that splits more.
-            splits = usable & (node.strategies.split == node.strategies.split[usable].max())
+            split = node.strategies.split(graph.conversions.mesh)
+            splits = usable & (split == split[usable].max())
             choice[i] = rng.choice(np.flatnonzero(splits if rng.integers(2) else usable))
     for link in graph.links:
         if link.copy >= 0:

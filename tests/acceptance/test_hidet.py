@@ -307,7 +307,7 @@ def tied_variables(num_layers: int) -> int:
     mesh = line(4)
     costs = cost_model("roofline", al.Cluster.parse("1x4:h100-sxm"), mesh)
     graph = build_graph(program, Conversions(mesh=mesh, costs=costs))
-    problem = Pricer(program=program, graph=graph, costs=costs).problem()
+    problem = Pricer.of(program, graph, costs).problem()
     first = dict(zip(reversed(node_classes(problem).tolist()), reversed(problem.node_costs), strict=True))
     return sum(len(states) for states in first.values())
 

@@ -95,7 +95,7 @@ def restricted_optimum(case: Case, mesh: DeviceMesh, pins: dict[str, Any]) -> fl
     for index, node in enumerate(graph.nodes):
         if node.pairs is not None:
             allowed[index] = node.pairs[:, 0] == node.pairs[:, 1]
-    problem = Pricer(program=program, graph=graph, costs=costs, state_inputs=frozenset(state)).problem(allowed=allowed)
+    problem = Pricer.of(program, graph, costs, frozenset(state)).problem(allowed=allowed)
     solution = solve(problem, time_limit_s=30.0)
     assert solution.status == "optimal"
     return solution.objective

@@ -110,7 +110,7 @@ def test_contractions_can_be_told_to_use_every_axis():
     free, strict = graph_of(*args), graph_of(*args, sharded_contractions=True)
     for graph, least in ((free, 1.0), (strict, 8.0)):
         (node,) = [n for n in graph.nodes if n.kind == "op" and n.op.primitive in CONTRACTIONS]
-        assert node.strategies.split.min() == least
+        assert node.strategies.split(graph.conversions.mesh).min() == least
 
 
 def test_equal_ops_share_their_strategies():

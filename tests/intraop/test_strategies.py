@@ -160,4 +160,6 @@ def test_every_strategy_is_valid_and_unique(sizes, shape, unreduced):
             assert spec.divides(tensor, mesh)
             for axes in spec.dims:
                 assert axes == mesh.sort_axes(axes)
-        assert made.split[s] == math.prod(mesh.shape[a] for a, choice in enumerate(made.assignment[s]) if choice >= 0)
+        assert made.split(mesh)[s] == math.prod(
+            mesh.shape[a] for a, choice in enumerate(made.assignment[s]) if choice >= 0
+        )

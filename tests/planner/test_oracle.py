@@ -115,7 +115,7 @@ def small(seed: int) -> Small:
         count = math.prod(node.size for node in graph.nodes)
         if not program.ops or len(graph.nodes) > MAX_DECISIONS or count > MAX_COMBINATIONS:
             continue
-        pricer = Pricer(program=program, graph=graph, costs=costs, state_inputs=frozenset(graph.inputs[:1]))
+        pricer = Pricer.of(program, graph, costs, frozenset(graph.inputs[:1]))
         grid = np.indices([node.size for node in graph.nodes], dtype=np.int32)
         combinations = grid.reshape(len(graph.nodes), -1).T
         return Small(program, graph, pricer, combinations, price_all(graph, pricer, combinations), rng)
@@ -130,7 +130,7 @@ def price_all(graph: DecisionGraph, pricer: Pricer, combinations: np.ndarray) ->
     total = np.zeros(len(combinations))
     for index, node in enumerate(graph.nodes):
         if node.kind != "copy":
-            total += pricer.node_cost(index, node)[combinations[:, index]]
+            total += pricer.priced()[0][pricer.slots.nodes[index]][combinations[:, index]]
     for link in graph.links:
         total += _price_link(graph, link, combinations)
     return total

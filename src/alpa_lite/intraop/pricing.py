@@ -7,7 +7,7 @@ so that repeated layers cost nothing to price and presolve sees them as equal.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -15,11 +15,11 @@ import numpy as np
 
 from alpa_lite.core.collective import CollectiveKind
 from alpa_lite.core.program import Op, Program
-from alpa_lite.costs.fusion import fused_values, moved_bytes_weights
 from alpa_lite.costs.memory import Timeline
 from alpa_lite.intraop.decision_graph import DecisionGraph, End, Link, Node
 from alpa_lite.intraop.decisions import CONTRACTIONS
 from alpa_lite.intraop.problem import Edge, IntraOpProblem, Usage
+from alpa_lite.intraop.slots import EdgeSlot, NodeSlot, Slots, slots_of
 
 if TYPE_CHECKING:
     from alpa_lite.costs.model import CostModel
@@ -27,23 +27,26 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, slots=True)
 class Pricer:
-    """Prices one graph under one cost model; caches by content.
+    """Prices one graph under one cost model, each slot once.
 
     Attributes:
-        state_inputs: ports of state, which some conventions charge for being whole everywhere.
-        placed: (region, value) pairs that may not be converted (weights, under some conventions; what stages exchange).
+        slots: of the graph (``slots_of``).
     """
 
     program: Program
     graph: DecisionGraph
     costs: CostModel
-    state_inputs: frozenset[int] = frozenset()
-    placed: frozenset[tuple[str, int]] = frozenset()
-    _node_cache: dict[tuple[object, ...], np.ndarray] = field(default_factory=dict)
-    _edge_cache: dict[tuple[object, ...], np.ndarray] = field(default_factory=dict)
-    _fused: dict[int, tuple[bool, ...]] = field(default_factory=dict)
+    slots: Slots
+    _priced: tuple[list[np.ndarray], list[np.ndarray]] | None = None
     _size_cache: dict[tuple[object, ...], np.ndarray] = field(default_factory=dict)
-    _copy_links: dict[int, Link] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, program: Program, graph: DecisionGraph, costs: CostModel, state_inputs: frozenset[int] = frozenset()
+    ) -> Pricer:
+        """Of a graph without anything shared; ``state_inputs`` are ports that some conventions charge for being whole."""
+        penalised = state_inputs if costs.replication_penalty > 0 else frozenset()
+        return cls(program=program, graph=graph, costs=costs, slots=slots_of(program, graph, penalised))
 
     def problem(
         self,
@@ -61,12 +64,13 @@ class Pricer:
             usage_limit: bytes per device.
             classes: see ``IntraOpProblem``.
         """
-        node_costs = [self.node_cost(i, n) for i, n in enumerate(self.graph.nodes)]
+        nodes, edges = self.priced()
+        node_costs = [nodes[number] for number in self.slots.nodes]
         for node, mask in (allowed or {}).items():
             node_costs[node] = np.where(mask, node_costs[node], np.inf)
         return IntraOpProblem(
             node_costs=tuple(node_costs),
-            edges=tuple(self.edges()),
+            edges=tuple(Edge(u=u, v=v, costs=edges[number]) for u, v, number in self.slots.edges),
             usages=tuple(self.usages(timeline)) if timeline else (),
             usage_limit=usage_limit,
             num_times=timeline.num_times if timeline else 0,
@@ -74,54 +78,38 @@ class Pricer:
             classes=classes,
         )
 
+    def priced(self) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """Costs per node slot and per edge slot."""
+        if self._priced is None:
+            nodes = [self.node_cost(slot) for slot in self.slots.node_slots]
+            self._priced = nodes, [self.edge_cost(slot) for slot in self.slots.edge_slots]
+        return self._priced
+
     # -- nodes ---------------------------------------------------------------------------------------------------
 
-    def node_cost(self, index: int, node: Node) -> np.ndarray:
-        if node.kind == "op":
-            return self.op_cost(node)
-        if node.kind == "port":
-            return self.port_cost(index, node)
-        key = ("copy", node.shape, id(node.specs), id(node.pairs), node.weight, self.copy_link(node).itemsize)
-        if key not in self._node_cache:
-            cost = np.zeros(node.size)
-            if node.pairs is not None:
-                table = self.graph.conversions.table(node.shape, self.copy_link(node).itemsize)
-                cost = table[node.pairs[:, 0], node.pairs[:, 1]] * node.weight
-            self._node_cache[key] = cost
-        return self._node_cache[key]
+    def node_cost(self, slot: NodeSlot) -> np.ndarray:
+        node = slot.node
+        if node.op is not None and node.program is not None:
+            return self._op_cost(node.op, node.program, node, slot.reads, slot.writes) * node.weight
+        if slot.link is not None:
+            return self.copy_cost(node, slot.link)
+        return self.port_cost(slot)
 
-    def copy_link(self, node: Node) -> Link:
-        if not self._copy_links:
-            self._copy_links.update({id(self.graph.nodes[k.copy]): k for k in self.graph.links if k.copy >= 0})
-        return self._copy_links[id(node)]
+    def copy_cost(self, node: Node, link: Link) -> np.ndarray:
+        if node.pairs is None:
+            return np.zeros(node.size)
+        table = self.graph.conversions.table(node.shape, link.itemsize)
+        return table[node.pairs[:, 0], node.pairs[:, 1]] * node.weight
 
-    def port_cost(self, index: int, node: Node) -> np.ndarray:
+    def port_cost(self, slot: NodeSlot) -> np.ndarray:
         """Free, but for the penalty that some conventions put on state that every device holds whole."""
+        node = slot.node
         assert node.specs is not None
-        penalised = self.costs.replication_penalty > 0 and index in self.state_inputs
-        key = ("port", id(node.specs), penalised)
-        if key not in self._node_cache:
-            cost = np.zeros(node.size)
-            if penalised:
-                space = self.graph.conversions.space(node.rank)
-                whole = np.array([space.specs[i].is_replicated for i in node.specs])
-                cost = cost + whole * self.costs.replication_penalty
-            self._node_cache[key] = cost
-        return self._node_cache[key]
-
-    def fused(self, program: Program) -> tuple[bool, ...]:
-        if id(program) not in self._fused:
-            self._fused[id(program)] = fused_values(program)
-        return self._fused[id(program)]
-
-    def op_cost(self, node: Node) -> np.ndarray:
-        op, program, strategies = node.op, node.program, node.strategies
-        assert op is not None and program is not None and strategies is not None
-        reads, writes = moved_bytes_weights(op, program, self.fused(program))
-        key = ("op", op.key, reads, writes, id(strategies), node.weight)
-        if key not in self._node_cache:
-            self._node_cache[key] = self._op_cost(op, program, node, reads, writes) * node.weight
-        return self._node_cache[key]
+        if not slot.penalised:
+            return np.zeros(node.size)
+        space = self.graph.conversions.space(node.rank)
+        whole = np.array([space.specs[i].is_replicated for i in node.specs])
+        return whole * self.costs.replication_penalty
 
     def _op_cost(
         self, op: Op, program: Program, node: Node, reads: tuple[float, ...], writes: tuple[float, ...]
@@ -139,7 +127,9 @@ class Pricer:
                 whole += local
         heavy = op.primitive in CONTRACTIONS
         moved = any(reads) or any(writes)
-        flops = op.flops / strategies.split if moved or heavy else np.zeros(len(strategies))
+        flops = (
+            op.flops / strategies.split(self.graph.conversions.mesh) if moved or heavy else np.zeros(len(strategies))
+        )
         value = next((v for v in (*op.inputs, *op.outputs) if v >= 0), -1)
         dtype = program.values[value].dtype if value >= 0 else "float32"
         cost = np.asarray(self.costs.compute(flops, sizes, dtype, heavy), dtype=np.float64).copy()
@@ -181,52 +171,15 @@ class Pricer:
 
     # -- edges ---------------------------------------------------------------------------------------------------
 
-    def edges(self) -> list[Edge]:
-        out: list[Edge] = []
-        for link in self.graph.links:
-            self.link_edges(link, out)
-        return out
+    def edge_cost(self, slot: EdgeSlot) -> np.ndarray:
+        made = slot.producer.specs[:, None]
+        if slot.pairs is not None:
+            return np.where(made == slot.pairs[None, :, 0], 0.0, np.inf)
+        if slot.kept:
+            return np.where(np.all([made == end.specs[None, :] for end in slot.ends], axis=0), 0.0, np.inf)
+        return self.matrix(slot.link, slot.producer, slot.ends) * slot.link.weight
 
-    def link_edges(self, link: Link, out: list[Edge]) -> None:
-        by_node: dict[int, list[End]] = {}
-        for consumer in link.consumers:
-            by_node.setdefault(consumer.node, []).append(consumer)
-        if link.copy < 0:
-            for node, ends in by_node.items():
-                self.add_edge(link, link.producer, node, ends, out)
-            return
-        node = self.graph.nodes[link.copy]
-        if node.pairs is not None:
-            key = ("made", link.producer.key, id(node.pairs))
-            if key not in self._edge_cache:
-                same = link.producer.specs[:, None] == node.pairs[None, :, 0]
-                self._edge_cache[key] = np.where(same, 0.0, np.inf)
-            out.append(Edge(u=link.producer.node, v=link.copy, costs=self._edge_cache[key]))
-            handed = End(link.copy, node.pairs[:, 1], ("copy", id(node.pairs)))
-        else:
-            assert node.specs is not None
-            handed = End(link.copy, node.specs, ("copy", id(node.specs)))
-            self.add_edge(link, link.producer, link.copy, [handed], out)
-        for reader, ends in by_node.items():
-            # A result that is the argument itself keeps the argument's spec: nothing to price.
-            if reader != link.producer.node:
-                self.add_edge(link, handed, reader, ends, out)
-
-    def add_edge(self, link: Link, producer: End, node: int, ends: list[End], out: list[Edge]) -> None:
-        if node == producer.node:
-            return
-        unique = {e.key: e for e in ends}
-        placed = (link.region, link.value) in self.placed
-        key = (placed, link.shape, link.itemsize, link.weight, producer.key, *unique)
-        if key not in self._edge_cache:
-            if placed:
-                same = [producer.specs[:, None] == end.specs[None, :] for end in unique.values()]
-                self._edge_cache[key] = np.where(np.all(same, axis=0), 0.0, np.inf)
-            else:
-                self._edge_cache[key] = self.matrix(link, producer, list(unique.values())) * link.weight
-        out.append(Edge(u=producer.node, v=node, costs=self._edge_cache[key]))
-
-    def matrix(self, link: Link, producer: End, ends: list[End]) -> np.ndarray:
+    def matrix(self, link: Link, producer: End, ends: Sequence[End]) -> np.ndarray:
         """Price of what one consumer reads; the same spec in two operand positions is converted once."""
         table = self.graph.conversions.table(link.shape, link.itemsize)
 

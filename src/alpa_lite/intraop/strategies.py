@@ -37,7 +37,7 @@ class StrategySet:
     Attributes:
         assignment: per strategy, per mesh axis: factor index, ``UNUSED``, or ``-2 - g`` for linear group g.
         operands, results: per tensor, the spec number (in the conversions' ``SpecSpace`` of its rank) per strategy.
-        split: per strategy, over how many devices the op's work is split.
+        used: per strategy, the mesh axes that split the op's work.
         reduce_axes: per strategy, the axes of the all-reduce inside the op (max, min); mostly ().
         ruled_out: factors that no axis divides, as (factor, axis) pairs, for the report.
     """
@@ -45,12 +45,16 @@ class StrategySet:
     assignment: np.ndarray
     operands: tuple[np.ndarray, ...]
     results: tuple[np.ndarray, ...]
-    split: np.ndarray
+    used: tuple[tuple[str, ...], ...]
     reduce_axes: tuple[tuple[str, ...], ...]
     ruled_out: tuple[tuple[int, str], ...] = ()
 
     def __len__(self) -> int:
-        return len(self.split)
+        return len(self.used)
+
+    def split(self, mesh: DeviceMesh) -> np.ndarray:
+        """Per strategy, over how many devices the op's work is split (float64)."""
+        return np.array([mesh.axes_size(axes) for axes in self.used], dtype=np.float64)
 
 
 def enumerate_strategies(
@@ -79,7 +83,7 @@ def enumerate_strategies(
     if sharded_contractions:
         full = [i for i, row in enumerate(rows) if UNUSED not in row]
         rows, specs = ([rows[i] for i in full], [specs[i] for i in full]) if full else (rows, specs)
-    return _pack(rule, mesh, conversions, axes, rows, specs, ruled_out)
+    return _pack(rule, conversions, axes, rows, specs, ruled_out)
 
 
 def fixed_strategy(op: Op, mesh: DeviceMesh, conversions: Conversions) -> StrategySet:
@@ -101,12 +105,12 @@ def fixed_strategy(op: Op, mesh: DeviceMesh, conversions: Conversions) -> Strate
         split = [ShardingSpec(tuple(tuple(a for a in d if mesh.axis_size(a) > 1) for d in s.dims)) for s in specs]
         return tuple(np.array([conversions.space(s.rank).index[s]], dtype=np.int64) for s in split)
 
-    used = {a for s in (*op.layout.operands, *op.layout.results) for a in s.sharded_axes}
+    used = mesh.sort_axes({a for s in (*op.layout.operands, *op.layout.results) for a in s.sharded_axes})
     return StrategySet(
         assignment=np.full((1, sum(n > 1 for n in mesh.shape)), UNUSED, dtype=np.int64),
         operands=numbers(op.layout.operands),
         results=numbers(op.layout.results),
-        split=np.array([float(mesh.axes_size(tuple(used)))]),
+        used=(used,),
         reduce_axes=((),),
     )
 
@@ -185,7 +189,6 @@ def _tensor_spec(
 
 def _pack(
     rule: OpShardingRule,
-    mesh: DeviceMesh,
     conversions: Conversions,
     axes: tuple[str, ...],
     rows: list[tuple[int, ...]],
@@ -198,22 +201,14 @@ def _pack(
 
     operands = tuple(numbers((s[0][i] for s in specs), len(d)) for i, d in enumerate(rule.operands))
     results = tuple(numbers((s[1][i] for s in specs), len(d)) for i, d in enumerate(rule.results))
-    sizes = {a: mesh.axis_size(a) for a in axes}
-    split = np.ones(len(rows))
-    reduce_axes = []
-    for r, row in enumerate(rows):
-        at_once = []
-        for axis, choice in zip(axes, row, strict=True):
-            if choice >= 0:
-                split[r] *= sizes[axis]
-                if rule.factors[choice].kind is FactorKind.REDUCTION and rule.reduce_op != "add":
-                    at_once.append(axis)
-        reduce_axes.append(tuple(at_once))
+    split = [tuple((axis, choice) for axis, choice in zip(axes, row, strict=True) if choice >= 0) for row in rows]
+    at_once = rule.reduce_op != "add"
+    reduced = {i for i, factor in enumerate(rule.factors) if at_once and factor.kind is FactorKind.REDUCTION}
     return StrategySet(
         assignment=np.array(rows, dtype=np.int64).reshape(len(rows), len(axes)),
         operands=operands,
         results=results,
-        split=split,
-        reduce_axes=tuple(reduce_axes),
+        used=tuple(tuple(axis for axis, _ in pairs) for pairs in split),
+        reduce_axes=tuple(tuple(axis for axis, factor in pairs if factor in reduced) for pairs in split),
         ruled_out=ruled_out,
     )

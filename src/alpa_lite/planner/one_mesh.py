@@ -25,24 +25,23 @@ from alpa_lite.costs.model import CostModel
 from alpa_lite.costs.overlap_order import overlap_order
 from alpa_lite.costs.profile import memory_profile
 from alpa_lite.intraop.decision_graph import DecisionGraph
-from alpa_lite.intraop.decisions import build_graph
 from alpa_lite.intraop.pricing import Pricer
 from alpa_lite.intraop.problem import IntraOpProblem, Solution, check_problem, scaled
 from alpa_lite.intraop.repeats import node_classes
-from alpa_lite.intraop.restrict import restricted, values_of, weight_positions
 from alpa_lite.intraop.solve import solve
 from alpa_lite.plan.pins import PinnedDims, ResolvedPins, parse_dims
 from alpa_lite.plan.records import LeafRole
 from alpa_lite.planner.budget import MeshResult, within_budget
 from alpa_lite.planner.options import PlanOptions
 from alpa_lite.planner.realise import Realised, realise
+from alpa_lite.planner.shared import Shared
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshTask:
     """What is to be planned: everything but the mesh and its prices.
 
-    ``ignored_pin_ops`` are paths of ``al.pin`` ops that do not count (when a clash is explained).
+    ``ignored_pin_ops`` are paths of ``al.pin`` ops that do not count (when a clash is explained). ``shared`` is of the program.
     """
 
     program: Program
@@ -51,6 +50,7 @@ class MeshTask:
     pins: ResolvedPins
     options: PlanOptions
     budget: float
+    shared: Shared
     ignored_pin_ops: frozenset[str] = frozenset()
 
 
@@ -66,18 +66,9 @@ def plan_on_mesh(task: MeshTask, cluster: Cluster, mesh: DeviceMesh, *, cutoff: 
     task.pins.check(mesh)
     costs = task_costs(task, cluster, mesh)
     rules = costs.rules
-    program = restricted(task.program, rules)
-    graph = build_graph(
-        program,
-        Conversions(mesh=mesh, costs=costs),
-        input_ties=[(max(a, b), min(a, b)) for a, b in task.pins.ties],
-        sharded_contractions=rules.sharded_contractions,
-        per_reader=rules.per_reader,
-    )
-    weights = weight_positions(program, task.roles)
-    placed = values_of(program, weights) if rules.placed_weights else frozenset()
-    placed |= _exchanged(program)
-    pricer = Pricer(program=program, graph=graph, costs=costs, state_inputs=_state_ports(task, graph), placed=placed)
+    posed = task.shared.posed(Conversions(mesh=mesh, costs=costs), rules, task.pins.ties)
+    program, graph, weights = posed.program, posed.graph, posed.weights
+    pricer = Pricer(program=program, graph=graph, costs=costs, slots=posed.slots)
     allowed = allowed_choices(program, graph, task.pins, task.ignored_pin_ops)
     if rules.replicated_ends:
         _replicate_ends(task, graph, weights, allowed)
@@ -94,14 +85,6 @@ def plan_on_mesh(task: MeshTask, cluster: Cluster, mesh: DeviceMesh, *, cutoff: 
         return _write_out(task, costs, graph, problem, solution, begin)
 
     return within_budget(solved, task.budget)
-
-
-def _exchanged(program: Program) -> frozenset[tuple[str, int]]:
-    """Stacks of what stages exchange in the microbatch loop: they stand for values that come and go one by one, so nothing
-    can convert them before or after the loop."""
-    received = {op.inputs[i] for op in program.ops for i in op.received}
-    sent = {op.outputs[i] for op in program.ops for i in op.sent}
-    return frozenset(("", value) for value in received | sent)
 
 
 def task_costs(task: MeshTask, cluster: Cluster, mesh: DeviceMesh) -> CostModel:
@@ -168,14 +151,6 @@ def _replicate_ends(
             specs = graph.conversions.space(node.rank).specs
             whole = np.array([specs[i].is_replicated for i in node.specs])
             allowed[port] = allowed[port] & whole if port in allowed else whole
-
-
-def _state_ports(task: MeshTask, graph: DecisionGraph) -> frozenset[int]:
-    return frozenset(
-        node
-        for node, role in zip(graph.inputs, task.roles, strict=True)
-        if role in (LeafRole.PARAMETER, LeafRole.OPTIMIZER_STATE)
-    )
 
 
 def allowed_choices(

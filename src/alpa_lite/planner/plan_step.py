@@ -26,6 +26,7 @@ from alpa_lite.plan.records import Leaf, LeafRole, MeshCandidate, OpDecision, Pl
 from alpa_lite.planner.explain import explain_infeasible
 from alpa_lite.planner.one_mesh import MeshResult, MeshTask, plan_on_mesh
 from alpa_lite.planner.options import DEFAULT_AXIS_NAMES, PlanOptions
+from alpa_lite.planner.shared import Shared
 from alpa_lite.units import format_cost
 
 BUDGET_SHARE = 0.9
@@ -101,7 +102,9 @@ def mesh_task(program: Program, cluster: Cluster, pins: ResolvedPins, options: P
     """What is to be planned on every mesh; of the cluster it knows the device alone."""
     budget = budget_bytes(cluster, options)
     line = timeline(program, Order.BREADTH_FIRST if cluster.device.platform == "cpu" else Order.LATE)
-    return MeshTask(program=program, line=line, roles=roles_of(program), pins=pins, options=options, budget=budget)
+    roles = roles_of(program)
+    shared = Shared(program, roles)
+    return MeshTask(program=program, line=line, roles=roles, pins=pins, options=options, budget=budget, shared=shared)
 
 
 def budget_bytes(cluster: Cluster, options: PlanOptions) -> float:

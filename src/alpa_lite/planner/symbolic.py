@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 from alpa_lite.cluster.symbolic import SymbolicCluster
 from alpa_lite.core.collective import CollectiveKind
 from alpa_lite.core.mesh import DeviceMesh
-from alpa_lite.core.program import Program
 from alpa_lite.errors import AlpaLiteError, MemoryBudgetError
 from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.records import MemoryProfile
@@ -82,7 +81,6 @@ class SymbolicPlan:
         self._task = task
         self._results: dict[int, MeshResult | AlpaLiteError] = {}
         self._regimes: tuple[Regime, ...] | None = None
-        self._sizes = _sizes(task.task.program)
         self._free = _is_free(task.task)
 
     @property
@@ -270,7 +268,7 @@ class SymbolicPlan:
         return [*moved, *(costs.heavy_replication(axes, 1.0) if axes else 0.0 for axes in idle)]
 
     def _indivisible(self, n: int) -> bool:
-        return n == 1 or all(size % n for size in self._sizes)
+        return n == 1 or all(size % n for size in self._task.task.shared.sizes)
 
     def __str__(self) -> str:
         breaks = ", ".join(map(str, self.breakpoints))
@@ -298,14 +296,3 @@ def _is_free(task: MeshTask) -> bool:
     """Whether nothing in pins or program names a mesh axis."""
     named = (op.primitive == "pin" or op.layout is not None for _, _, op in task.program.walk())
     return not task.pins.axis_names and not any(named)
-
-
-def _sizes(program: Program) -> frozenset[int]:
-    """Every size that an axis may split: of tensors, loop and branch bodies included, and of the factors of rules."""
-    owners = {id(program): program}
-    found: set[int] = set()
-    for _, owner, op in program.walk():
-        owners.update((id(body), body) for body in (owner, *op.bodies))
-        found.update(factor.size for factor in op.rule.factors)
-    found.update(size for owner in owners.values() for value in owner.values for size in value.shape)
-    return frozenset(found - {0, 1})

@@ -1,0 +1,147 @@
+"""Which nodes and edges of a decision graph cost the same, on every mesh and under all prices: each such set is a slot.
+
+Repeated layers fall into the same slots, and meshes with the same graph have the same slots, so what is left for one mesh
+is one price per slot (``pricing.py``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from alpa_lite.core.program import Program
+from alpa_lite.costs.fusion import fused_values, moved_bytes_weights
+from alpa_lite.intraop.decision_graph import DecisionGraph, End, Link, Node
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NodeSlot:
+    """One of the equal nodes.
+
+    Attributes:
+        node: the decision.
+        penalised: whether what it chooses is charged for being whole everywhere.
+        reads, writes: of an op, how often each operand and result passes memory.
+        link: of a copy, the value.
+    """
+
+    node: Node
+    penalised: bool = False
+    reads: tuple[float, ...] = ()
+    writes: tuple[float, ...] = ()
+    link: Link | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EdgeSlot:
+    """One of the equal edges: the value is made as ``producer`` says and read by one node, as all of ``ends`` say.
+
+    ``kept``: it may not be converted. ``pairs``: the reader is the copy that chooses from these (made, handed on) layouts.
+    """
+
+    link: Link
+    producer: End
+    ends: tuple[End, ...] = ()
+    kept: bool = False
+    pairs: np.ndarray | None = None
+
+
+@dataclass(eq=False, slots=True)
+class Slots:
+    """All of one graph: a slot number per node, and (node, node, slot number) per edge."""
+
+    nodes: list[int] = field(default_factory=list)
+    edges: list[tuple[int, int, int]] = field(default_factory=list)
+    node_slots: list[NodeSlot] = field(default_factory=list)
+    edge_slots: list[EdgeSlot] = field(default_factory=list)
+
+
+def slots_of(
+    program: Program,
+    graph: DecisionGraph,
+    penalised: frozenset[int] = frozenset(),
+    placed: frozenset[tuple[str, int]] = frozenset(),
+) -> Slots:
+    """The slots of a graph.
+
+    Args:
+        program: that the graph was built from.
+        graph: the decisions.
+        penalised: nodes that are charged for being whole everywhere.
+        placed: (region, value) pairs that may not be converted (weights, under some conventions; what stages exchange).
+    """
+    sorter = _Sorter(graph, placed)
+    copies = {link.copy: link for link in graph.links if link.copy >= 0}
+    fused = {id(owner): fused_values(owner) for owner in _regions(program)}
+    for index, node in enumerate(graph.nodes):
+        if node.op is not None and node.program is not None:
+            reads, writes = moved_bytes_weights(node.op, node.program, fused[id(node.program)])
+            key = ("op", node.op.key, reads, writes, id(node.strategies), node.weight)
+            sorter.node(key, NodeSlot(node, reads=reads, writes=writes))
+        elif node.kind == "port":
+            sorter.node(("port", id(node.specs), index in penalised), NodeSlot(node, index in penalised))
+        else:
+            link = copies[index]
+            key = ("copy", node.shape, id(node.specs), id(node.pairs), node.weight, link.itemsize)
+            sorter.node(key, NodeSlot(node, link=link))
+    for link in graph.links:
+        sorter.link(link)
+    return sorter.slots
+
+
+def _regions(program: Program) -> list[Program]:
+    found = {id(program): program}
+    for _, _, op in program.walk():
+        found.update((id(body), body) for body in op.bodies)
+    return list(found.values())
+
+
+class _Sorter:
+    def __init__(self, graph: DecisionGraph, placed: frozenset[tuple[str, int]]) -> None:
+        self.graph, self.placed = graph, placed
+        self.slots = Slots()
+        self.node_numbers: dict[tuple[object, ...], int] = {}
+        self.edge_numbers: dict[tuple[object, ...], int] = {}
+
+    def node(self, key: tuple[object, ...], slot: NodeSlot) -> None:
+        number = self.node_numbers.setdefault(key, len(self.slots.node_slots))
+        if number == len(self.slots.node_slots):
+            self.slots.node_slots.append(slot)
+        self.slots.nodes.append(number)
+
+    def edge(self, u: int, v: int, key: tuple[object, ...], slot: EdgeSlot) -> None:
+        number = self.edge_numbers.setdefault(key, len(self.slots.edge_slots))
+        if number == len(self.slots.edge_slots):
+            self.slots.edge_slots.append(slot)
+        self.slots.edges.append((u, v, number))
+
+    def link(self, link: Link) -> None:
+        by_node: dict[int, list[End]] = {}
+        for consumer in link.consumers:
+            by_node.setdefault(consumer.node, []).append(consumer)
+        if link.copy < 0:
+            for node, ends in by_node.items():
+                self.read(link, link.producer, node, ends)
+            return
+        node = self.graph.nodes[link.copy]
+        if node.pairs is not None:
+            key = ("made", link.producer.key, id(node.pairs))
+            self.edge(link.producer.node, link.copy, key, EdgeSlot(link, link.producer, pairs=node.pairs))
+            handed = End(link.copy, node.pairs[:, 1], ("copy", id(node.pairs)))
+        else:
+            assert node.specs is not None
+            handed = End(link.copy, node.specs, ("copy", id(node.specs)))
+            self.read(link, link.producer, link.copy, [handed])
+        for reader, ends in by_node.items():
+            # A result that is the argument itself keeps the argument's spec: nothing to price.
+            if reader != link.producer.node:
+                self.read(link, handed, reader, ends)
+
+    def read(self, link: Link, producer: End, node: int, ends: list[End]) -> None:
+        if node == producer.node:
+            return
+        unique = {e.key: e for e in ends}
+        kept = (link.region, link.value) in self.placed
+        key = (kept, link.shape, link.itemsize, link.weight, producer.key, *unique)
+        self.edge(producer.node, node, key, EdgeSlot(link, producer, tuple(unique.values()), kept))

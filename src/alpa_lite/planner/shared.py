@@ -1,0 +1,125 @@
+"""What the plans of one program have in common, made once: rules as a convention leaves them, decision graphs, price slots.
+
+A decision graph knows the axes of a mesh, and of their sizes only what they divide and what they are equal to. Meshes that
+agree in that have the same graph and the same slots; a user's ``shard_map`` is checked against each mesh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import combinations
+
+from alpa_lite.core.mesh import DeviceMesh
+from alpa_lite.core.program import Program
+from alpa_lite.costs.conversion import Conversions
+from alpa_lite.costs.model import SearchRules
+from alpa_lite.intraop.decision_graph import DecisionGraph
+from alpa_lite.intraop.decisions import build_graph
+from alpa_lite.intraop.restrict import restricted, values_of, weight_positions
+from alpa_lite.intraop.slots import Slots, slots_of
+from alpa_lite.plan.records import LeafRole
+
+_STATE = (LeafRole.PARAMETER, LeafRole.OPTIMIZER_STATE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Posed:
+    """What is to be decided.
+
+    Attributes:
+        program: with the rules that are left.
+        weights: positions of its arguments that are weights.
+        graph: the decisions.
+        slots: what of them is priced once.
+    """
+
+    program: Program
+    weights: frozenset[int]
+    graph: DecisionGraph
+    slots: Slots
+
+
+@dataclass(eq=False, slots=True)
+class Shared:
+    """Of one program."""
+
+    program: Program
+    roles: tuple[LeafRole, ...]
+    _sizes: frozenset[int] | None = None
+    _has_layouts: bool | None = None
+    _restricted: dict[SearchRules, tuple[Program, frozenset[int]]] = field(default_factory=dict)
+    _posed: dict[Hashable, Posed] = field(default_factory=dict)
+
+    @property
+    def sizes(self) -> frozenset[int]:
+        """Every size above 1 that an axis may split."""
+        if self._sizes is None:
+            self._sizes = sizes_of(self.program)
+        return self._sizes
+
+    def posed(self, conversions: Conversions, rules: SearchRules, ties: Sequence[tuple[int, int]]) -> Posed:
+        """The decisions on one mesh.
+
+        Args:
+            conversions: on the mesh.
+            rules: what the convention leaves.
+            ties: pairs of arguments with one decision.
+        """
+        if rules not in self._restricted:
+            program = restricted(self.program, rules)
+            self._restricted[rules] = program, weight_positions(program, self.roles)
+        program, weights = self._restricted[rules]
+        penalty = conversions.costs.replication_penalty > 0
+        key = (rules, tuple(ties), penalty, self._mesh_class(conversions.mesh))
+        if key not in self._posed:
+            graph = build_graph(
+                program,
+                conversions,
+                input_ties=[(max(a, b), min(a, b)) for a, b in ties],
+                sharded_contractions=rules.sharded_contractions,
+                per_reader=rules.per_reader,
+            )
+            ports = zip(graph.inputs, self.roles, strict=True)
+            state = frozenset(node for node, role in ports if role in _STATE) if penalty else frozenset()
+            placed = values_of(program, weights) if rules.placed_weights else frozenset()
+            slots = slots_of(program, graph, state, placed | _exchanged(program))
+            self._posed[key] = Posed(program=program, weights=weights, graph=graph, slots=slots)
+        posed = self._posed[key]
+        return replace(posed, graph=replace(posed.graph, conversions=conversions))
+
+    def _mesh_class(self, mesh: DeviceMesh) -> Hashable:
+        if self._has_layouts is None:
+            self._has_layouts = any(op.layout is not None for _, _, op in self.program.walk())
+        return mesh if self._has_layouts else mesh_class(mesh, self.sizes)
+
+
+def mesh_class(mesh: DeviceMesh, sizes: frozenset[int]) -> Hashable:
+    """Equal for two meshes on which a program of these sizes has the same decision graph.
+
+    What groups of axes divide decides on layouts. That they split a size completely matters if other axes are left, which may
+    then split the rest of the same dim.
+    """
+    axes = [a for a, n in zip(mesh.axis_names, mesh.shape, strict=True) if n > 1]
+    groups = [mesh.axes_size(some) for count in range(1, len(axes) + 1) for some in combinations(axes, count)]
+    divided = tuple(frozenset(s for s in sizes if s % size == 0) for size in groups)
+    return mesh.axis_names, tuple(axes), divided, tuple(size if size in sizes else 0 for size in groups[:-1])
+
+
+def sizes_of(program: Program) -> frozenset[int]:
+    """Every size above 1 that an axis may split: of tensors, loop and branch bodies included, and of the factors of rules."""
+    owners = {id(program): program}
+    found: set[int] = set()
+    for _, owner, op in program.walk():
+        owners.update((id(body), body) for body in (owner, *op.bodies))
+        found.update(factor.size for factor in op.rule.factors)
+    found.update(size for owner in owners.values() for value in owner.values for size in value.shape)
+    return frozenset(found - {0, 1})
+
+
+def _exchanged(program: Program) -> frozenset[tuple[str, int]]:
+    """Stacks of what stages exchange in the microbatch loop: they stand for values that come and go one by one, so nothing
+    can convert them before or after the loop."""
+    received = {op.inputs[i] for op in program.ops for i in op.received}
+    sent = {op.outputs[i] for op in program.ops for i in op.sent}
+    return frozenset(("", value) for value in received | sent)

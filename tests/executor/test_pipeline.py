@@ -127,6 +127,21 @@ def test_a_second_step_takes_the_results_of_the_first():
     assert float(loss) < float(step(state, batch)[1])
 
 
+def test_donated_state_is_gone():
+    """Every leaf of state, once it lies where its stage wants it; the batch stays."""
+    options = al.PlanOptions(num_stages=2, num_microbatches=MICROBATCHES)
+    cluster = al.Cluster.parse("1x8:cpu")
+    step = al.parallelize(train_step, cluster=cluster, options=options, donate_argnums=0)
+    args = arguments()
+    first, _ = step(*args)
+    kept = jax.tree.map(jnp.copy, first)  # NumPy would look into the buffer, which then cannot be given away
+    second, _ = step(first, args[1])
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(first))
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((second, args[1])))
+    for got, want in zip(jax.tree.leaves(step(kept, args[1])[0]), jax.tree.leaves(second), strict=True):
+        np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
+
+
 def test_state_is_created_on_its_stage():
     step = parallel(2, "1f1b")
     args = arguments()

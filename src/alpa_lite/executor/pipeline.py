@@ -8,81 +8,36 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from alpa_lite._jax_compat import Literal
 from alpa_lite.core.collective import Collective
 from alpa_lite.core.spec import ShardingSpec
 from alpa_lite.executor.local import SignatureChanged, local_mesh
 from alpa_lite.lowering.audit import AuditReport, audit
-from alpa_lite.lowering.lower import Lowering, body_input_specs, body_output_specs, partition_spec
-from alpa_lite.lowering.segments import CutRegion, Pair, crossing_sharding
+from alpa_lite.lowering.lower import partition_spec
+from alpa_lite.lowering.segments import Pair, crossing_sharding
+from alpa_lite.lowering.stage import LoweredStage, StagePart, first_equal, lowered_stages
 from alpa_lite.lowering.transfer import Transfers
 from alpa_lite.plan.plan import Plan
 from alpa_lite.schedule import Action, ActionKind, check_schedule, planned_schedule
 from alpa_lite.trace.program import Traced
 from alpa_lite.trace.staged import StagedStep
-from alpa_lite.trace.stages import Crossing, StageProgram
-
-
-@dataclass(frozen=True)
-class LoweredStage:
-    """A stage's program under its plan, cut into what a pipeline runs at different times.
-
-    Attributes:
-        program: the stage's part of the step.
-        lowering: its plan.
-        in_specs, out_specs: of the program's arguments and results.
-        mesh: its devices.
-        rounds: numbers of the ops at which rounds of the update end.
-    """
-
-    program: StageProgram
-    lowering: Lowering
-    in_specs: tuple[ShardingSpec, ...]
-    out_specs: tuple[ShardingSpec, ...]
-    mesh: Any
-
-    @property
-    def loop(self) -> Any:
-        return self.program.flat.ops[self.program.loop]
-
-    @cached_property
-    def outer(self) -> CutRegion:
-        """Segment 0 is what comes before the loop, the others are the rounds of the update."""
-        first = self.program.loop
-        cuts = (first, *self.program.rounds)
-        return CutRegion(
-            self.lowering, self.program.flat, "", cuts, self.in_specs, self.out_specs, skipped=frozenset({first})
-        )
-
-    @cached_property
-    def body(self) -> CutRegion:
-        """Segment 0 is the forward pass of a microbatch, segment 1 the backward pass."""
-        op, path = self.loop, f"{self.program.loop}"
-        decision = self.lowering.decisions[path]
-        flat = op.bodies[0]
-        return CutRegion(
-            self.lowering,
-            flat,
-            f"{path}.0.",
-            (self.program.num_forward, len(flat.ops)),
-            tuple(body_input_specs("scan", op.params, decision)[0]),
-            tuple(body_output_specs("scan", op.params, decision)[0]),
-        )
+from alpa_lite.trace.stages import Crossing
 
 
 class _StageRunner:
-    """The compiled functions of one stage."""
+    """The compiled functions of one stage on its devices; ``parts`` may be those of an equal stage."""
 
-    def __init__(self, stage: LoweredStage, transfers: Transfers) -> None:
-        self.stage, self.program, self.mesh, self.transfers = stage, stage.program, stage.mesh, transfers
-        outer, body, loop = stage.outer, stage.body, stage.loop
+    def __init__(self, stage: LoweredStage, parts: Sequence[StagePart], mesh: Any, transfers: Transfers) -> None:
+        self.stage, self.program, self.mesh, self.transfers = stage, stage.program, mesh, transfers
+        body, loop = stage.body, stage.loop
         consts, carries = loop.params["num_consts"], loop.params["num_carry"]
         self.num_carry = carries
         self.received = [c for c in self.program.received if c.when == "loop"]
@@ -94,17 +49,15 @@ class _StageRunner:
         self.slice_of = dict(zip(inputs[consts + carries : last], self.operands(consts + carries, last), strict=True))
         self.arrival_of = {pair: c.value for pair, c in zip(inputs[last:], self.received, strict=True)}
         self.starts = self.operands(consts, consts + carries)
-        self.outer = [outer.function(k, self.mesh) for k in range(len(outer.segments))]
-        self.trips = loop.params["length"]
-        self.sliced = frozenset(value for value, _ in self.slice_of)
-        self.passes = [body.function(k, self.mesh, sliced=self.sliced, donated=list(self.carry_of)) for k in range(2)]
+        self.parts = tuple(parts)
+        self.outer, self.passes = self.parts[:-2], self.parts[-2:]
+        self.indices: dict[int, Any] = {}
 
-    def programs(self) -> list[tuple[str, CutRegion, int, Any]]:
-        """(name, region, segment, jitted function) of everything that the stage runs."""
-        names = ["before", *(f"update {k}" for k in range(len(self.outer) - 1))]
-        found = [(name, self.stage.outer, k, f) for k, (name, f) in enumerate(zip(names, self.outer, strict=True))]
-        passes = zip(("forward", "backward"), self.passes, strict=True)
-        return found + [(name, self.stage.body, k, f) for k, (name, f) in enumerate(passes)]
+    def index(self, number: int) -> Any:
+        """The number on the stage's devices, which tells a function where to run."""
+        if number not in self.indices:
+            self.indices[number] = self.place(np.int32(number), ShardingSpec.replicated(0))
+        return self.indices[number]
 
     def operands(self, start: int, stop: int) -> list[Any]:
         """Of the loop: (value, layout) of the outer region, or a literal's value."""
@@ -134,7 +87,8 @@ class _StageRun:
 
     def segment(self, number: int) -> None:
         segment = self.region.segments[number]
-        made = self.runner.outer[number](0, *(self.outer[pair] for pair in segment.reads))
+        part = self.runner.outer[number]
+        made = part.function(self.runner.index(0), *(self.outer[pair] for pair in segment.reads))
         self.outer.update(zip(segment.writes, made, strict=True))
 
     def before_loop(self) -> None:
@@ -198,7 +152,8 @@ class _StageRun:
         assert microbatch is not None
         kept = self.kept.setdefault(microbatch, {})
         given = [self.given(pair, kept, arrived) for pair in segment.reads]
-        made = dict(zip(segment.writes, self.runner.passes[number](microbatch, *given), strict=True))
+        part = self.runner.passes[number]
+        made = dict(zip(segment.writes, part.function(self.runner.index(microbatch), *given), strict=True))
         kept.update(made)
         sent = {}
         first = len(self.body.results) - len(self.runner.sent)
@@ -235,13 +190,17 @@ class PipelinedStep:
 
     Args:
         stages: lowered, in order.
+        meshes: the devices of each.
         order: every forward and backward pass once, each after those that it waits for.
         num_results: leaves of the step's result.
     """
 
-    def __init__(self, stages: Sequence[LoweredStage], order: Sequence[Action], num_results: int) -> None:
+    def __init__(
+        self, stages: Sequence[LoweredStage], meshes: Sequence[Any], order: Sequence[Action], num_results: int
+    ) -> None:
         self.transfers = Transfers()
-        self.runners = [_StageRunner(stage, self.transfers) for stage in stages]
+        parts = [stages[k].parts for k in first_equal(stages)]
+        self.runners = [_StageRunner(*each, self.transfers) for each in zip(stages, parts, meshes, strict=True)]
         self.order, self.num_results = tuple(order), num_results
 
     def __call__(self, leaves: Sequence[Any]) -> list[Any]:
@@ -311,10 +270,11 @@ class RunnablePipeline:
         """Compile every stage's programs without running them."""
         found = []
         for number, runner in enumerate(self.step.runners):
-            for name, region, segment, function in runner.programs():
-                planned = region.collectives(segment, self.plan.stages[number].collectives, runner.trips)
-                structs = region.structs(segment, runner.sliced, runner.trips, runner.mesh)
-                found.append((name, number, planned, function.lower(0, *structs).compile()))
+            index = jax.ShapeDtypeStruct((), np.int32, sharding=NamedSharding(runner.mesh, PartitionSpec()))
+            for part in runner.parts:
+                planned = part.collectives(self.plan.stages[number].collectives)
+                compiled = part.function.lower(index, *part.structs(runner.mesh)).compile()
+                found.append((part.name, number, planned, compiled))
         return CompiledPipeline(self.plan, tuple(found))
 
     def place(self, args: Sequence[Any]) -> tuple[Any, ...]:
@@ -343,15 +303,12 @@ def runnable_pipeline(traced: Traced, staged: StagedStep, plan: Plan, devices: S
     """
     assert plan.pipeline is not None
     meshes = [local_mesh(stage.mesh, devices[stage.first_device :]) for stage in plan.stages]
-    stages = []
-    for part, stage, mesh in zip(staged.stages, plan.stages, meshes, strict=True):
-        lowering = Lowering.of(stage.mesh, stage.decisions, stage.conversions, stage.collectives)
-        in_specs = tuple(leaf.spec for leaf in stage.inputs)
-        out_specs = tuple(leaf.spec for leaf in stage.outputs)
-        stages.append(LoweredStage(part, lowering, in_specs, out_specs, mesh))
+    stages = lowered_stages(staged, plan)
     schedule = planned_schedule(plan.pipeline)
     order = [action for action in check_schedule(schedule) if action.kind in (ActionKind.F, ActionKind.B)]
     shardings = [NamedSharding(meshes[leaf.stage], partition_spec(leaf.spec)) for leaf in plan.inputs]
     args, kwargs = jax.tree_util.tree_unflatten(traced.in_tree, shardings)
     in_shardings = (*args, *(kwargs[k] for k in sorted(kwargs)))
-    return RunnablePipeline(plan, PipelinedStep(stages, order, len(plan.outputs)), in_shardings, traced.out_tree)
+    return RunnablePipeline(
+        plan, PipelinedStep(stages, meshes, order, len(plan.outputs)), in_shardings, traced.out_tree
+    )

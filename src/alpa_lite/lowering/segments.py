@@ -194,6 +194,7 @@ class CutRegion:
                 check_vma=False,
             ),
             donate_argnums=tuple(i for i, pair in enumerate(segment.reads, 1) if pair in set(donated)),
+            keep_unused=True,  # the index says where to run
         )
 
 

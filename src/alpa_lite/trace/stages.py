@@ -185,13 +185,21 @@ class _Split:
         return stages
 
     def _rounds(self) -> dict[int, int]:
-        """Of the ops after the loop: one more than that of what they read from another stage."""
+        """Of the ops after the loop: one more than that of what they read from another stage, and not before it is read.
+
+        So the old value of a moment is read in the round that makes the new one, which may then take its buffer.
+        """
         found = dict.fromkeys(self.outer_stage, 0)
         for i in sorted(self.outer_stage):
             for value in _values(self.flat.ops[i]):
                 made = self.maker.get(value)
                 if made is not None and made >= self.loop_index:
                     found[i] = max(found[i], found.get(made, 0) + (self._home(value) != self.outer_stage[i]))
+        readers = _readers((i, self.flat.ops[i]) for i in sorted(self.outer_stage))
+        for i in sorted(self.outer_stage, reverse=True):
+            stage = self.outer_stage[i]
+            wanted = [found[r] - (self.outer_stage[r] != stage) for o in self.flat.ops[i].outputs for r in readers[o]]
+            found[i] = max(found[i], min(wanted, default=0))
         return found
 
     def _owners(self) -> dict[int, int]:

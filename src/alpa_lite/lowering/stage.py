@@ -1,0 +1,169 @@
+"""One stage of a plan as jitted functions: what runs before the loop, its passes over a microbatch, the rounds of the update.
+
+The functions are written for an ``AbstractMesh``: they run on any devices with that mesh's shape, on those where their first
+argument lies. So stages that compute the same under the same decisions share them (``first_equal``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from jax.sharding import AbstractMesh, AxisType
+
+from alpa_lite.core.collective import Collective
+from alpa_lite.core.spec import ShardingSpec
+from alpa_lite.lowering.lower import Lowering, body_input_specs, body_output_specs
+from alpa_lite.lowering.segments import CutRegion, Pair, Segment
+from alpa_lite.plan.plan import Plan
+from alpa_lite.trace.same import same_flat
+from alpa_lite.trace.staged import StagedStep
+from alpa_lite.trace.stages import StageProgram
+
+
+@dataclass(frozen=True, eq=False)
+class StagePart:
+    """A jitted function of a stage: first an index (the microbatch; 0 outside the loop), then ``segment.reads``.
+
+    Attributes:
+        name: "before", "forward", "backward" or "update k".
+        region, number: the segment that it runs.
+        mesh: abstract.
+        trips: microbatches.
+        sliced: values that are given stacked over microbatches.
+        donated: what it reads and nothing reads afterwards, where a result can take the buffer.
+    """
+
+    name: str
+    region: CutRegion
+    number: int
+    mesh: AbstractMesh
+    trips: int
+    sliced: frozenset[int] = frozenset()
+    donated: tuple[Pair, ...] = ()
+
+    @property
+    def segment(self) -> Segment:
+        return self.region.segments[self.number]
+
+    @cached_property
+    def function(self) -> Any:
+        return self.region.function(self.number, self.mesh, sliced=self.sliced, donated=self.donated)
+
+    def structs(self, mesh: Any) -> list[Any]:
+        """The arguments of ``function`` as shapes, on a mesh of devices or the abstract one."""
+        return self.region.structs(self.number, self.sliced, self.trips, mesh)
+
+    def collectives(self, planned: Sequence[Collective]) -> tuple[Collective, ...]:
+        """Those of the stage that it holds, counted for one run."""
+        return self.region.collectives(self.number, planned, self.trips)
+
+
+@dataclass(frozen=True, eq=False)
+class LoweredStage:
+    """A stage's program under its plan, cut into what a pipeline runs at different times.
+
+    Attributes:
+        program: the stage's part of the step.
+        lowering: its plan.
+        in_specs, out_specs: of the program's arguments and results.
+        replaced: (position of an argument, position of the result that may take its buffer) of donated state.
+    """
+
+    program: StageProgram
+    lowering: Lowering
+    in_specs: tuple[ShardingSpec, ...]
+    out_specs: tuple[ShardingSpec, ...]
+    replaced: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def loop(self) -> Any:
+        return self.program.flat.ops[self.program.loop]
+
+    @cached_property
+    def outer(self) -> CutRegion:
+        """Segment 0 is what comes before the loop, the others are the rounds of the update."""
+        first = self.program.loop
+        cuts = (first, *self.program.rounds)
+        return CutRegion(
+            self.lowering, self.program.flat, "", cuts, self.in_specs, self.out_specs, skipped=frozenset({first})
+        )
+
+    @cached_property
+    def body(self) -> CutRegion:
+        """Segment 0 is the forward pass of a microbatch, segment 1 the backward pass."""
+        op, path = self.loop, f"{self.program.loop}"
+        decision = self.lowering.decisions[path]
+        flat = op.bodies[0]
+        return CutRegion(
+            self.lowering,
+            flat,
+            f"{path}.0.",
+            (self.program.num_forward, len(flat.ops)),
+            tuple(body_input_specs("scan", op.params, decision)[0]),
+            tuple(body_output_specs("scan", op.params, decision)[0]),
+        )
+
+    @cached_property
+    def parts(self) -> tuple[StagePart, ...]:
+        """Everything that the stage runs: segments of the outer region, then the passes."""
+        logical, trips = self.lowering.mesh, self.loop.params["length"]
+        mesh = AbstractMesh(logical.shape, logical.axis_names, axis_types=(AxisType.Auto,) * len(logical.shape))
+        names = ["before", *(f"update {k}" for k in range(len(self.program.rounds)))]
+        outer = [StagePart(name, self.outer, k, mesh, trips, donated=self.freed(k)) for k, name in enumerate(names)]
+        consts, carries = self.loop.params["num_consts"], self.loop.params["num_carry"]
+        inputs = list(zip(self.body.flat.inputs, self.body.in_specs, strict=True))
+        last = len(inputs) - sum(c.when == "loop" for c in self.program.received)
+        sliced = frozenset(value for value, _ in inputs[consts + carries : last])
+        carried = tuple(inputs[consts : consts + carries])
+        passes = [
+            StagePart(name, self.body, k, mesh, trips, sliced, carried)
+            for k, name in enumerate(("forward", "backward"))
+        ]
+        return (*outer, *passes)
+
+    def freed(self, number: int) -> tuple[Pair, ...]:
+        """Donated state that segment ``number`` of the outer region is the last to read, and whose next value it makes."""
+        segments = self.outer.segments
+        later = {pair for segment in segments[number + 1 :] for pair in segment.reads}
+        found = []
+        for position, result in self.replaced:
+            pair, out = (self.outer.flat.inputs[position], self.in_specs[position]), self.outer.results[result]
+            last = pair in segments[number].reads and pair not in later
+            if last and out is not None and out[1] == pair[1] and out in segments[number].writes:
+                found.append(pair)
+        return tuple(found)
+
+
+def lowered_stages(staged: StagedStep, plan: Plan) -> tuple[LoweredStage, ...]:
+    """Every stage of ``plan``, lowered."""
+    found = []
+    for part, program, stage in zip(staged.stages, staged.programs, plan.stages, strict=True):
+        lowering = Lowering.of(stage.mesh, stage.decisions, stage.conversions, stage.collectives)
+        in_specs, out_specs = (tuple(leaf.spec for leaf in leaves) for leaves in (stage.inputs, stage.outputs))
+        replaced = tuple((i, o) for i, o in program.aliases if program.donated[i])
+        found.append(LoweredStage(part, lowering, in_specs, out_specs, replaced))
+    return tuple(found)
+
+
+def first_equal(stages: Sequence[LoweredStage]) -> tuple[int, ...]:
+    """Per stage the number of the first one with the same functions."""
+    found: list[int] = []
+    for number, stage in enumerate(stages):
+        found.append(next((k for k in sorted(set(found)) if same_stage(stages[k], stage)), number))
+    return tuple(found)
+
+
+def same_stage(one: LoweredStage, other: LoweredStage) -> bool:
+    """Whether both compute the same in the same layouts, so that the parts of one serve the other."""
+    a, b = one.program, other.program
+    return (
+        (a.loop, a.num_forward, a.rounds) == (b.loop, b.num_forward, b.rounds)
+        and [c.when for c in a.received] == [c.when for c in b.received]
+        and [c.when for c in a.sent] == [c.when for c in b.sent]
+        and (one.in_specs, one.out_specs, one.replaced) == (other.in_specs, other.out_specs, other.replaced)
+        and one.lowering == other.lowering
+        and same_flat(a.flat, b.flat)
+    )

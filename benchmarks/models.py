@@ -3,7 +3,7 @@
 ``MODELS`` names them: GPT-2 124M, GPT 350M and 1.3B (Alpa's shapes: 1024 tokens, vocabulary 51,200; GPT-2's 50,257 is
 padded to 50,304, the usual multiple of 128, because only divisible dims are split) and Llama-3 8B (8192 tokens).
 
-All of them compute in bfloat16 on float32 master parameters with AdamW. Two choices decide the memory:
+All of them compute in bfloat16 (``published`` in float16) on float32 master parameters with AdamW. Two choices decide the memory:
 
 - *Attention* is written out: two einsums around a softmax in bfloat16, so scores (batch, heads, seq, seq) exist.
   Without recomputation each layer keeps one bfloat16 copy of that shape, the probabilities: for Llama-3 8B, with
@@ -31,9 +31,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
+import alpa_lite as al
+
 PyTree = Any
 Constrain = Callable[[jax.Array, str], jax.Array]
-COMPUTE = jnp.bfloat16
 LEARNING_RATE = 1e-4
 NORM_EPSILON = 1e-5
 ROPE_BASE = 500_000.0
@@ -42,7 +43,7 @@ INIT_SCALE = 0.02
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """Shapes of a decoder-only transformer; ``family`` is "gpt" or "llama"."""
+    """Shapes of a decoder-only transformer; ``family`` is "gpt" or "llama", ``compute`` the type that layers compute in."""
 
     family: str
     num_layers: int
@@ -53,6 +54,7 @@ class Config:
     vocab: int
     seq_len: int
     batch_size: int
+    compute: Any = jnp.bfloat16
 
     @property
     def head_width(self) -> int:
@@ -165,19 +167,19 @@ def param_shapes(config: Config) -> PyTree:
 
 
 def dense(params: PyTree, name: str, x: jax.Array) -> jax.Array:
-    y = x @ params[name].astype(COMPUTE)
+    y = x @ params[name].astype(x.dtype)
     bias = params.get(f"{name}_bias")
-    return y if bias is None else y + bias.astype(COMPUTE)
+    return y if bias is None else y + bias.astype(x.dtype)
 
 
 def norm(params: PyTree, name: str, x: jax.Array) -> jax.Array:
     """Layer norm where there is a bias, RMS norm otherwise; computed in float32."""
-    bias = params.get(f"{name}_bias")
+    bias, compute = params.get(f"{name}_bias"), x.dtype
     y = x.astype(jnp.float32)
     if bias is not None:
         y = y - jnp.mean(y, axis=-1, keepdims=True)
     y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + NORM_EPSILON) * params[name]
-    return (y if bias is None else y + bias).astype(COMPUTE)
+    return (y if bias is None else y + bias).astype(compute)
 
 
 def rotate(x: jax.Array) -> jax.Array:
@@ -198,9 +200,9 @@ def attention(config: Config, params: PyTree, x: jax.Array) -> jax.Array:
     if config.family == "llama":
         q, k = rotate(q), rotate(k)
     q = q.reshape(batch_size, seq_len, config.num_kv_heads, -1, config.head_width)
-    scores = jnp.einsum("bskgd,btkd->bkgst", q, k) * jnp.asarray(config.head_width**-0.5, COMPUTE)
+    scores = jnp.einsum("bskgd,btkd->bkgst", q, k) * jnp.asarray(config.head_width**-0.5, x.dtype)
     causal = jnp.tril(jnp.ones((seq_len, seq_len), dtype=bool))
-    scores = jnp.where(causal[None, None, None], scores, jnp.finfo(COMPUTE).min)
+    scores = jnp.where(causal[None, None, None], scores, jnp.finfo(x.dtype).min)
     attended = jnp.einsum("bkgst,btkd->bskgd", jax.nn.softmax(scores), v)
     return dense(params, "out", attended.reshape(x.shape))
 
@@ -211,24 +213,60 @@ def mlp(config: Config, params: PyTree, x: jax.Array) -> jax.Array:
     return dense(params, "down", jax.nn.gelu(dense(params, "up", x)))
 
 
-def loss_fn(config: Config, params: PyTree, batch: PyTree, *, remat: bool, constrain: Constrain) -> jax.Array:
-    """Mean cross entropy of the next token."""
+def loss_fn(
+    config: Config,
+    params: PyTree,
+    batch: PyTree,
+    *,
+    remat: bool,
+    constrain: Constrain = unconstrained,
+    boundary: Callable[[jax.Array], jax.Array] = al.layer_boundary,
+) -> jax.Array:
+    """Mean cross entropy of the next token; ``boundary`` is called between transformer layers."""
+    compute = config.compute
 
     def layer(params: PyTree, x: jax.Array) -> jax.Array:
         x = constrain(x + attention(config, params, norm(params, "attention_norm", x)), "residual")
         return constrain(x + mlp(config, params, norm(params, "mlp_norm", x)), "residual")
 
     layer = jax.checkpoint(layer) if remat else layer
-    x = constrain(params["embed"].astype(COMPUTE)[batch["inputs"]], "residual")
+    x = constrain(params["embed"].astype(compute)[batch["inputs"]], "residual")
     if config.family == "gpt":
-        x = x + params["positions"].astype(COMPUTE)[None]
-    for layer_params in params["layers"]:
-        x = layer(layer_params, x)
+        x = x + params["positions"].astype(compute)[None]
+    for index, layer_params in enumerate(params["layers"]):
+        x = layer(layer_params, x if index == 0 else boundary(x))
     head = params["head"] if config.family == "llama" else params["embed"].T
-    logits = constrain((norm(params, "norm", x) @ head.astype(COMPUTE)).astype(jnp.float32), "logits")
+    logits = constrain((norm(params, "norm", x) @ head.astype(compute)).astype(jnp.float32), "logits")
     is_target = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2) == batch["targets"][..., None]
     target_logits = jnp.sum(jnp.where(is_target, logits, 0.0), axis=-1)
     return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - target_logits)
+
+
+def pipelined(config: Config, *, remat: bool = True) -> tuple[Callable[..., Any], tuple[PyTree, PyTree]]:
+    """(training step, abstract arguments) of a model that is cut in microbatches, and in stages between its layers."""
+    tx = optax.adamw(LEARNING_RATE)
+
+    def loss_of(params: PyTree, batch: PyTree) -> jax.Array:
+        return loss_fn(config, params, batch, remat=remat)
+
+    def train_step(state: PyTree, batch: PyTree) -> tuple[PyTree, jax.Array]:
+        loss, grads = al.value_and_grad(loss_of)(state["params"], batch)
+        return updated(tx, state, grads), loss
+
+    return train_step, abstract_args(config, tx)
+
+
+def updated(tx: optax.GradientTransformation, state: PyTree, grads: PyTree) -> PyTree:
+    updates, opt_state = tx.update(grads, state["opt_state"], state["params"])
+    return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}
+
+
+def abstract_args(config: Config, tx: optax.GradientTransformation) -> tuple[PyTree, PyTree]:
+    """``(state, batch)`` of a training step."""
+    shapes = param_shapes(config)
+    tokens = jax.ShapeDtypeStruct((config.batch_size, config.seq_len), jnp.int32)
+    state = {"params": shapes, "opt_state": jax.eval_shape(tx.init, shapes)}
+    return state, {"inputs": tokens, "targets": tokens}
 
 
 def make(
@@ -257,11 +295,10 @@ def make(
 
     def train_step(state: PyTree, batch: PyTree) -> tuple[PyTree, jax.Array]:
         def loss_of(params: PyTree) -> jax.Array:
-            return loss_fn(config, params, batch, remat=remat, constrain=constrain)
+            return loss_fn(config, params, batch, remat=remat, constrain=constrain, boundary=lambda x: x)
 
         loss, grads = jax.value_and_grad(loss_of)(state["params"])
-        updates, opt_state = tx.update(grads, state["opt_state"], state["params"])
-        return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}, loss
+        return updated(tx, state, grads), loss
 
     def init(key: jax.Array) -> PyTree:
         leaves, structure = jax.tree.flatten(shapes)
@@ -274,6 +311,4 @@ def make(
         params = jax.tree.unflatten(structure, params)
         return {"params": params, "opt_state": tx.init(params)}
 
-    tokens = jax.ShapeDtypeStruct((config.batch_size, config.seq_len), jnp.int32)
-    state = {"params": shapes, "opt_state": jax.eval_shape(tx.init, shapes)}
-    return Step(name=name, fn=train_step, args=(state, {"inputs": tokens, "targets": tokens}), init=init)
+    return Step(name=name, fn=train_step, args=abstract_args(config, tx), init=init)

@@ -91,7 +91,7 @@ def reference() -> list[np.ndarray]:
     return [np.asarray(x) for x in jax.tree.leaves(((optax.apply_updates(state[0], updates), optimizer), loss))]
 
 
-@pytest.mark.parametrize(("num_stages", "schedule"), [(2, "1f1b"), (2, "gpipe"), (4, "eager-1f1b")])
+@pytest.mark.parametrize(("num_stages", "schedule"), [(2, "1f1b"), (2, "gpipe"), (4, "eager-1f1b"), (2, "zb-h1")])
 def test_equals_a_plain_loop(num_stages, schedule):
     for got, want in zip(run(num_stages, schedule), reference(), strict=True):
         assert np.linalg.norm(got - want) <= 2e-5 * np.linalg.norm(want)

@@ -79,7 +79,22 @@ def reference() -> list[np.ndarray]:
     return [np.asarray(x) for x in jax.tree.leaves((jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss))]
 
 
-CASES = [(4, "interleaved-1f1b", 2), (2, one_at_a_time, 1), (3, first_and_last_together, 1)]
+def halves_or_whole(num_stages: int, num_microbatches: int) -> list[list[str]]:
+    """The second stage splits every other backward pass."""
+    second = [["1F{k}", "1B{k}"], ["1F{k}", "1I{k}", "1W{k}"]]
+    return [
+        [f"0{kind}{k}" for k in range(num_microbatches) for kind in "FB"],
+        [action.format(k=k) for k in range(num_microbatches) for action in second[k % 2]],
+    ]
+
+
+CASES = [
+    (2, "zb-h1", 1),
+    (2, halves_or_whole, 1),
+    (4, "interleaved-1f1b", 2),
+    (2, one_at_a_time, 1),
+    (3, first_and_last_together, 1),
+]
 
 
 @pytest.mark.parametrize(("num_stages", "schedule", "num_chunks"), CASES)
@@ -95,6 +110,39 @@ def test_what_is_compiled_is_what_was_planned(num_stages, schedule, num_chunks):
     assert not any(report.unplanned or report.missing for report in compiled.audit())
     planned = [c for _, _, collectives, _ in compiled.programs for c in collectives]
     assert len(planned) == len(step.plan(*arguments()).collectives)
+
+
+def test_halves_of_a_backward_pass():
+    """Weight gradients are in the second half alone; what passes between the halves is counted."""
+    step = parallel(2, "zb-h1")
+    plan = step.plan(*arguments())
+    first, second = plan.stages
+    assert first.weight_s == first.backward_s, "the first stage sends no cotangent"
+    assert 0 < second.weight_s < second.backward_s
+    whole = parallel(2, "1f1b").plan(*arguments())
+    assert all(stage.weight_s == 0 for stage in whole.stages)
+    assert second.memory.peak > whole.stages[1].memory.peak
+    names = [name for name, number, *_ in step.compile(*arguments()).programs if number == 1]
+    assert names == ["before", "update 0", "forward", "backward, inputs", "backward, weights"]
+
+
+def test_the_first_half_sends_and_the_second_sums():
+    split, whole = (parallel(2, name)._step(arguments(), {}).step.runners[1].stage for name in ("zb-h1", "1f1b"))
+    program = split.program
+    body = program.flat.ops[program.loop].bodies[0]
+    names = [op.name for op in body.ops]
+    matmuls = [
+        sum(n == "dot_general" for n in names[a:b])
+        for a, b in pairs(program.num_forward, program.weight_half, len(names))
+    ]
+    assert matmuls == [4, 4, 4]  # two layers with two matmuls each
+    assert sorted(names) == sorted(op.name for op in whole.program.flat.ops[whole.program.loop].bodies[0].ops)
+    last = split.body.segments[2]
+    assert {v for v, _ in last.writes} >= set(body.outputs[: program.flat.ops[program.loop].params["num_carry"]])
+
+
+def pairs(*cuts: int) -> list[tuple[int, int]]:
+    return list(zip((0, *cuts), cuts, strict=False))
 
 
 def test_chunks_share_a_submesh():

@@ -20,6 +20,7 @@ from alpa_lite.plan.identity import op_text, verify_identity
 from alpa_lite.plan.plan import Plan
 from alpa_lite.planner.padded import padded_like
 from alpa_lite.planner.stage_layers import layer_cuts
+from alpa_lite.schedule import planned_schedule
 from alpa_lite.trace.paths import leaf_paths
 from alpa_lite.trace.program import Traced, trace
 from alpa_lite.trace.staged import StagedStep, layers_of, staged_step
@@ -113,9 +114,10 @@ def staged_for(plan: Plan, traced: Traced) -> StagedStep:
     """
     assert plan.pipeline is not None and traced.layered is not None
     layered, given = layers_of(traced.layered), plan.pipeline.stage_of_layer
+    split = planned_schedule(plan.pipeline).split_stages
     other = f"{layered.num_layers} layers, {len(given)} were planned"
     if layered.num_layers == len(given):
-        staged = staged_step(traced.program, traced.layered, layered, given, _rules_of(plan))
+        staged = staged_step(traced.program, traced.layered, layered, given, _rules_of(plan), split)
         texts = [[op_text(owner, op) for _, owner, op in program.walk()] for program in staged.programs]
         moved = [n for n, stage in enumerate(plan.stages) if [d.op for d in stage.decisions] != texts[n]]
         if not moved:

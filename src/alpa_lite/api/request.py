@@ -25,7 +25,7 @@ from alpa_lite.planner.options import PlanOptions
 from alpa_lite.planner.padded import plan_with_padding
 from alpa_lite.planner.pipeline import plan_pipeline
 from alpa_lite.planner.plan_step import Versions, mesh_task, plan_step
-from alpa_lite.planner.stage_cut import StageCut, given_cut, given_submeshes, one_stage
+from alpa_lite.planner.stage_cut import StageCut, asked_schedule, given_cut, given_submeshes, one_stage
 from alpa_lite.planner.stage_layers import layers_asked
 from alpa_lite.planner.symbolic import SymbolicPlan as PlansByNumber
 from alpa_lite.planner.symbolic import SymbolicTask
@@ -149,7 +149,9 @@ class Request:
         layered = layers_of(traced.layered)
         body = traced.program.ops[microbatch_loop(traced.flat)].bodies[0]
         cut = given_cut(self.options, cluster, layered, body, self.source)
-        return staged_step(traced.program, traced.layered, layered, cut.stage_of_layer, self.options.rules), cut
+        split = asked_schedule(self.options).split_stages
+        staged = staged_step(traced.program, traced.layered, layered, cut.stage_of_layer, self.options.rules, split)
+        return staged, cut
 
     def _with_fewest_microbatches(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], cluster: ClusterData

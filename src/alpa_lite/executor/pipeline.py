@@ -27,6 +27,7 @@ from alpa_lite.lowering.stage import LoweredStage, StagePart, first_equal, lower
 from alpa_lite.lowering.transfer import Transfers
 from alpa_lite.plan.plan import Plan
 from alpa_lite.schedule import Action, ActionKind, check_schedule, planned_schedule
+from alpa_lite.schedule.actions import PER_STEP
 from alpa_lite.trace.program import Traced
 from alpa_lite.trace.staged import StagedStep
 from alpa_lite.trace.stages import Crossing
@@ -50,7 +51,8 @@ class _StageRunner:
         self.arrival_of = {pair: c.value for pair, c in zip(inputs[last:], self.received, strict=True)}
         self.starts = self.operands(consts, consts + carries)
         self.parts = tuple(parts)
-        self.outer, self.passes = self.parts[:-2], self.parts[-2:]
+        outer = len(self.parts) - len(body.segments)
+        self.outer, self.passes = self.parts[:outer], self.parts[outer:]
         self.indices: dict[int, Any] = {}
 
     def index(self, number: int) -> Any:
@@ -146,7 +148,14 @@ class _StageRun:
 
         ``arrived`` keeps what was sent to the microbatch, for both passes; the first that reads a value receives it.
         """
-        number = 0 if action.kind is ActionKind.F else 1
+        last = len(self.body.segments) - 1
+        numbers = {ActionKind.F: (0,), ActionKind.I: (1,), ActionKind.W: (2,)}.get(action.kind, range(1, 1 + last))
+        sent: dict[int, Any] = {}
+        for number in numbers:
+            sent |= self.run_segment(number, action, arrived)
+        return sent
+
+    def run_segment(self, number: int, action: Action, arrived: dict[int, Any]) -> dict[int, Any]:
         segment = self.body.segments[number]
         microbatch = action.microbatch
         assert microbatch is not None
@@ -166,7 +175,7 @@ class _StageRun:
                 self.rows.setdefault(j, []).append(made[pair])
             else:
                 sent[list(self.runner.sent)[j - first]] = made[pair]
-        if number == 1:
+        if number == len(self.body.segments) - 1:
             del self.kept[microbatch]
         return sent
 
@@ -230,7 +239,7 @@ class PipelinedStep:
                 for reader in run.runner.sent[value].readers:
                     sent = self.transfers.send(array, runs[reader].sharding_of_arrival(value))
                     boxes.setdefault((reader, action.microbatch), {})[value] = sent
-            if action.kind is ActionKind.B:
+            if action.kind in (ActionKind.B, ActionKind.W):
                 del boxes[action.stage, action.microbatch]
 
     def exchange(self, runs: list[_StageRun], when: str) -> None:
@@ -305,7 +314,7 @@ def runnable_pipeline(traced: Traced, staged: StagedStep, plan: Plan, devices: S
     meshes = [local_mesh(stage.mesh, devices[stage.first_device :]) for stage in plan.stages]
     stages = lowered_stages(staged, plan)
     schedule = planned_schedule(plan.pipeline)
-    order = [action for action in check_schedule(schedule) if action.kind in (ActionKind.F, ActionKind.B)]
+    order = [action for action in check_schedule(schedule) if action.kind not in PER_STEP]
     shardings = [NamedSharding(meshes[leaf.stage], partition_spec(leaf.spec)) for leaf in plan.inputs]
     args, kwargs = jax.tree_util.tree_unflatten(traced.in_tree, shardings)
     in_shardings = (*args, *(kwargs[k] for k in sorted(kwargs)))

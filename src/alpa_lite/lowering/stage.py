@@ -28,7 +28,7 @@ class StagePart:
     """A jitted function of a stage: first an index (the microbatch; 0 outside the loop), then ``segment.reads``.
 
     Attributes:
-        name: "before", "forward", "backward" or "update k".
+        name: "before", "forward", "backward" (or "backward, inputs" and "backward, weights") or "update k".
         region, number: the segment that it runs.
         mesh: abstract.
         trips: microbatches.
@@ -82,6 +82,11 @@ class LoweredStage:
     def loop(self) -> Any:
         return self.program.flat.ops[self.program.loop]
 
+    @property
+    def halves(self) -> tuple[int, ...]:
+        """Where the backward pass is cut."""
+        return () if self.program.weight_half is None else (self.program.weight_half,)
+
     @cached_property
     def outer(self) -> CutRegion:
         """Segment 0 is what comes before the loop, the others are the rounds of the update."""
@@ -93,7 +98,7 @@ class LoweredStage:
 
     @cached_property
     def body(self) -> CutRegion:
-        """Segment 0 is the forward pass of a microbatch, segment 1 the backward pass."""
+        """Segment 0 is the forward pass of a microbatch; then comes the backward pass, or its two halves."""
         op, path = self.loop, f"{self.program.loop}"
         decision = self.lowering.decisions[path]
         flat = op.bodies[0]
@@ -101,7 +106,7 @@ class LoweredStage:
             self.lowering,
             flat,
             f"{path}.0.",
-            (self.program.num_forward, len(flat.ops)),
+            (self.program.num_forward, *self.halves, len(flat.ops)),
             tuple(body_input_specs("scan", op.params, decision)[0]),
             tuple(body_output_specs("scan", op.params, decision)[0]),
         )
@@ -118,11 +123,9 @@ class LoweredStage:
         last = len(inputs) - sum(c.when == "loop" for c in self.program.received)
         sliced = frozenset(value for value, _ in inputs[consts + carries : last])
         carried = tuple(inputs[consts : consts + carries])
-        passes = [
-            StagePart(name, self.body, k, mesh, trips, sliced, carried)
-            for k, name in enumerate(("forward", "backward"))
-        ]
-        return (*outer, *passes)
+        halves = ("backward, inputs", "backward, weights") if self.halves else ("backward",)
+        words = enumerate(("forward", *halves))
+        return (*outer, *(StagePart(name, self.body, k, mesh, trips, sliced, carried) for k, name in words))
 
     def freed(self, number: int) -> tuple[Pair, ...]:
         """Donated state that segment ``number`` of the outer region is the last to read, and whose next value it makes."""
@@ -160,7 +163,7 @@ def same_stage(one: LoweredStage, other: LoweredStage) -> bool:
     """Whether both compute the same in the same layouts, so that the parts of one serve the other."""
     a, b = one.program, other.program
     return (
-        (a.loop, a.num_forward, a.rounds) == (b.loop, b.num_forward, b.rounds)
+        (a.loop, a.num_forward, a.weight_half, a.rounds) == (b.loop, b.num_forward, b.weight_half, b.rounds)
         and [c.when for c in a.received] == [c.when for c in b.received]
         and [c.when for c in a.sent] == [c.when for c in b.sent]
         and (one.in_specs, one.out_specs, one.replaced) == (other.in_specs, other.out_specs, other.replaced)

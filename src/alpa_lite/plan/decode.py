@@ -176,6 +176,7 @@ class _Decoder:
             forward_s=s.forward_s,
             backward_s=s.backward_s,
             once_s=s.once_s,
+            weight_s=s.weight_s,
             inputs=tuple(map(self._leaf, s.inputs)),
             outputs=tuple(map(self._leaf, s.outputs)),
             memory=MemoryProfile(**s.memory),

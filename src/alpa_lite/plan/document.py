@@ -153,6 +153,7 @@ class Stage(_Strict):
     inputs: list[LeafRow]
     outputs: list[LeafRow]
     decisions: Decisions
+    weight_s: float = 0.0
 
 
 class Candidate(_Strict):

@@ -128,6 +128,7 @@ def _encode_stage(
         forward_s=float(stage.forward_s),
         backward_s=float(stage.backward_s),
         once_s=float(stage.once_s),
+        weight_s=float(stage.weight_s),
         memory=dict(stage.memory.items()),
         collectives=[
             doc.CollectiveRow(

@@ -111,6 +111,7 @@ class StagePlan:
         inputs, outputs: of the stage's part of the step: leaves of the step, then what it receives or sends ("loop": once per
             microbatch, stacked here). Empty where the whole step is one stage.
         forward_s, backward_s: predicted time of one microbatch, collectives included; 0 without a pipeline.
+        weight_s: the part of ``backward_s`` that is the weight half, where the schedule splits it.
         once_s: of what happens once per step: reducing gradients, the update.
     """
 
@@ -128,6 +129,7 @@ class StagePlan:
     outputs: tuple[Leaf, ...] = ()
     forward_s: float = 0.0
     backward_s: float = 0.0
+    weight_s: float = 0.0
     once_s: float = 0.0
 
     @property

@@ -82,7 +82,9 @@ def submesh_peaks(schedule: Schedule, costs: Sequence[StageCosts], flying: Seque
             peaks.append(costs[own[0]].memory.peak)
             continue
         kept = [_kept(costs[s]) for s in own]
-        alone = [costs[s].memory.peak - flying[s].residuals * costs[s].residual_bytes for s in own]
+        held = [flying[s].residuals * costs[s].residual_bytes for s in own]
+        alone = [costs[s].memory.peak - size for s, size in zip(own, held, strict=True)]
+        kept = [k + flying[s].halves * costs[s].halves_bytes for s, k in zip(own, kept, strict=True)]
         running = max(max(a - k, 0) for a, k in zip(alone, kept, strict=True))
         peaks.append(sum(kept) + round(residuals[mesh]) + running)
     return peaks

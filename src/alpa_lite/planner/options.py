@@ -16,7 +16,7 @@ from alpa_lite.schedule.generators import GENERATORS, UserSchedule
 
 DEFAULT_AXIS_NAMES = ("x", "y", "z")
 MAX_AXES = 3
-SCHEDULES = tuple(name for name in GENERATORS if name not in ("inference", "zb-h1"))
+SCHEDULES = tuple(name for name in GENERATORS if name != "inference")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,8 +49,8 @@ class PlanOptions:
         stage_layers: how many layers each stage has, e.g. (4, 2, 2); None gives each stage work by its number of devices.
         stage_mesh_shapes: one mesh shape per stage, None where it is searched, e.g. ((2, 1), None).
         schedule: in which order stages take microbatches: "gpipe" (all forward, then all backward), "1f1b" (fewest in flight),
-            "eager-1f1b" or "interleaved-1f1b"; else the path of a CSV file, or a function that makes the table
-            (``al.schedule.make_schedule``), which may also put several stages on one part of the cluster.
+            "eager-1f1b", "interleaved-1f1b" or "zb-h1" (backward passes in halves); else the path of a CSV file, or a
+            function that makes the table (``al.schedule.make_schedule``), which may put several stages on one part of it.
         num_chunks: stages per part of the cluster under "interleaved-1f1b"; they are counted in ``num_stages``.
         remat: "auto" alone: what the function itself says with ``jax.checkpoint``.
         rules: sharding rules for primitives by name, each an ``al.register_rule("primitive", "rule")``; they replace others.

@@ -116,9 +116,9 @@ def _plan_stages(
     """Every stage with at most ``budgets`` bytes per device; equal stages are planned once and kept in ``known``."""
     places, stages = cut.placed(cluster), []
     for number, (part, program) in enumerate(zip(step.stages, step.programs, strict=True)):
-        own, count, limit = stage_pins(pins, part, program), flying[number].residuals, budgets[number]
+        own, count, limit = stage_pins(pins, part, program), flying[number], budgets[number]
         submesh, shape = cut.cluster_of(number, cluster), cut.mesh_shapes[number]
-        key = (fingerprint(program), submesh, shape, own.inputs, own.outputs, count, limit)
+        key = (fingerprint(program), submesh, shape, own.inputs, own.outputs, count.residuals, count.halves, limit)
         if key not in known:
             tell(f"planning stage {number} of {step.num_stages}, {len(program.ops)} ops")
             mine = replace(options, mesh_shape=shape, stage_mesh_shapes=None)
@@ -130,17 +130,15 @@ def _plan_stages(
 def check_possible(schedule: Schedule, source: str) -> None:
     """Refuse a table that is sound but no order in which a training step of ours can run."""
     there = {action.kind for column in schedule.columns for action in column}
-    words = {
-        ActionKind.RECOMPUTE: "recomputes; here that is a part of the backward pass, where jax.checkpoint asks for it",
-        ActionKind.I: "splits the backward pass; only a whole B is possible yet",
-    }
-    fault = next((text for kind, text in words.items() if kind in there), "")
+    fault = ""
+    if ActionKind.RECOMPUTE in there:
+        fault = "recomputes; here that is a part of the backward pass, where jax.checkpoint asks for it"
     if not schedule.is_training:
         fault = "has no backward pass, and the step takes gradients"
     if fault:
         raise ScheduleError(
-            f"the schedule {schedule.name!r} {fault}. A table of F, B, GRADSYNC and UPDATE is allowed. At {source}. Give such a "
-            "table as schedule=..., or the name of one.",
+            f"the schedule {schedule.name!r} {fault}. A table of F, B, I, W, GRADSYNC and UPDATE is allowed. At {source}. "
+            "Give such a table as schedule=..., or the name of one.",
             "kinds",
         )
 
@@ -172,10 +170,10 @@ def _plan_stage(
     place: PlacedSubmesh,
     pins: ResolvedPins,
     options: PlanOptions,
-    microbatches: int,
+    flying: InFlight,
     budget: float,
 ) -> PlannedStage:
-    """The cheapest plan over the meshes of the submesh, with ``microbatches`` of them in flight, in ``budget`` bytes a device."""
+    """The cheapest plan over the meshes of the submesh, with so many microbatches in flight, in ``budget`` bytes per device."""
     task = mesh_task(program, cluster, pins, options)
     task = replace(task, budget=min(task.budget, budget))
     found: list[PlannedStage] = []
@@ -194,7 +192,7 @@ def _plan_stage(
             results.append(result)
             if result.realised is None:
                 break
-            costs = stage_costs(part, program, result, microbatches)
+            costs = stage_costs(part, program, result, flying)
             least = min(least, costs.memory.peak)
             if costs.memory.peak <= task.budget:
                 stage = PlannedStage(
@@ -212,8 +210,8 @@ def _plan_stage(
         raise refused[0]
     if math.isfinite(least):
         raise MemoryBudgetError(
-            f"no plan of the stage of layers {part.layers[0]}-{part.layers[-1]} with {microbatches} microbatches in flight fits: "
-            f"the smallest peak found is {least:,.0f} bytes, the budget {task.budget:,.0f} per device ({cluster}). At "
+            f"no plan of the stage of layers {part.layers[0]}-{part.layers[-1]} with {flying.residuals} microbatches in flight "
+            f"fits: the smallest peak found is {least:,.0f} bytes, the budget {task.budget:,.0f} per device ({cluster}). At "
             f"{pins.source}. Give more stages, more microbatches, jax.checkpoint around layers, or a larger memory_budget_bytes."
         )
     raise no_plan(task, results, cluster)
@@ -299,6 +297,7 @@ def _stage_plan(stage: PlannedStage, number: int, devices_per_host: int) -> Stag
         outputs=leaves(program.output_paths, program.outputs, written.out_specs),
         forward_s=stage.costs.forward_s,
         backward_s=stage.costs.backward_s,
+        weight_s=stage.costs.weight_s,
         once_s=stage.costs.once_s,
     )
 
@@ -361,6 +360,10 @@ def _simulated(
                 return costs.forward_s
             case ActionKind.B:
                 return costs.backward_s
+            case ActionKind.I:
+                return costs.backward_s - costs.weight_s
+            case ActionKind.W:
+                return costs.weight_s
             case ActionKind.UPDATE:
                 return costs.once_s
         return 0.0

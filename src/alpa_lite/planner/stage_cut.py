@@ -17,7 +17,7 @@ from alpa_lite.errors import LayerError, SlicingError
 from alpa_lite.interop import PlacedSubmesh, place_submeshes
 from alpa_lite.planner.options import PlanOptions
 from alpa_lite.planner.stage_layers import balanced_stages
-from alpa_lite.schedule import make_schedule
+from alpa_lite.schedule import Schedule, make_schedule
 from alpa_lite.trace.layers import Layered
 
 
@@ -86,16 +86,19 @@ def given_cut(options: PlanOptions, cluster: Cluster, layered: Layered, body: Pr
 
 
 def stage_places(options: PlanOptions) -> tuple[int, ...]:
-    """Per stage the number of its submesh, as the schedule says.
+    """Per stage the number of its submesh, as the schedule says."""
+    assert options.stage_count is not None
+    return asked_schedule(options).mesh_of_stage() if options.has_stages else tuple(range(options.stage_count))
+
+
+def asked_schedule(options: PlanOptions) -> Schedule:
+    """The table of ``options``, which have stages and a number of microbatches.
 
     Raises:
-        ScheduleError: the schedule is none for so many stages and microbatches.
+        ScheduleError: it is none for so many stages and microbatches.
     """
-    count, microbatches = options.stage_count, options.num_microbatches
-    assert count is not None
-    if not options.has_stages or microbatches == "auto":
-        return tuple(range(count))
-    return make_schedule(options.schedule, count, microbatches, options.num_chunks).mesh_of_stage()
+    assert options.stage_count is not None and options.num_microbatches != "auto"
+    return make_schedule(options.schedule, options.stage_count, options.num_microbatches, options.num_chunks)
 
 
 def _distinct(submeshes: Sequence[tuple[int, int]], places: Sequence[int]) -> list[tuple[int, int]]:

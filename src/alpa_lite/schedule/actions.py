@@ -112,6 +112,11 @@ class Schedule:
         backward = (ActionKind.B, ActionKind.I, ActionKind.W)
         return any(action.kind in backward for column in self.columns for action in column)
 
+    @property
+    def split_stages(self) -> frozenset[int]:
+        """The stages that have a backward in halves."""
+        return frozenset(action.stage for column in self.columns for action in column if action.kind is ActionKind.I)
+
     def mesh_of_stage(self) -> tuple[int, ...]:
         """The mesh of every stage.
 

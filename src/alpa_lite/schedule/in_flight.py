@@ -18,11 +18,13 @@ class InFlight:
         stage: index of the stage.
         inputs: microbatches whose inputs the stage has read and still needs: from F to the end of the backward.
         residuals: microbatches whose residuals it holds: from F, or from RECOMPUTE where there is one, to the end of B or W.
+        halves: microbatches between I and W, for which it holds what the first half makes for the second.
     """
 
     stage: int
     inputs: int
     residuals: int
+    halves: int = 0
 
 
 def in_flight(schedule: Schedule) -> tuple[InFlight, ...]:
@@ -37,9 +39,9 @@ def in_flight(schedule: Schedule) -> tuple[InFlight, ...]:
         inputs, residuals = _changes(column)
         for stage in {action.stage for action in column}:
             one = {stage: 1.0}
-            peaks[stage] = InFlight(
-                stage=stage, inputs=round(_peak(inputs, one)), residuals=round(_peak(residuals, one))
-            )
+            halves = [(a.stage, 1 if a.kind is K.I else -1) for a in column if a.kind in (K.I, K.W)]
+            counts = (round(_peak(changes, one)) for changes in (inputs, residuals, halves))
+            peaks[stage] = InFlight(**dict(zip(("inputs", "residuals", "halves"), counts, strict=True)), stage=stage)
     return tuple(peaks[stage] for stage in range(schedule.num_stages))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from alpa_lite.core.program import Program, Value
@@ -10,6 +10,7 @@ from alpa_lite.core.rule_text import NamedRule
 from alpa_lite.errors import LayerError
 from alpa_lite.trace.commute import commute_sums
 from alpa_lite.trace.flatten import FlatJaxpr, FlatOp
+from alpa_lite.trace.halves import split_backward
 from alpa_lite.trace.layers import Layered, assign_layers
 from alpa_lite.trace.microbatch import is_microbatch_loop
 from alpa_lite.trace.program import Rules, build_program, value_of
@@ -62,6 +63,7 @@ def staged_step(
     layered: Layered,
     stage_of_layer: Sequence[int],
     rules: tuple[NamedRule, ...] = (),
+    split: Collection[int] = (),
 ) -> StagedStep:
     """Join layers to stages.
 
@@ -71,6 +73,7 @@ def staged_step(
         layered: its layers.
         stage_of_layer: one number per layer, rising by 0 or 1 from 0.
         rules: the user's, by primitive.
+        split: stages whose backward pass is cut in halves.
 
     Raises:
         LayerError: the numbers are no such list.
@@ -86,6 +89,7 @@ def staged_step(
     count = flat.ops[loop].params["length"]
     flat, layered = commute_sums(flat, loop, layered, given)
     stages = split_step(flat, loop, layered, given, whole.aliases)
+    stages = tuple(split_backward(stage) if n in split else stage for n, stage in enumerate(stages))
     known: Rules = {}  # stages are made of the same ops
     programs = tuple(_program(whole, stage, rules, known) for stage in stages)
     return StagedStep(

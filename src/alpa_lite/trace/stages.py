@@ -58,6 +58,8 @@ class StageProgram:
         sent: values for other stages.
         loop: number of the loop in ``flat.ops``.
         num_forward: how many ops of the loop's body belong to the forward pass.
+        weight_half: number of the op of the body at which the second half of the backward pass starts, where it is split
+            (``halves.split_backward``).
         rounds: numbers of the ops at which the rounds of the update end; between rounds stages send each other values.
         layers: of the step.
     """
@@ -71,6 +73,7 @@ class StageProgram:
     num_forward: int
     rounds: tuple[int, ...]
     layers: tuple[int, ...]
+    weight_half: int | None = None
 
 
 def split_step(

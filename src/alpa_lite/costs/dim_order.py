@@ -7,7 +7,7 @@ probabilities, which comes from another product: one of the two, or what they ar
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from alpa_lite.core.program import Op, Program
 
@@ -16,8 +16,9 @@ _FREE = frozenset(["iota", "broadcast_in_dim"])  # computed where they are read,
 _PASSED_ON = frozenset(["reshape", "squeeze", "expand_dims", "transpose", "reduce_sum", "reduce_max", "reduce_min"])
 
 
-def reordering_ops(program: Program) -> Iterator[int]:
+def reordering_ops(program: Program) -> list[int]:
     """Indices of the ops of this program (not of its bodies) that join large operands of different orders."""
+    found: list[int] = []
     orders: dict[int, _Order | None] = {}
     for index, op in enumerate(program.ops):
         operands = [i for i in op.inputs if i >= 0]
@@ -29,9 +30,10 @@ def reordering_ops(program: Program) -> Iterator[int]:
             known = [order for order in met if order is not None]
             orders[op.outputs[0]] = known[0] if known else None
             if any(order != known[0] for order in known):
-                yield index
+                found.append(index)
         elif op.primitive in _PASSED_ON and operands:
             orders[op.outputs[0]] = _passed_on(op, program, _order_of(operands[0], program, orders))
+    return found
 
 
 def _order_of(value: int, program: Program, orders: dict[int, _Order | None]) -> _Order | None:

@@ -15,13 +15,14 @@ follows XLA:CPU instruction by instruction (``buffers.py``).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 import numpy as np
 
 from alpa_lite.core.program import Op, Program
 from alpa_lite.costs.dim_order import reordering_ops
+from alpa_lite.costs.facts import Facts
 from alpa_lite.costs.fusion import fused_values, is_view, reuses_operand
 from alpa_lite.costs.late_order import BARRIER, barrier_group, late_order
 from alpa_lite.costs.overlap_order import Move, Schedule
@@ -84,16 +85,27 @@ class Timeline:
     region_end: dict[str, int] = field(default_factory=dict)
 
 
-def timeline(program: Program, order: Order = Order.PROGRAM, schedule: Schedule | None = None) -> Timeline:
-    """Times and temporaries of a whole program; ``schedule``: when its own ops run, if ``order`` does not tell."""
+def timeline(
+    program: Program,
+    order: Order = Order.PROGRAM,
+    schedule: Schedule | None = None,
+    facts: Facts | None = None,
+) -> Timeline:
+    """Times and temporaries of a whole program.
+
+    ``schedule``: when its own ops run, if ``order`` does not tell. ``facts``: of the program, if some are known.
+    """
     result = Timeline(order=order, fills_early=order.on_cpu or (schedule is not None and schedule.overlaps))
     _number(program, "", result, None if schedule is None else schedule.order)
     result.num_times = max(result.num_times, 1)
-    if schedule is not None:
-        times = [result.start[str(index)] for index in schedule.order] + [result.num_times - 1]
-        result.moves = {move: (times[lo], times[hi]) for move, (lo, hi) in schedule.moves.items()}
-    _live(program, "", 0, result.num_times, result)
-    return result
+    _live(program, "", 0, result.num_times, result, Facts(program) if facts is None else facts)
+    return result if schedule is None else with_moves(result, schedule)
+
+
+def with_moves(line: Timeline, schedule: Schedule) -> Timeline:
+    """The same ops in the same order, conversions as ``schedule`` has them."""
+    times = [line.start[str(index)] for index in schedule.order] + [line.num_times - 1]
+    return replace(line, moves={move: (times[lo], times[hi]) for move, (lo, hi) in schedule.moves.items()})
 
 
 def _number(program: Program, prefix: str, out: Timeline, order: Sequence[int] | None = None) -> None:
@@ -133,10 +145,16 @@ _ORDERS: dict[Order, Callable[[Program], Iterable[int]]] = {
 
 
 def _live(
-    program: Program, prefix: str, lo: int, hi: int, out: Timeline, stacked: frozenset[int] = frozenset()
+    program: Program,
+    prefix: str,
+    lo: int,
+    hi: int,
+    out: Timeline,
+    facts: Facts,
+    stacked: frozenset[int] = frozenset(),
 ) -> None:
     """Intervals of one region that runs during [lo, hi). ``stacked``: results that XLA:GPU writes out as they are made."""
-    fused = fused_values(program, gpu=not out.order.on_cpu, stacked=stacked)
+    fused = facts.of(fused_values, program, gpu=not out.order.on_cpu, stacked=stacked)
     last: dict[int, int] = {v: hi for v in program.outputs if v >= 0 and v not in stacked}
     for index in range(len(program.ops) - 1, -1, -1):
         op = program.ops[index]
@@ -160,7 +178,7 @@ def _live(
             written: frozenset[int] = frozenset()
             if op.primitive == "scan" and not out.order.on_cpu:
                 written = frozenset(body.outputs[op.num_carry :]) - {*body.outputs[: op.num_carry], *body.inputs, -1}
-            _live(body, f"{path}.{b}.", out.start[path] + 1, out.end[path], out, written)
+            _live(body, f"{path}.{b}.", out.start[path] + 1, out.end[path], out, facts, written)
         for position, o in enumerate(op.outputs):
             # What a scan stacks up is written into a buffer of zeros, which depends on nothing.
             stacks = op.primitive == "scan" and position >= op.num_carry
@@ -170,7 +188,7 @@ def _live(
                 continue
             out.intervals.append(Interval(prefix, o, begin, max(last.get(o, 0), out.start[path] + 1)))
     if not out.order.on_cpu:
-        for index in reordering_ops(program):
+        for index in facts.of(reordering_ops, program):
             start = out.start[f"{prefix}{index}"]
             out.intervals.append(Interval(prefix, program.ops[index].outputs[0], start, start + 1, copy=True))
     out.last_read.update({(prefix, v): t for v, t in last.items()})

@@ -19,6 +19,7 @@ from alpa_lite.core.conversion import Conversion
 from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.core.program import Op, Program
 from alpa_lite.core.spec import ShardingSpec
+from alpa_lite.costs.facts import Facts
 from alpa_lite.costs.fusion import fused_values, is_view, joins_consumers
 from alpa_lite.plan.records import OpDecision
 
@@ -112,10 +113,14 @@ class _Node:
 
 
 def overlap_order(
-    program: Program, mesh: DeviceMesh, decisions: Sequence[OpDecision], conversions: Sequence[Conversion]
+    program: Program,
+    mesh: DeviceMesh,
+    decisions: Sequence[OpDecision],
+    conversions: Sequence[Conversion],
+    facts: Facts | None = None,
 ) -> Schedule:
-    """When the ops of this program (not of its bodies) and the conversions between them run."""
-    nodes = _graph(program, mesh, decisions, conversions)
+    """When the ops of this program (not of its bodies) and the conversions between them run. ``facts``: of the program."""
+    nodes = _graph(program, mesh, decisions, conversions, Facts(program) if facts is None else facts)
     for node in nodes:
         for read in node.reads:
             nodes[read].users += 1
@@ -127,18 +132,25 @@ def overlap_order(
 
 
 def _graph(
-    program: Program, mesh: DeviceMesh, decisions: Sequence[OpDecision], conversions: Sequence[Conversion]
+    program: Program,
+    mesh: DeviceMesh,
+    decisions: Sequence[OpDecision],
+    conversions: Sequence[Conversion],
+    facts: Facts,
 ) -> list[_Node]:
     ours = {int(d.path): d for d in decisions if "." not in d.path}
-    fused = fused_values(program, gpu=True)
-    nodes = [_Node(i, _seconds(op, program, fused, mesh, ours[i])) for i, op in enumerate(program.ops)]
-    for position, index in enumerate(early_updates(program)):
+    mine = [c for c in conversions if "." not in c.op]
+    if any(step.kind is not None for c in mine for step in c.steps):
+        fused = facts.of(fused_values, program, gpu=True)
+        nodes = [_Node(i, _seconds(op, program, fused, mesh, ours[i])) for i, op in enumerate(program.ops)]
+    else:  # there is no time to fill
+        nodes = [_Node(i, 0.0) for i in range(len(program.ops))]
+    for position, index in enumerate(facts.of(early_updates, program)):
         nodes[index].position = position
     maker: dict[_Layout, int] = {}
     for index in range(len(program.ops)):
         for value, spec in zip(program.ops[index].outputs, ours[index].results, strict=True):
             maker[(value, spec)] = index
-    mine = [c for c in conversions if "." not in c.op]
     for conversion in mine:
         maker.setdefault((conversion.value, conversion.target), len(nodes))
         moves = any(step.kind is not None for step in conversion.steps)

@@ -13,11 +13,13 @@ from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.core.program import Op, Program
 from alpa_lite.core.spec import ShardingSpec
 from alpa_lite.costs.buffers import SharedBlock, temporaries
+from alpa_lite.costs.facts import Facts, Located, located
 from alpa_lite.costs.fusion import fused_values, joins_consumers, takes_producers
 from alpa_lite.costs.instructions import instruction_graph
 from alpa_lite.costs.memory import Timeline, peak_usage
 from alpa_lite.costs.overlap_order import Move
 from alpa_lite.costs.split_matmul import (
+    Matmul,
     kernels_that_read,
     local_matmul,
     number_of_parts,
@@ -73,10 +75,11 @@ def memory_profile(
     conversions: Sequence[Conversion],
     roles: Sequence[LeafRole],
     barriers_copy: bool = False,
+    facts: Facts | None = None,
 ) -> PeakReport:
     """Walk the plan's tensors through time: for CPU as ``costs/buffers.py`` says, else as ``costs/memory.py`` does.
 
-    ``barriers_copy``: on CPU, see ``instruction_graph``.
+    ``barriers_copy``: on CPU, see ``instruction_graph``. ``facts``: of the program, if some are known.
     """
     totals = step_totals(program, mesh, in_specs=in_specs, out_specs=out_specs, roles=roles)
     stored: list[Stored] = []
@@ -96,8 +99,9 @@ def memory_profile(
         block = temporaries(graph, donated_results(program))
         peak, time, alive = base + block.size_bytes, block.time, _block_tensors(block, shapes)
     else:
-        stored = _stored(program, line, decisions, conversions, shapes)
-        workspace = _workspace(program, line, mesh, decisions, conversions, stored)
+        facts = Facts(program) if facts is None else facts
+        stored = _stored(facts, line, decisions, conversions, shapes)
+        workspace = _workspace(facts, line, mesh, decisions, conversions, stored)
         workspace += _saved_arguments(program, line, mesh, in_specs)
         shards = {spec: mesh.axes_size(spec.sharded_axes) for spec in {t.spec for t in stored}}
         sized = [(t, t.whole_bytes // shards[t.spec]) for t in stored] + [(t, t.whole_bytes) for t in workspace]
@@ -148,18 +152,19 @@ def _block_tensors(block: SharedBlock, parameter_shapes: set[tuple[int, ...]]) -
 
 
 def _stored(
-    program: Program,
+    facts: Facts,
     line: Timeline,
     decisions: Sequence[OpDecision],
     conversions: Sequence[Conversion],
     parameter_shapes: set[tuple[int, ...]],
 ) -> list[Stored]:
     """Everything that is neither argument nor result."""
-    regions, scopes = _regions(program)
-    made = _made_specs(program, decisions)
+    regions, scopes = facts.of(_regions, facts.program)
+    ops = facts.of(located, facts.program)
+    made = _made_specs(ops, decisions)
     items: list[Stored] = []
-    last = _last_reads(regions, line, decisions, conversions)
-    unstored = _unstored_layouts(regions, decisions, conversions)
+    last = _last_reads(ops, line, decisions, conversions)
+    unstored = _unstored_layouts(regions, ops, decisions, conversions)
     for conversion in reversed(conversions):
         key = (_region_of(conversion.op), conversion.value)
         if (*key, conversion.target) in unstored:  # computed where it is read, from a source that lasts until then
@@ -183,7 +188,7 @@ def _stored(
 
 
 def _workspace(
-    program: Program,
+    facts: Facts,
     line: Timeline,
     mesh: DeviceMesh,
     decisions: Sequence[OpDecision],
@@ -191,22 +196,22 @@ def _workspace(
     stored: Sequence[Stored],
 ) -> list[Stored]:
     """What the partial products of split matmuls need beside their results; sizes are those on one device."""
-    regions, _ = _regions(program)
-    fused = {prefix: fused_values(region, gpu=True) for prefix, region in regions.items()}
-    readers = {prefix: readers_of(region) for prefix, region in regions.items()}
     converted = {(_region_of(c.op), c.value) for c in conversions}
     made = {t.name: t for t in reversed(stored)}
     found = []
-    for decision in decisions:
-        prefix = _region_of(decision.path)
-        region = regions[prefix]
-        op = region.ops[int(decision.path[len(prefix) :])]
+    parts_of: dict[Matmul, int] = {}  # layers repeat
+    for (prefix, _, region, op), decision in zip(facts.of(located, facts.program), decisions, strict=True):
         product = local_matmul(op, region, decision.operands, mesh)
-        parts = number_of_parts(product) if product is not None else 1
-        if product is None or parts == 1:
+        if product is None:
+            continue
+        if product not in parts_of:
+            parts_of[product] = number_of_parts(product)
+        parts = parts_of[product]
+        if parts == 1:
             continue
         value, begin = op.outputs[0], line.start[decision.path]
-        kernels = kernels_that_read(region, fused[prefix], readers[prefix], value)
+        fused, readers = facts.of(fused_values, region, gpu=True), facts.of(readers_of, region)
+        kernels = kernels_that_read(region, fused, readers, value)
         total = workspace_bytes(product, parts)
         end, size = begin + 1, total
         result = made.get(f"{prefix}%{value}")
@@ -267,11 +272,9 @@ def _regions(program: Program) -> tuple[dict[str, Program], dict[tuple[str, int]
     return regions, scopes
 
 
-def _made_specs(program: Program, decisions: Sequence[OpDecision]) -> dict[tuple[str, int], ShardingSpec]:
+def _made_specs(ops: Sequence[Located], decisions: Sequence[OpDecision]) -> dict[tuple[str, int], ShardingSpec]:
     made: dict[tuple[str, int], ShardingSpec] = {}
-    for (path, _, op), decision in zip(program.walk(), decisions, strict=True):
-        prefix = path.rpartition(".")[0]
-        prefix = f"{prefix}." if prefix else ""
+    for (prefix, _, _, op), decision in zip(ops, decisions, strict=True):
         for value, spec in zip(op.outputs, decision.results, strict=True):
             if value >= 0:
                 made[(prefix, value)] = spec
@@ -305,7 +308,10 @@ def _converted(
 
 
 def _unstored_layouts(
-    regions: dict[str, Program], decisions: Sequence[OpDecision], conversions: Sequence[Conversion]
+    regions: dict[str, Program],
+    ops: Sequence[Located],
+    decisions: Sequence[OpDecision],
+    conversions: Sequence[Conversion],
 ) -> set[tuple[str, int, ShardingSpec]]:
     """Layouts without a buffer because of slices: cutting out a tile moves no data, so XLA fuses it like any indexing.
 
@@ -314,11 +320,10 @@ def _unstored_layouts(
     """
     readers: dict[tuple[str, int, ShardingSpec], list[bool]] = defaultdict(list)
     makers: dict[tuple[str, int], tuple[Op, ShardingSpec]] = {}
-    for decision in decisions:
-        region = _region_of(decision.path)
-        op = regions[region].ops[int(decision.path[len(region) :])]
+    for (region, _, _, op), decision in zip(ops, decisions, strict=True):
+        takes = takes_producers(op)
         for value, spec in zip(op.inputs, decision.operands, strict=True):
-            readers[(region, value, spec)].append(takes_producers(op))
+            readers[(region, value, spec)].append(takes)
         for value, spec in zip(op.outputs, decision.results, strict=True):
             makers[(region, value)] = (op, spec)
     found = set()
@@ -360,17 +365,16 @@ def _times_of(conversion: Conversion, line: Timeline) -> tuple[int, int]:
 
 
 def _last_reads(
-    regions: dict[str, Program], line: Timeline, decisions: Sequence[OpDecision], conversions: Sequence[Conversion]
+    ops: Sequence[Located], line: Timeline, decisions: Sequence[OpDecision], conversions: Sequence[Conversion]
 ) -> dict[tuple[str, int, ShardingSpec], int]:
     """Time after the last reader of every (region, value, spec)."""
     last: dict[tuple[str, int, ShardingSpec], int] = {}
-    for decision in decisions:
-        region = _region_of(decision.path)
-        op = regions[region].ops[int(decision.path[len(region) :])]
+    for (region, path, _, op), decision in zip(ops, decisions, strict=True):
+        end = line.read_end[path]
         for value, spec in zip(op.inputs, decision.operands, strict=True):
             if value >= 0:
                 key = (region, value, spec)
-                last[key] = max(last.get(key, 0), line.read_end[decision.path])
+                last[key] = max(last.get(key, 0), end)
     for conversion in conversions:
         key = (_region_of(conversion.op), conversion.value, conversion.source)
         last[key] = max(last.get(key, 0), _times_of(conversion, line)[1] + 1)

@@ -20,7 +20,7 @@ from alpa_lite.core.spec import ShardingSpec
 from alpa_lite.costs.conventions import cost_model
 from alpa_lite.costs.conversion import TIE, Conversions
 from alpa_lite.costs.late_order import has_barriers
-from alpa_lite.costs.memory import Timeline, timeline
+from alpa_lite.costs.memory import Timeline
 from alpa_lite.costs.model import CostModel
 from alpa_lite.costs.overlap_order import overlap_order
 from alpa_lite.costs.profile import memory_profile
@@ -200,7 +200,8 @@ def _write_out(
             seconds=time.perf_counter() - begin,
             budgeted=costs.rules.budget,
         )
-    written = realise(task.program, graph, solution.choice, costs)
+    facts = task.shared.facts
+    written = realise(task.program, graph, solution.choice, costs, facts)
     peak = memory_profile(
         task.program,
         run_order(task, mesh, written),
@@ -210,6 +211,7 @@ def _write_out(
         decisions=written.decisions,
         conversions=written.conversions,
         roles=task.roles,
+        facts=facts,
         barriers_copy=not CPU_KEEPS_BARRIERS,
     )
     node_prices = _node_prices(graph, problem, solution.choice)
@@ -241,8 +243,8 @@ def run_order(task: MeshTask, mesh: DeviceMesh, written: Realised) -> Timeline:
     """When a written-out plan runs its ops: XLA:GPU moves them where there are collectives to hide."""
     if task.line.order.on_cpu or (written.collectives and has_barriers(task.program)):
         return task.line
-    schedule = overlap_order(task.program, mesh, written.decisions, written.conversions)
-    return timeline(task.program, schedule=schedule)
+    schedule = overlap_order(task.program, mesh, written.decisions, written.conversions, task.shared.facts)
+    return task.shared.line(schedule)
 
 
 def _node_prices(graph: DecisionGraph, problem: IntraOpProblem, choice: np.ndarray) -> Mapping[str, float]:

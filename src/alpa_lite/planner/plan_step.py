@@ -15,6 +15,7 @@ from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.core.program import Program, Value
 from alpa_lite.core.rule import FactorKind
 from alpa_lite.costs.counted import SINGLE_AXIS
+from alpa_lite.costs.facts import Facts
 from alpa_lite.costs.memory import Order, timeline
 from alpa_lite.costs.profile import roles_of
 from alpa_lite.errors import AlpaLiteError, PinError, SolverError
@@ -101,9 +102,9 @@ def _outcome(result: MeshResult) -> str:
 def mesh_task(program: Program, cluster: Cluster, pins: ResolvedPins, options: PlanOptions) -> MeshTask:
     """What is to be planned on every mesh; of the cluster it knows the device alone."""
     budget = budget_bytes(cluster, options)
-    line = timeline(program, Order.BREADTH_FIRST if cluster.device.platform == "cpu" else Order.LATE)
-    roles = roles_of(program)
-    shared = Shared(program, roles)
+    facts, roles = Facts(program), roles_of(program)
+    line = timeline(program, Order.BREADTH_FIRST if cluster.device.platform == "cpu" else Order.LATE, facts=facts)
+    shared = Shared(facts, roles)
     return MeshTask(program=program, line=line, roles=roles, pins=pins, options=options, budget=budget, shared=shared)
 
 

@@ -17,6 +17,7 @@ from alpa_lite.core.conversion import Conversion, Step
 from alpa_lite.core.program import Op, Program
 from alpa_lite.core.spec import ShardingSpec
 from alpa_lite.costs.conversion import step_price, step_size_bytes
+from alpa_lite.costs.facts import Facts, located
 from alpa_lite.intraop.decision_graph import DecisionGraph, Link
 from alpa_lite.plan.records import OpDecision
 
@@ -38,13 +39,16 @@ class Realised:
     collectives: tuple[Collective, ...]
 
 
-def realise(program: Program, graph: DecisionGraph, choice: np.ndarray, costs: CostModel) -> Realised:
-    """Write out ``choice`` (one number per node of ``graph``)."""
+def realise(
+    program: Program, graph: DecisionGraph, choice: np.ndarray, costs: CostModel, facts: Facts | None = None
+) -> Realised:
+    """Write out ``choice`` (one number per node of ``graph``). ``facts``: of the program, if some are known."""
+    facts = Facts(program) if facts is None else facts
     writer = _Writer(graph, choice, costs)
-    decisions = [writer.decision(path, owner, op) for path, owner, op in program.walk()]
+    decisions = [writer.decision(path, owner, op) for _, path, owner, op in facts.of(located, program)]
     for link in graph.links:
-        writer.convert(link, program)
-    collectives, conversions = writer.finish(program)
+        writer.convert(link)
+    collectives, conversions = writer.finish(program, facts)
     return Realised(
         in_specs=tuple(writer.port_spec(n) for n in graph.inputs),
         out_specs=tuple(writer.port_spec(n) for n in graph.outputs),
@@ -124,7 +128,7 @@ class _Writer:
             results=tuple(outer(n, i >= stacked_out) for i, n in enumerate(outs)),
         )
 
-    def convert(self, link: Link, program: Program) -> None:
+    def convert(self, link: Link) -> None:
         """Record the conversions of one value."""
         rank = len(link.shape)
         table = self.conversions.table(link.shape, link.itemsize)
@@ -176,10 +180,10 @@ class _Writer:
         steps = self.conversions.steps(self.spec(rank, source), self.spec(rank, target), link.shape, link.itemsize)
         self.raw.append((path, link, steps, readers))
 
-    def finish(self, program: Program) -> tuple[tuple[Collective, ...], tuple[Conversion, ...]]:
+    def finish(self, program: Program, facts: Facts) -> tuple[tuple[Collective, ...], tuple[Conversion, ...]]:
         """Number the collectives in program order."""
-        owners = {path: (owner, op) for path, owner, op in program.walk()}
-        order = _place_order(program)
+        ops = facts.of(_by_path, program)
+        order = facts.of(_place_order, program)
         self.raw.sort(key=lambda item: order[_existing(item[0], order)])
         collectives: list[Collective] = []
         conversions = []
@@ -191,7 +195,7 @@ class _Writer:
                     numbers.append(-1)
                     continue
                 numbers.append(len(collectives))
-                collectives.append(self.collective(step, link, path, program, owners))
+                collectives.append(self.collective(step, link, path, program, ops))
             prices = [step_price(step, link.shape, link.itemsize, self.mesh, self.costs) for step in steps]
             conversions.append(
                 Conversion(
@@ -207,15 +211,13 @@ class _Writer:
         collectives += [c for _, c in self.inside]
         return tuple(collectives), tuple(conversions)
 
-    def collective(
-        self, step: Step, link: Link, path: str, program: Program, owners: dict[str, tuple[Program, Op]]
-    ) -> Collective:
+    def collective(self, step: Step, link: Link, path: str, program: Program, ops: dict[str, Op]) -> Collective:
         assert step.kind is not None
         axes = self.mesh.sort_axes(step.axes)
         size = step_size_bytes(step, link.shape, link.itemsize, self.mesh)
-        source = owners[link.made_at][1].source if link.made_at in owners else ""
-        if not source and path in owners:
-            source = owners[path][1].source
+        source = ops[link.made_at].source if link.made_at in ops else ""
+        if not source and path in ops:
+            source = ops[path].source
         tensor = f"%{link.value}"
         if not link.region and link.value in program.inputs and program.input_paths:
             tensor = program.input_paths[program.inputs.index(link.value)]
@@ -243,6 +245,10 @@ def _existing(path: str, order: dict[str, int]) -> str:
     if path in order:
         return path
     return f"{path.rpartition('.')[0]}.out" if "." in path else "out"
+
+
+def _by_path(program: Program) -> dict[str, Op]:
+    return {path: op for path, _, op in program.walk()}
 
 
 def _place_order(program: Program) -> dict[str, int]:

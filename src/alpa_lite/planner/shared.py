@@ -13,7 +13,10 @@ from itertools import combinations
 from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.core.program import Program
 from alpa_lite.costs.conversion import Conversions
+from alpa_lite.costs.facts import Facts
+from alpa_lite.costs.memory import Timeline, timeline, with_moves
 from alpa_lite.costs.model import SearchRules
+from alpa_lite.costs.overlap_order import Schedule
 from alpa_lite.intraop.decision_graph import DecisionGraph
 from alpa_lite.intraop.decisions import build_graph
 from alpa_lite.intraop.restrict import restricted, values_of, weight_positions
@@ -44,12 +47,17 @@ class Posed:
 class Shared:
     """Of one program."""
 
-    program: Program
+    facts: Facts
     roles: tuple[LeafRole, ...]
+    _line: tuple[tuple[bool, list[int]], Timeline] | None = None  # the last one; most plans run their ops alike
     _sizes: frozenset[int] | None = None
     _has_layouts: bool | None = None
     _restricted: dict[SearchRules, tuple[Program, frozenset[int]]] = field(default_factory=dict)
     _posed: dict[Hashable, Posed] = field(default_factory=dict)
+
+    @property
+    def program(self) -> Program:
+        return self.facts.program
 
     @property
     def sizes(self) -> frozenset[int]:
@@ -87,6 +95,13 @@ class Shared:
             self._posed[key] = Posed(program=program, weights=weights, graph=graph, slots=slots)
         posed = self._posed[key]
         return replace(posed, graph=replace(posed.graph, conversions=conversions))
+
+    def line(self, schedule: Schedule) -> Timeline:
+        """When the program's ops and their conversions run."""
+        key = schedule.overlaps, schedule.order
+        if self._line is None or self._line[0] != key:
+            self._line = key, timeline(self.program, schedule=schedule, facts=self.facts)
+        return with_moves(self._line[1], schedule)
 
     def _mesh_class(self, mesh: DeviceMesh) -> Hashable:
         if self._has_layouts is None:

@@ -15,49 +15,12 @@ from jax.sharding import PartitionSpec as P
 import alpa_lite as al
 from alpa_lite.errors import AlpaLiteError, LayerError, MemoryBudgetError, PlanFileError
 from alpa_lite.planner.stage_layers import layer_cuts
-from alpa_lite.trace.boundary import layer_boundary
 from alpa_lite.trace.program import trace
 from alpa_lite.trace.staged import StagedStep, layers_of, staged_step
+from tests.executor.pipeline_steps import MICROBATCHES, NUM_LAYERS, OPTIMIZER, arguments, loss_fn, step_of
 
 pytestmark = pytest.mark.medium
-NUM_LAYERS, MICROBATCHES = 4, 4
-KEY = jax.random.key(0)
-OPTIMIZER = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))
-
-
-def block(w: Any, x: Any, mask: Any) -> Any:
-    h = jnp.tanh(x @ w["a"])
-    scores = jax.nn.softmax(jnp.einsum("bsd,btd->bst", h, h) + mask)
-    return x + jnp.einsum("bst,btd->bsd", scores, h) @ w["b"]
-
-
-def loss_fn(params: Any, batch: Any) -> Any:
-    """Tied embedding, a shared mask, every second layer recomputed."""
-    tokens, labels = batch
-    x = params["emb"][tokens]
-    mask = jnp.where(jnp.tril(jnp.ones((16, 16))), 0, -1e9)
-    for i, w in enumerate(params["layers"]):
-        x = jax.checkpoint(block)(w, x, mask) if i % 2 else block(w, x, mask)
-        x = layer_boundary(x) if i < NUM_LAYERS - 1 else x
-    return jnp.mean((x @ params["emb"].T - labels) ** 2)
-
-
-def train_step(state: Any, batch: Any) -> Any:
-    """Clipping by the global norm, so that the update needs values of all stages."""
-    params, optimizer = state
-    loss, grads = al.value_and_grad(loss_fn)(params, batch)
-    updates, optimizer = OPTIMIZER.update(grads, optimizer, params)
-    return (optax.apply_updates(params, updates), optimizer), loss
-
-
-def arguments() -> tuple[Any, Any]:
-    def weights(i: int) -> Any:
-        return jax.random.normal(jax.random.fold_in(KEY, i), (16, 16)) * 0.3
-
-    layers = [{"a": weights(i), "b": weights(i + 9)} for i in range(NUM_LAYERS)]
-    params = {"emb": jax.random.normal(KEY, (48, 16)) * 0.1, "layers": layers}
-    batch = jax.random.randint(KEY, (16, 16), 0, 48), jax.random.normal(KEY, (16, 16, 48))
-    return (params, OPTIMIZER.init(params)), batch
+train_step = step_of(loss_fn)
 
 
 @cache
@@ -269,25 +232,13 @@ def test_wrong_options(options, error, parts):
     assert all(part in str(caught.value) for part in parts), str(caught.value)
 
 
-def test_plan_of_other_boundaries(tmp_path):
-    def moved(state: Any, batch: Any) -> Any:
-        def loss(params: Any, batch: Any) -> Any:
-            tokens, labels = batch
-            x = layer_boundary(params["emb"][tokens])
-            mask = jnp.where(jnp.tril(jnp.ones((16, 16))), 0, -1e9)
-            for i, w in enumerate(params["layers"]):
-                x = jax.checkpoint(block)(w, x, mask) if i % 2 else block(w, x, mask)
-                x = layer_boundary(x) if i < NUM_LAYERS - 2 else x
-            return jnp.mean((x @ params["emb"].T - labels) ** 2)
-
-        params, optimizer = state
-        value, grads = al.value_and_grad(loss)(params, batch)
-        updates, optimizer = OPTIMIZER.update(grads, optimizer, params)
-        return (optax.apply_updates(params, updates), optimizer), value
+def test_plan_of_other_boundaries():
+    def earlier(params: Any, batch: Any) -> Any:
+        return loss_fn(params, batch, ends=range(-1, NUM_LAYERS - 2))
 
     plan = parallel(2, "1f1b").plan(*arguments())
     with pytest.raises(PlanFileError, match="other layers"):
-        al.parallelize(moved, plan=plan)(*arguments())
+        al.parallelize(step_of(earlier), plan=plan)(*arguments())
 
 
 def test_what_plans_of_stages_do_not_have(tmp_path):

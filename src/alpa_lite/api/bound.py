@@ -17,20 +17,26 @@ from alpa_lite.executor.export import check_target, write_export
 from alpa_lite.executor.verify_plan import VerifyReport, verify_plan
 from alpa_lite.lowering.lower import partition_spec
 from alpa_lite.plan.identity import op_text, verify_identity
+from alpa_lite.plan.leaf_rows import split_path
 from alpa_lite.plan.plan import Plan
+from alpa_lite.plan.records import Leaf
 from alpa_lite.planner.padded import padded_like
 from alpa_lite.planner.stage_layers import layer_cuts
 from alpa_lite.schedule import planned_schedule
 from alpa_lite.trace.paths import leaf_paths
 from alpa_lite.trace.program import Traced, trace
 from alpa_lite.trace.staged import StagedStep, layers_of, staged_step
+from alpa_lite.trace.unstack import unstacked
 
 JIT_SETTINGS = ("static_argnums", "static_argnames", "donate_argnums")
 
 
 @dataclass(frozen=True, slots=True)
 class Trees:
-    """Joins a plan to JAX; see ``plan.plan.PlanTrees``."""
+    """Joins a plan to JAX; see ``plan.plan.PlanTrees``.
+
+    A leaf that lies on stages in parts has the spec of its first part in ``in_specs`` and ``out_specs``.
+    """
 
     in_tree: Any = None
     out_tree: Any = None
@@ -38,6 +44,8 @@ class Trees:
 
     @classmethod
     def of(cls, traced: Traced) -> Trees:
+        if traced.parts is not None:
+            return cls(traced.in_tree, traced.out_tree, traced.parts.argument_types())
         avals = [traced.flat.avals[v] for v in traced.flat.inputs]
         shapes = (jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=getattr(a, "weak_type", False)) for a in avals)
         return cls(traced.in_tree, traced.out_tree, tuple(shapes))
@@ -46,14 +54,17 @@ class Trees:
         return partition_spec(spec)
 
     def in_specs(self, plan: Plan) -> Any:
-        args, kwargs = jax.tree_util.tree_unflatten(self._known(self.in_tree), self._specs(plan.input_specs))
+        args, kwargs = jax.tree_util.tree_unflatten(self._known(self.in_tree), self._specs(plan.inputs))
         return (args, kwargs) if kwargs else args
 
     def out_specs(self, plan: Plan) -> Any:
-        return jax.tree_util.tree_unflatten(self._known(self.out_tree), self._specs(plan.output_specs))
+        return jax.tree_util.tree_unflatten(self._known(self.out_tree), self._specs(plan.outputs))
 
-    def _specs(self, specs: Sequence[ShardingSpec]) -> list[Any]:
-        return [partition_spec(s) for s in specs]
+    def _specs(self, leaves: Sequence[Leaf]) -> list[Any]:
+        found: dict[str, Any] = {}
+        for leaf in leaves:
+            found.setdefault(split_path(leaf.path)[0], partition_spec(leaf.spec))
+        return list(found.values())
 
     def _known(self, tree: Any) -> Any:
         if tree is None:
@@ -101,7 +112,7 @@ def traced_for(
     except TraceError as error:
         static = settings.get("static_argnums", ()), settings.get("static_argnames", ())
         raise _other_arguments(plan, args, kwargs, *static) or error from error
-    traced = padded_like(traced, plan.paddings, rules)
+    traced = padded_like(traced, plan.paddings, rules) if plan.pipeline is None else unstacked(traced, rules)
     _check_identity(plan, traced)
     return traced
 
@@ -157,14 +168,15 @@ def _other_arguments(
     trees = {str(i): a for i, a in enumerate(args) if i not in static_argnums}
     trees |= {name: a for name, a in kwargs.items() if name not in static_argnames}
     given = [path for name, tree in trees.items() for path, _ in leaf_paths(tree, name)]
-    missing = [path for path in plan.input_paths if path not in given]
-    new = [path for path in given if path not in plan.input_paths]
+    planned = list(dict.fromkeys(split_path(path)[0] for path in plan.input_paths))
+    missing = [path for path in planned if path not in given]
+    new = [path for path in given if path not in planned]
     if not missing and not new:
         return None
     facts = [f"they lack {', '.join(map(repr, missing[:3]))}"] if missing else []
     facts += [f"the plan does not know {', '.join(map(repr, new[:3]))}"] if new else []
     return ArgumentsError(
-        f"the arguments do not fit the plan: {'; '.join(facts)} ({len(given)} leaves given, {len(plan.inputs)} planned). "
+        f"the arguments do not fit the plan: {'; '.join(facts)} ({len(given)} leaves given, {len(planned)} planned). "
         f"A plan holds for exactly the argument tree it was made for. At {user_line()}. Pass such arguments, or make a "
         "new plan for these with al.plan."
     )

@@ -27,12 +27,14 @@ from alpa_lite.planner.pipeline import plan_pipeline
 from alpa_lite.planner.plan_step import Versions, mesh_task, plan_step
 from alpa_lite.planner.stage_cut import StageCut, asked_schedule, given_cut, given_submeshes, one_stage
 from alpa_lite.planner.stage_layers import layers_asked
+from alpa_lite.planner.stage_pins import pins_of_parts
 from alpa_lite.planner.symbolic import SymbolicPlan as PlansByNumber
 from alpa_lite.planner.symbolic import SymbolicTask
 from alpa_lite.trace.annotations import annotation_note, annotations_from_args
 from alpa_lite.trace.pins import resolve_pins
 from alpa_lite.trace.program import Traced, trace
 from alpa_lite.trace.staged import StagedStep, layers_of, microbatch_loop, staged_step
+from alpa_lite.trace.unstack import unstacked
 
 
 class SymbolicPlan(PlansByNumber):
@@ -127,6 +129,9 @@ class Request:
             traced = self.trace(args, kwargs)
             pins, notes = self._pins_and_notes(traced, args, kwargs)
             if self.options.has_stages:
+                traced = unstacked(traced, self.options.rules)
+                assert traced.parts is not None
+                pins = pins_of_parts(pins, traced.parts)
                 staged, cut = self._staged(traced, cluster)
                 made = plan_pipeline(
                     staged, cut, cluster, pins, self.options, _VERSIONS, notes=notes, progress=progress

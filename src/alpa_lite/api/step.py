@@ -16,8 +16,10 @@ from alpa_lite.errors import ArgumentsError, user_line
 from alpa_lite.executor.calibrate import local_cluster
 from alpa_lite.executor.local import CompiledStep, RunnableStep, SignatureChanged, local_mesh, runnable
 from alpa_lite.executor.pipeline import CompiledPipeline, RunnablePipeline, runnable_pipeline
+from alpa_lite.executor.staged_array import StagedArray
 from alpa_lite.executor.verify_plan import VerifyReport, verify_plan
 from alpa_lite.lowering.lower import partition_spec
+from alpa_lite.plan.leaf_rows import split_path
 from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.records import Leaf
 from alpa_lite.trace.program import Traced
@@ -99,13 +101,12 @@ class ParallelStep(Parallelized):
         leaves, tree = jax.tree_util.tree_flatten(shape)
         prefix = f"{argnum}"
         chosen = [leaf for leaf in planned.inputs if leaf.path == prefix or leaf.path.startswith(prefix + "/")]
-        want = [(leaf.value.shape, leaf.value.dtype) for leaf in chosen]
+        want = _whole_types(chosen)
         got = [(tuple(x.shape), str(x.dtype)) for x in leaves]
-        if want != got:
-            first = next(
-                (i for i, (a, b) in enumerate(zip(want, got, strict=False)) if a != b), min(len(want), len(got))
-            )
-            path = chosen[first].path if first < len(chosen) else "(no such leaf)"
+        if list(want.values()) != got:
+            pairs = enumerate(zip(want.values(), got, strict=False))
+            first = next((i for i, (a, b) in pairs if a != b), min(len(want), len(got)))
+            path = list(want)[first] if first < len(want) else "(no such leaf)"
             raise ArgumentsError(
                 f"init_fn returns {len(got)} leaves, argument {argnum} of the plan has {len(want)}; first difference at "
                 f"{path}. It must return exactly what the step takes there. At {user_line()}. Check init_fn and argnum."
@@ -150,8 +151,20 @@ class ParallelStep(Parallelized):
         return self._last
 
 
+def _whole_types(leaves: list[Leaf]) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Path -> (shape, type) of the leaves that these are, or are parts of."""
+    found = {}
+    for leaf in leaves:
+        path, rows = split_path(leaf.path)
+        shape = leaf.value.shape if rows is None else (rows[1], *leaf.value.shape[1:])
+        found[path] = shape, leaf.value.dtype
+    return found
+
+
 def _created(init_fn: Callable[..., Any], init_args: tuple[Any, ...], plan: Plan, leaves: list[Leaf]) -> list[Any]:
-    """Leaves of ``init_fn``'s result, each computed on the devices of its stage alone."""
+    """Leaves of ``init_fn``'s result, each (or its rows) computed on the devices of its stage alone."""
+    position = {path: i for i, path in enumerate(_whole_types(leaves))}
+    of_leaf = [(position[path], rows) for path, rows in (split_path(leaf.path) for leaf in leaves)]
     made: dict[int, Any] = {}
     for number in sorted({leaf.stage for leaf in leaves}):
         stage = plan.stages[number]
@@ -161,10 +174,17 @@ def _created(init_fn: Callable[..., Any], init_args: tuple[Any, ...], plan: Plan
 
         def part(*args: Any, own: list[int] = own) -> list[Any]:
             found = jax.tree_util.tree_leaves(init_fn(*args))
-            return [found[i] for i in own]
+            return [_rows(found[of_leaf[i][0]], of_leaf[i][1]) for i in own]
 
         made.update(zip(own, jax.jit(part, out_shardings=shardings)(*init_args), strict=True))
-    return [made[i] for i in range(len(leaves))]
+    parts: list[list[Any]] = [[] for _ in position]
+    for i, (leaf, _) in enumerate(of_leaf):
+        parts[leaf].append(made[i])
+    return [found[0] if len(found) == 1 else StagedArray(found) for found in parts]
+
+
+def _rows(array: Any, rows: tuple[int, int] | None) -> Any:
+    return array if rows is None else array[slice(*rows)]
 
 
 def _runnable(traced: Traced, plan: Plan, donate: tuple[int, ...]) -> RunnableStep | RunnablePipeline:

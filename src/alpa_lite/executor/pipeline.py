@@ -20,8 +20,8 @@ from alpa_lite._jax_compat import Literal
 from alpa_lite.core.collective import Collective
 from alpa_lite.core.spec import ShardingSpec
 from alpa_lite.executor.local import SignatureChanged, local_mesh
+from alpa_lite.executor.staged_array import StagedArray
 from alpa_lite.lowering.audit import AuditReport, audit
-from alpa_lite.lowering.lower import partition_spec
 from alpa_lite.lowering.segments import Pair, crossing_sharding
 from alpa_lite.lowering.stage import LoweredStage, StagePart, first_equal, lowered_stages
 from alpa_lite.lowering.transfer import Transfers
@@ -31,6 +31,7 @@ from alpa_lite.schedule.actions import PER_STEP
 from alpa_lite.trace.program import Traced
 from alpa_lite.trace.staged import StagedStep
 from alpa_lite.trace.stages import Crossing
+from alpa_lite.trace.unstack import LayeredStep
 
 
 class _StageRunner:
@@ -258,22 +259,22 @@ class RunnablePipeline:
 
     Attributes:
         plan: what runs.
-        step: on leaves.
-        in_shardings: one tree per argument.
+        step: on parts of leaves.
+        parts: what they are of the arguments and results.
         out_tree: of the results.
     """
 
     plan: Plan
     step: PipelinedStep
-    in_shardings: tuple[Any, ...]
+    parts: LayeredStep
     out_tree: Any
 
     def run(self, *args: Any) -> Any:
         leaves = jax.tree_util.tree_leaves(args)
-        expected = [(leaf.value.shape, leaf.value.dtype) for leaf in self.plan.inputs]
-        if [(tuple(jnp.shape(x)), str(jnp.result_type(x))) for x in leaves] != expected:
+        if [_type(x) for x in leaves] != [_type(x) for x in self.parts.argument_types()]:
             raise SignatureChanged
-        return jax.tree_util.tree_unflatten(self.out_tree, self.step(leaves))
+        made = self.step(self.parts.split(leaves))
+        return jax.tree_util.tree_unflatten(self.out_tree, self.parts.join(made, StagedArray))
 
     def compile(self) -> CompiledPipeline:
         """Compile every stage's programs without running them."""
@@ -287,8 +288,8 @@ class RunnablePipeline:
         return CompiledPipeline(self.plan, tuple(found))
 
     def place(self, args: Sequence[Any]) -> tuple[Any, ...]:
-        """The arguments in the plan's layouts, each on its stage."""
-        return tuple(jax.device_put(a, s) for a, s in zip(args, self.in_shardings, strict=True))
+        """The arguments as they are: every stage takes its parts to its devices."""
+        return tuple(args)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -315,9 +316,13 @@ def runnable_pipeline(traced: Traced, staged: StagedStep, plan: Plan, devices: S
     stages = lowered_stages(staged, plan)
     schedule = planned_schedule(plan.pipeline)
     order = [action for action in check_schedule(schedule) if action.kind not in PER_STEP]
-    shardings = [NamedSharding(meshes[leaf.stage], partition_spec(leaf.spec)) for leaf in plan.inputs]
-    args, kwargs = jax.tree_util.tree_unflatten(traced.in_tree, shardings)
-    in_shardings = (*args, *(kwargs[k] for k in sorted(kwargs)))
-    return RunnablePipeline(
-        plan, PipelinedStep(stages, meshes, order, len(plan.outputs)), in_shardings, traced.out_tree
-    )
+    assert traced.parts is not None
+    step = PipelinedStep(stages, meshes, order, len(plan.outputs))
+    return RunnablePipeline(plan, step, traced.parts, traced.out_tree)
+
+
+def _type(x: Any) -> tuple[tuple[int, ...], str]:
+    dtype = getattr(x, "dtype", None)
+    if dtype is None or not jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+        dtype = jnp.result_type(x if dtype is None else dtype)
+    return tuple(np.shape(x)), str(dtype)

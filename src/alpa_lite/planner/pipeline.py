@@ -18,7 +18,7 @@ from alpa_lite.errors import MemoryBudgetError, PinError, ScheduleError
 from alpa_lite.interop import PlacedSubmesh
 from alpa_lite.plan.check import check_plan
 from alpa_lite.plan.identity import fingerprint
-from alpa_lite.plan.pins import PinnedDims, ResolvedPins
+from alpa_lite.plan.pins import ResolvedPins
 from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.records import Leaf, LeafRole, Pipeline, StagePlan, StageTransfer
 from alpa_lite.planner.chunk_memory import within_budget
@@ -36,6 +36,7 @@ from alpa_lite.planner.plan_step import (
 )
 from alpa_lite.planner.stage_costs import StageCosts, stage_costs
 from alpa_lite.planner.stage_cut import StageCut
+from alpa_lite.planner.stage_pins import stage_pins
 from alpa_lite.schedule import (
     Action,
     ActionKind,
@@ -141,26 +142,6 @@ def check_possible(schedule: Schedule, source: str) -> None:
             "Give such a table as schedule=..., or the name of one.",
             "kinds",
         )
-
-
-def stage_pins(pins: ResolvedPins, part: StageProgram, program: Program) -> ResolvedPins:
-    """The pins of the leaves that a stage has; what it receives and sends is free."""
-
-    def free(path: str, value: int) -> PinnedDims:
-        shape = program.values[value].shape if value >= 0 else ()
-        return PinnedDims(path=path, shape=shape, dims=(None,) * len(shape))
-
-    received = list(zip(program.input_paths, program.inputs, strict=True))[len(part.args) :]
-    sent = list(zip(program.output_paths, program.outputs, strict=True))[len(part.results) :]
-    starts = [c.argument for c in part.received if c.when == "start"]
-    state = [pins.inputs[a] for a in starts]  # another stage's state lies here as it is pinned there
-    position = {a: i for i, a in enumerate((*part.args, *starts))}
-    return replace(
-        pins,
-        inputs=(*(pins.inputs[a] for a in part.args), *state, *(free(p, v) for p, v in received[len(starts) :])),
-        outputs=(*(pins.outputs[r] for r in part.results), *(free(p, v) for p, v in sent)),
-        ties=tuple((position[a], position[b]) for a, b in pins.ties if a in position and b in position),
-    )
 
 
 def _plan_stage(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -27,6 +27,9 @@ from alpa_lite.trace.rule_check import check_user_ops
 from alpa_lite.trace.rules import op_key, rules_for
 from alpa_lite.trace.user_rules import named_rules, shown_name
 
+if TYPE_CHECKING:
+    from alpa_lite.trace.unstack import LayeredStep
+
 Rules = dict[tuple[Any, ...], OpShardingRule]  # by ``op_key``
 _KEY_ITEMSIZE = 8  # a threefry key holds two uint32
 
@@ -40,6 +43,7 @@ class Traced:
         flat: the jaxpr without calls; ``flat.ops[i]`` is ``program.ops[i]``, also inside bodies.
         in_tree, out_tree: pytree structures of the (dynamic) arguments and of the result.
         layered: if layers were asked for, the jaxpr with the boundaries between them; its values have numbers of their own.
+        parts: if arguments and results of the program are parts of the leaves, how (``unstack.unstacked``).
     """
 
     program: Program
@@ -47,6 +51,7 @@ class Traced:
     in_tree: Any
     out_tree: Any
     layered: FlatJaxpr | None = None
+    parts: LayeredStep | None = None
 
 
 def trace(

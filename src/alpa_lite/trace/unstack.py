@@ -9,7 +9,7 @@ reductions are put together from the parts', and any other op reads the parts pu
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -19,6 +19,7 @@ import jax.numpy as jnp
 
 from alpa_lite._jax_compat import Literal
 from alpa_lite.core.rule_text import NamedRule
+from alpa_lite.plan.leaf_rows import rows_path
 from alpa_lite.trace.flatten import FlatJaxpr, drop_dead
 from alpa_lite.trace.layers import without_boundaries
 from alpa_lite.trace.program import Traced, build_program
@@ -35,7 +36,7 @@ class LeafPart:
     stop: int = -1
 
     def path(self, path: str) -> str:
-        return path if self.stop < 0 else f"{path}[{self.start}:{self.stop}]"
+        return path if self.stop < 0 else rows_path(path, self.start, self.stop)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,12 +58,21 @@ class LayeredStep:
         """The step's arguments -> the jaxpr's."""
         return [leaves[p.leaf] if p.stop < 0 else leaves[p.leaf][p.start : p.stop] for p in self.arguments]
 
-    def join(self, made: Sequence[Any]) -> list[Any]:
-        """The jaxpr's results, all on the same devices or on the host -> the step's."""
+    def join(self, made: Sequence[Any], joined: Callable[[list[Any]], Any] = jnp.concatenate) -> list[Any]:
+        """The jaxpr's results -> the step's; ``joined`` makes a leaf of its rows, in order."""
         rows: dict[int, list[Any]] = {}
         for part, array in zip(self.results, made, strict=True):
             rows.setdefault(part.leaf, []).append(array)
-        return [found[0] if len(found) == 1 else jnp.concatenate(found) for _, found in sorted(rows.items())]
+        return [found[0] if len(found) == 1 else joined(found) for _, found in sorted(rows.items())]
+
+    def argument_types(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Of the step's arguments."""
+        found: dict[int, jax.ShapeDtypeStruct] = {}
+        for part, value in zip(self.arguments, self.flat.inputs, strict=True):
+            aval = self.flat.avals[value]
+            shape = aval.shape if part.stop < 0 else (part.stop, *aval.shape[1:])  # the last part's rows end the leaf
+            found[part.leaf] = jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
+        return tuple(struct for _, struct in sorted(found.items()))
 
 
 def unstack(flat: FlatJaxpr, aliases: Iterable[tuple[int, int]]) -> LayeredStep:
@@ -86,7 +96,7 @@ def unstack(flat: FlatJaxpr, aliases: Iterable[tuple[int, int]]) -> LayeredStep:
     return LayeredStep(flat=flat, arguments=arguments, results=results, aliases=tuple(linked))
 
 
-def unstacked(traced: Traced, rules: tuple[NamedRule, ...] = ()) -> tuple[Traced, LayeredStep]:
+def unstacked(traced: Traced, rules: tuple[NamedRule, ...] = ()) -> Traced:
     """A step traced with layers -> the same as a function of parts: each is a leaf of its own, with its rows in its path.
 
     Args:
@@ -94,26 +104,19 @@ def unstacked(traced: Traced, rules: tuple[NamedRule, ...] = ()) -> tuple[Traced
         rules: the user's, by primitive.
 
     Returns:
-        The step of parts, a function of as many arguments as there are parts, and how they make up the step's leaves.
+        The step with ``parts``, of as many arguments and results as there are parts; its trees are still the user's.
     """
     whole, flat = traced.program, traced.layered
     assert flat is not None
     step = unstack(flat, whole.aliases)
     if all(part.stop < 0 for part in step.arguments):
-        return traced, step
+        return replace(traced, parts=step)
     in_paths = [part.path(whole.input_paths[part.leaf]) for part in step.arguments]
     out_paths = [part.path(whole.output_paths[part.leaf]) for part in step.results]
     donated = [whole.donated[part.leaf] for part in step.arguments]
     plain = _plain(step.flat)
-    of_parts = replace(
-        traced,
-        program=build_program(plain, in_paths, out_paths, donated, rules),
-        flat=plain,
-        in_tree=jax.tree_util.tree_structure((tuple(in_paths), {})),
-        out_tree=jax.tree_util.tree_structure(tuple(out_paths)),
-        layered=step.flat,
-    )
-    return of_parts, step
+    program = build_program(plain, in_paths, out_paths, donated, rules, step.aliases)
+    return replace(traced, program=program, flat=plain, layered=step.flat, parts=step)
 
 
 def _plain(flat: FlatJaxpr) -> FlatJaxpr:

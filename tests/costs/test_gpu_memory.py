@@ -262,6 +262,24 @@ def test_stacked_results_have_no_buffer_inside_of_the_loop() -> None:
     assert stacked in {i.value for i in timeline(program, Order.BREADTH_FIRST).intervals if i.region}
 
 
+@pytest.mark.parametrize(("order", "carried_first"), [(Order.PROGRAM, True), (Order.BREADTH_FIRST, False)])
+def test_loops_make_what_they_stack_up_after_what_they_carry(order: Order, carried_first: bool) -> None:
+    def fn(xs: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def body(carry: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+            stacked = x @ carry
+            return jnp.tanh(carry) @ x, stacked
+
+        return jax.lax.scan(body, xs[0], xs)
+
+    program = program_of(fn, (4, 16, 16))
+    index, scan = next((i, op) for i, op in enumerate(program.ops) if op.primitive == "scan")
+    body = scan.bodies[0]
+    maker = {o: f"{index}.0.{i}" for i, op in enumerate(body.ops) for o in op.outputs}
+    start = timeline(program, order).start
+    carried, stacked = (start[maker[o]] for o in body.outputs)
+    assert (carried < stacked) is carried_first
+
+
 def test_donated_arguments_are_saved_from_early_updates() -> None:
     """Both steps compute the same; in one of them the new weight is made before the old one's last reader."""
 

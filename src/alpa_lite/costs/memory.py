@@ -6,7 +6,8 @@ everything else is temporary and lives from the op that makes it to its last rea
 (``fusion.py``) have no bytes, but keep their operands alive until they are read themselves.
 
 XLA:GPU hides collectives behind side branches, which run late for that (``late_order.py`` for the ILP and for steps with
-barriers, ``overlap_order.py`` for other decided plans); else it runs about in program order, which needs little memory.
+barriers, ``overlap_order.py`` for other decided plans); else it runs about in program order, which needs little memory. In
+loops, what is carried to the next iteration comes first, and what is stacked up, such as weights' gradients, after it.
 XLA:CPU runs them breadth first, to keep its threads busy: every op as soon as its operands exist, so what depends on
 arguments and constants alone is made at the start. For CPU this is what the ILP bounds; the profile of a decided plan
 follows XLA:CPU instruction by instruction (``buffers.py``).
@@ -14,7 +15,7 @@ follows XLA:CPU instruction by instruction (``buffers.py``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
@@ -96,7 +97,7 @@ def timeline(
     ``schedule``: when its own ops run, if ``order`` does not tell. ``facts``: of the program, if some are known.
     """
     result = Timeline(order=order, fills_early=order.on_cpu or (schedule is not None and schedule.overlaps))
-    _number(program, "", result, None if schedule is None else schedule.order)
+    _number(program, "", result, _ORDERS[order](program) if schedule is None else schedule.order)
     result.num_times = max(result.num_times, 1)
     _live(program, "", 0, result.num_times, result, Facts(program) if facts is None else facts)
     return result if schedule is None else with_moves(result, schedule)
@@ -108,13 +109,14 @@ def with_moves(line: Timeline, schedule: Schedule) -> Timeline:
     return replace(line, moves={move: (times[lo], times[hi]) for move, (lo, hi) in schedule.moves.items()})
 
 
-def _number(program: Program, prefix: str, out: Timeline, order: Sequence[int] | None = None) -> None:
-    for index in _ORDERS[out.order](program) if order is None else order:
+def _number(program: Program, prefix: str, out: Timeline, order: Iterable[int]) -> None:
+    inside = _breadth_first if out.order.on_cpu else late_order
+    for index in order:
         op, path = program.ops[index], f"{prefix}{index}"
         out.start[path] = out.num_times
         out.num_times += 1
         for b, body in enumerate(op.bodies):
-            _number(body, f"{path}.{b}.", out)
+            _number(body, f"{path}.{b}.", out, inside(body))
         out.end[path] = out.num_times
     out.region_end[prefix] = out.num_times
 

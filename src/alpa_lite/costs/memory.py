@@ -15,7 +15,7 @@ follows XLA:CPU instruction by instruction (``buffers.py``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 

@@ -218,13 +218,13 @@ class Request:
             )
 
     def _check_stages(self, cluster: ClusterData) -> None:
-        if self.options.stage_count is not None:
-            given_submeshes(self.options, cluster, self.source)
         if self.options.has_stages and self.options.num_microbatches == "auto":
             raise AlpaLiteError(
                 f"num_stages={self.options.num_stages} and num_microbatches='auto' were given. With several stages the number "
                 f"must be known. At {self.source}. Give num_microbatches, e.g. 4 times the number of stages."
             )
+        if self.options.stage_count is not None:
+            given_submeshes(self.options, cluster, self.source)
 
     def _pins_and_notes(
         self, traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -165,12 +165,18 @@ class CutRegion:
         return f"{self.prefix}{rest.split('.')[0]}"
 
     def function(
-        self, number: int, mesh: Any, *, sliced: Collection[int] = (), donated: Sequence[Pair] = ()
+        self,
+        number: int,
+        mesh: Any,
+        *,
+        sliced: Collection[int] = (),
+        donated: Sequence[Pair] = (),
+        marked: bool = False,
     ) -> Callable[..., Any]:
         """Segment ``number`` as a jitted function of global arrays, in the order of ``reads``, to a list in that of ``writes``.
 
         Values in ``sliced`` are given stacked, and the function takes the slice at its first argument, an index. ``donated``
-        arrays are gone afterwards.
+        arrays are gone afterwards. A ``marked`` function has one more result, which nobody donates: it is there when all are.
         """
         segment = self.segments[number]
         cut = frozenset(sliced)
@@ -183,14 +189,15 @@ class CutRegion:
             region = Region(self.lowering, self.flat, self.prefix)
             region.run_segment(have, segment.start, segment.stop, self.skipped, segment.out)
             out = [region.tiles[value][spec] for value, spec in segment.writes]
-            return [tile[None] if spec.unreduced else tile for tile, (_, spec) in zip(out, segment.writes, strict=True)]
+            out = [tile[None] if spec.unreduced else tile for tile, (_, spec) in zip(out, segment.writes, strict=True)]
+            return [*out, index + 1] if marked else out
 
         return jax.jit(
             jax.shard_map(
                 local,
                 mesh=mesh,
                 in_specs=(PartitionSpec(), *(crossing_spec(s, stacked=v in cut) for v, s in segment.reads)),
-                out_specs=[crossing_spec(s) for _, s in segment.writes],
+                out_specs=[*(crossing_spec(s) for _, s in segment.writes), *([PartitionSpec()] * marked)],
                 check_vma=False,
             ),
             donate_argnums=tuple(i for i, pair in enumerate(segment.reads, 1) if pair in set(donated)),

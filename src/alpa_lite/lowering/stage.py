@@ -52,6 +52,11 @@ class StagePart:
     def function(self) -> Any:
         return self.region.function(self.number, self.mesh, sliced=self.sliced, donated=self.donated)
 
+    @cached_property
+    def marked(self) -> Any:
+        """As ``function``, with one more result that tells when it is over."""
+        return self.region.function(self.number, self.mesh, sliced=self.sliced, donated=self.donated, marked=True)
+
     def structs(self, mesh: Any) -> list[Any]:
         """The arguments of ``function`` as shapes, on a mesh of devices or the abstract one."""
         return self.region.structs(self.number, self.sliced, self.trips, mesh)

@@ -1,0 +1,143 @@
+"""One stage on its devices: what runs before and after the loop over microbatches, and what the loop starts with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+
+from alpa_lite._jax_compat import Literal
+from alpa_lite.core.spec import ShardingSpec
+from alpa_lite.executor.measure import Recorder
+from alpa_lite.lowering.segments import Pair, crossing_sharding
+from alpa_lite.lowering.stage import LoweredStage, StagePart
+from alpa_lite.lowering.transfer import Transfers
+from alpa_lite.trace.stages import Crossing
+
+
+class StageRunner:
+    """The compiled functions of stage ``number`` on its devices, submesh ``place``; ``parts`` may be those of an equal stage."""
+
+    def __init__(
+        self,
+        number: int,
+        place: int,
+        stage: LoweredStage,
+        parts: Sequence[StagePart],
+        mesh: Any,
+        transfers: Transfers,
+    ) -> None:
+        self.number, self.place_number = number, place
+        self.stage, self.program, self.mesh, self.transfers = stage, stage.program, mesh, transfers
+        body, loop = stage.body, stage.loop
+        consts, carries = loop.params["num_consts"], loop.params["num_carry"]
+        self.num_carry, self.num_microbatches = carries, loop.params["length"]
+        received = [c for c in self.program.received if c.when == "loop"]
+        self.sent = {c.value: c for c in self.program.sent if c.when == "loop"}
+        inputs = list(zip(body.flat.inputs, body.in_specs, strict=True))
+        last = len(inputs) - len(received)
+        self.given_of = dict(zip(inputs[:consts], self.operands(0, consts), strict=True))
+        self.given_of |= zip(inputs[consts + carries : last], self.operands(consts + carries, last), strict=True)
+        self.carry_of = {pair: j for j, pair in enumerate(inputs[consts : consts + carries])}
+        self.arrival_of = {pair: c.value for pair, c in zip(inputs[last:], received, strict=True)}
+        self.starts = self.operands(consts, consts + carries)
+        self.parts = tuple(parts)
+        outer = len(self.parts) - len(body.segments)
+        self.outer, self.passes = self.parts[:outer], self.parts[outer:]
+        self.indices: dict[int, Any] = {}
+
+    def index(self, number: int) -> Any:
+        """The number on the stage's devices, which tells a function where to run."""
+        if number not in self.indices:
+            self.indices[number] = self.place(np.int32(number), ShardingSpec.replicated(0))
+        return self.indices[number]
+
+    def operands(self, start: int, stop: int) -> list[Any]:
+        """Of the loop: (value, layout) of the outer region, or a literal's value."""
+        specs = self.stage.lowering.decisions[f"{self.program.loop}"].operands
+        given = zip(self.stage.loop.inputs[start:stop], specs[start:stop], strict=True)
+        return [self.place(v.val, spec) if isinstance(v, Literal) else (v, spec) for v, spec in given]
+
+    def place(self, value: Any, spec: ShardingSpec) -> Any:
+        return self.transfers.place(value, crossing_sharding(spec, self.mesh))
+
+    def sharding_of_arrival(self, value: int) -> NamedSharding:
+        """How the stage wants a value of the loop that another stage makes."""
+        spec = next(spec for (_, spec), v in self.arrival_of.items() if v == value)
+        return crossing_sharding(spec, self.mesh)
+
+    @cached_property
+    def stacks(self) -> dict[int, Any]:
+        """Result of the loop -> the function that stacks its rows."""
+        specs = self.stage.lowering.decisions[f"{self.program.loop}"].results
+        found = {}
+        for j, spec in enumerate(specs):
+            axis = 1 if spec.unreduced else 0  # behind the dim of the partial sums
+            found[j] = jax.jit(partial(jnp.stack, axis=axis), out_shardings=crossing_sharding(spec, self.mesh))
+        return found
+
+
+class StageRun:
+    """One step of one stage: what exists now outside of the loop."""
+
+    def __init__(self, runner: StageRunner, leaves: Sequence[Any]) -> None:
+        self.runner, self.program, self.region = runner, runner.program, runner.stage.outer
+        self.inputs: list[Pair] = list(zip(self.region.flat.inputs, self.region.in_specs, strict=True))
+        self.outer: dict[Pair, Any] = {}
+        for pair, position in zip(self.inputs, self.program.args, strict=False):
+            self.outer[pair] = runner.place(leaves[position], pair[1])
+
+    def segment(self, number: int, record: Recorder | None = None) -> None:
+        """Run a segment of the outer region: 0 before the loop, then the rounds of the update."""
+        segment, part = self.region.segments[number], self.runner.outer[number]
+        given = [self.outer[pair] for pair in segment.reads]
+        if record is None:
+            made = part.function(self.runner.index(0), *given)
+        else:
+            *made, mark = part.marked(self.runner.index(0), *given)
+            record.ran(self.runner.place_number, f"{self.runner.number}UPDATE" if number else "before", mark)
+        self.outer.update(zip(segment.writes, made, strict=True))
+
+    def value(self, operand: Any) -> Any:
+        return self.outer[operand] if isinstance(operand, tuple) else operand
+
+    def start(self, carry: int) -> Any:
+        """What a sum starts with; the loop donates it."""
+        return jnp.copy(self.value(self.runner.starts[carry]))
+
+    def end_loop(self, sums: dict[int, Any], rows: dict[int, list[Any]]) -> None:
+        """Take the results of the loop: sums by number, and per microbatch what is stacked."""
+        specs = self.runner.stage.lowering.decisions[f"{self.program.loop}"].results
+        for j, (value, spec) in enumerate(zip(self.runner.stage.loop.outputs, specs, strict=True)):
+            if value >= 0 and j < self.runner.num_carry:
+                self.outer[value, spec] = sums[j] if j in sums else self.start(j)
+            elif value >= 0 and j in rows:
+                self.outer[value, spec] = self.runner.stacks[j](rows[j])
+
+    def results(self) -> dict[int, Any]:
+        outputs = zip(self.program.results, self.region.flat.outputs, self.region.results, strict=False)
+        return {p: jnp.asarray(v.val) if pair is None else self.outer[pair] for p, v, pair in outputs}
+
+    # -- what other stages send and want ----------------------------------------------------------------------------
+
+    def place_of(self, crossing: Crossing) -> Pair:
+        """Where a received value of before or after the loop goes."""
+        return self.inputs[len(self.program.args) + self.program.received.index(crossing)]
+
+    def outgoing(self, crossing: Crossing) -> Any:
+        """The array of a value that this stage sends before or after the loop; None if it does not exist yet."""
+        if crossing.when == "start":
+            return self.outer[self.inputs[self.program.args.index(crossing.argument)]]
+        sent = next(k for k, c in enumerate(self.program.sent) if c.value == crossing.value and c.when == "end")
+        pair = self.region.results[len(self.program.results) + sent]
+        assert pair is not None
+        return self.outer.get(pair)
+
+    def arrive(self, crossing: Crossing, array: Any) -> None:
+        pair = self.place_of(crossing)
+        self.outer[pair] = self.runner.transfers.move(array, crossing_sharding(pair[1], self.runner.mesh))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
+from itertools import pairwise
 
 import numpy as np
 
@@ -45,24 +46,28 @@ def solve_narrow(
     joined: list[tuple[int, tuple[int, ...], Array]] = []
     for node in order:
         scope = tuple(sorted({i for nodes, _ in buckets[node] for i in nodes} - {node}, key=rank.__getitem__))
-        axes = (*scope, node)
-        table = np.zeros([sizes[i] for i in axes])
+        axes = {i: dim for dim, i in enumerate((node, *scope))}
+        table = np.zeros([1] * len(axes))  # grows to its size with what is added
         for nodes, part in buckets[node]:
-            table = table + _aligned(part, nodes, axes)
+            table = table + _aligned(part, [axes[i] for i in nodes], len(axes))
         joined.append((node, scope, table))
         if scope:
-            buckets[scope[0]].append((scope, table.min(-1)))
+            buckets[scope[0]].append((scope, table.min(0)))
     picks = [0] * len(unary)
     for node, scope, table in reversed(joined):
-        picks[node] = int(table[tuple(picks[i] for i in scope)].argmin())
+        picks[node] = int(table[(slice(None), *(picks[i] for i in scope))].argmin())
     return picks
 
 
-def _aligned(part: Array, nodes: tuple[int, ...], axes: tuple[int, ...]) -> Array:
-    """A factor's table with its dims in the order of ``axes``, size 1 where it has none."""
-    dims = sorted(range(len(nodes)), key=lambda d: axes.index(nodes[d]))
-    present = {nodes[d]: part.shape[d] for d in dims}
-    return part.transpose(dims).reshape([present.get(i, 1) for i in axes])
+def _aligned(part: Array, dims: Sequence[int], num_dims: int) -> Array:
+    """A factor's table whose dims become those named, size 1 in all others."""
+    if any(a > b for a, b in pairwise(dims)):
+        order = sorted(range(len(dims)), key=dims.__getitem__)
+        part, dims = part.transpose(order), [dims[d] for d in order]
+    shape = [1] * num_dims
+    for dim, size in zip(dims, part.shape, strict=True):
+        shape[dim] = size
+    return part.reshape(shape)
 
 
 def _order(sizes: Sequence[int], left: Sequence[int], right: Sequence[int], max_entries: float) -> list[int] | None:

@@ -45,12 +45,12 @@ def presolve(graph: CostGraph) -> None:
 
 def _filter(graph: CostGraph, dirty: set[int]) -> None:
     """Arc consistency from the given nodes on; nodes that lose states, and their neighbours, become dirty."""
-    unary, adjacent, usable = graph.unary, graph.adjacent, graph.tables.usable
+    unary, adjacent, usable, is_open = graph.unary, graph.adjacent, graph.tables.usable, graph.tables.is_open
     queue = sorted(dirty)
     while queue:
         again: set[int] = set()
         for i in queue:
-            if unary[i] < 0:
+            if unary[i] < 0 or (is_open(unary[i]) and all(map(is_open, adjacent[i].values()))):
                 continue
             index = usable(unary[i], tuple(sorted(set(adjacent[i].values()))))
             if index < 0:

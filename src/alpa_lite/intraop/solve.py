@@ -88,7 +88,7 @@ def solve(
             message = "the memory limit cannot be kept" if memory else "every choice contains a forbidden combination"
             return _no_answer("infeasible", message, start)
         choice = None if search.picks is None else graph.lift(dict(zip(core.nodes, search.picks, strict=True)))
-        if choice is None or _fits(problem, evaluate(problem, choice).peak_bytes):
+        if choice is None or problem.usage_limit is None or _fits(problem, evaluate(problem, choice).peak_bytes):
             break
         if progress is not None:
             progress("the cheapest choice does not fit the memory limit")

@@ -13,13 +13,14 @@ import numpy as np
 
 from alpa_lite.intraop.problem import Array
 
+_COMPARED_BYTES = 2048  # arrays up to this size are told by their bytes, larger ones by a digest
 _DOMINANCE_CAP = 4_000_000  # largest k*k*l for which pairwise differences of rows are formed
 
 
 class Tables:
     """Interned vectors and matrices (costs, index lists, usages alike)."""
 
-    __slots__ = ("_by_content", "_by_id", "_keep", "_memo", "arrays")
+    __slots__ = ("_by_content", "_by_id", "_keep", "_memo", "_open", "_parts", "arrays")
 
     def __init__(self) -> None:
         self.arrays: list[Array] = []
@@ -27,11 +28,15 @@ class Tables:
         self._by_id: dict[int, int] = {}
         self._keep: list[Array] = []  # ids of arrays stay valid only while the arrays live
         self._memo: dict[tuple[Hashable, ...], int] = {}
+        self._open: dict[int, bool] = {}
+        self._parts: dict[int, tuple[int, int] | None] = {}
 
     def intern(self, array: Array) -> int:
         """The number of an array's content."""
         array = np.ascontiguousarray(array)
-        key = (array.shape, array.dtype.char, blake2b(array.data, digest_size=16).digest())
+        small = array.nbytes <= _COMPARED_BYTES
+        content = array.tobytes() if small else blake2b(array.data, digest_size=16).digest()
+        key = (array.shape, array.dtype.char, content)
         number = self._by_content.get(key)
         if number is None:
             number = self._by_content[key] = len(self.arrays)
@@ -81,6 +86,14 @@ class Tables:
     def row(self, m: int, i: int) -> int:
         return self._remember(("row", m, i), lambda: self.arrays[m][i])
 
+    def is_open(self, a: int) -> bool:
+        """Whether every state has a finite cost (of a vector), or some finite entry in its row (of a matrix)."""
+        found = self._open.get(a)
+        if found is None:
+            finite = np.isfinite(self.arrays[a])
+            found = self._open[a] = bool((finite if finite.ndim == 1 else finite.any(1)).all())
+        return found
+
     def usable(self, v: int, matrices: tuple[int, ...]) -> int:
         """Index list of the states with a finite cost and a finite entry in every matrix; -1 if that is all of them."""
         key = ("usable", v, matrices)
@@ -115,14 +128,10 @@ class Tables:
 
     def split(self, m: int) -> tuple[int, int] | None:
         """(a, b) with ``m[x, y] = a[x] + b[y]``, or None."""
-        key = ("split", m)
-        first = self._memo.get(key)
-        if first is None:
+        if m not in self._parts:
             a, b = _split(self.arrays[m])
-            first = self._memo[key] = -1 if a is None else self.intern(a)
-            if b is not None:
-                self._memo["split2", m] = self.intern(b)
-        return None if first < 0 else (first, self._memo["split2", m])
+            self._parts[m] = None if a is None or b is None else (self.intern(a), self.intern(b))
+        return self._parts[m]
 
     def fold(self, v: int, m: int) -> int:
         """``min_x v[x] + m[x, y]`` for all y."""

@@ -118,7 +118,7 @@ def compile_with(worker: Path, monkeypatch: pytest.MonkeyPatch, time_limit_s: fl
     compile_for_target(b"", device="h100-sxm", mesh=GRID, devices_per_host=8, time_limit_s=time_limit_s)
 
 
-REPORTS = "import json, pathlib, sys\npathlib.Path(sys.argv[1], 'result.json').write_text(json.dumps({}))\n"
+REPORTS = "import json, pathlib, sys\npathlib.Path(sys.argv[1], 'results.json').write_text(json.dumps({}))\n"
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from alpa_lite.core.spec import ShardingSpec
 from alpa_lite.errors import AlpaLiteError, ArgumentsError, PlanFileError, TraceError, user_line
 from alpa_lite.executor.export import check_target, write_export
 from alpa_lite.executor.verify_plan import VerifyReport, verify_plan
+from alpa_lite.executor.verify_stages import StagesReport, verify_stages
 from alpa_lite.lowering.lower import partition_spec
 from alpa_lite.plan.identity import op_text, verify_identity
 from alpa_lite.plan.leaf_rows import split_path
@@ -78,9 +79,8 @@ class Trees:
         traced = traced_for(plan, fn, args, kwargs)
         return replace(plan, trees=Trees.of(traced))
 
-    def verify(self, plan: Plan, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> VerifyReport:
-        one_mesh_only(plan, "verification")
-        return verify_plan(plan, traced_for(plan, fn, args, kwargs))
+    def verify(self, plan: Plan, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> VerifyReport | StagesReport:
+        return verified(plan, traced_for(plan, fn, args, kwargs))
 
     def export(
         self, plan: Plan, fn: Any, out_dir: Path, args: tuple[Any, ...], kwargs: dict[str, Any], overwrite: bool
@@ -138,6 +138,11 @@ def staged_for(plan: Plan, traced: Traced) -> StagedStep:
         f"this plan belongs to a step with other layers: {other}. A plan holds for the boundaries that it was made with. At "
         f"{user_line()}. Put al.layer_boundary where it was, or make a new plan with al.plan."
     )
+
+
+def verified(plan: Plan, traced: Traced) -> VerifyReport | StagesReport:
+    """Compile a plan for its own cluster; a report per stage where there are several."""
+    return verify_plan(plan, traced) if plan.pipeline is None else verify_stages(plan, staged_for(plan, traced))
 
 
 def one_mesh_only(plan: Plan, what: str) -> None:

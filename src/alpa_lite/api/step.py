@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from alpa_lite.api.bound import JIT_SETTINGS, Parallelized, Trees, one_mesh_only, staged_for, traced_for
+from alpa_lite.api.bound import JIT_SETTINGS, Parallelized, Trees, staged_for, traced_for, verified
 from alpa_lite.api.request import Request
 from alpa_lite.cluster.cluster import Cluster as ClusterData
 from alpa_lite.errors import ArgumentsError, user_line
@@ -17,7 +17,8 @@ from alpa_lite.executor.calibrate import local_cluster
 from alpa_lite.executor.local import CompiledStep, RunnableStep, SignatureChanged, local_mesh, runnable
 from alpa_lite.executor.pipeline import CompiledPipeline, RunnablePipeline, runnable_pipeline
 from alpa_lite.executor.staged_array import StagedArray
-from alpa_lite.executor.verify_plan import VerifyReport, verify_plan
+from alpa_lite.executor.verify_plan import VerifyReport
+from alpa_lite.executor.verify_stages import StagesReport
 from alpa_lite.lowering.lower import partition_spec
 from alpa_lite.plan.leaf_rows import split_path
 from alpa_lite.plan.plan import Plan
@@ -78,11 +79,10 @@ class ParallelStep(Parallelized):
         )
         return CompiledStep(planned, step.run.lower(*shapes).compile())
 
-    def verify(self, *args: Any, **kwargs: Any) -> VerifyReport:
+    def verify(self, *args: Any, **kwargs: Any) -> VerifyReport | StagesReport:
         """Compile the planned step with the cluster's own compiler, without its devices; see ``Plan.verify``."""
         traced, planned = self._traced_plan(args, kwargs)
-        one_mesh_only(planned, "verification")
-        return verify_plan(planned, traced)
+        return verified(planned, traced)
 
     def init(self, init_fn: Callable[..., Any], *init_args: Any, argnum: int = 0) -> Any:
         """``init_fn(*init_args)``, computed directly in the planned layout of argument ``argnum``.

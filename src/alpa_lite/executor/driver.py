@@ -167,13 +167,14 @@ class Driver:
 
     def _update(self, mesh: int, action: Action) -> Call:
         stage = action.stage
-        loop, update = self.loops[stage], self.update
+        loop, update, given = self.loops[stage], self.update, self.given[stage]
         sums = [(self._number(mesh, BufferId(name)), numbers) for name, numbers in loop.sums.items()]
         every = range(self.runners[stage].num_microbatches)
         rows = [([self._number(mesh, BufferId(name, k)) for k in every], js) for name, js in loop.rows.items()]
 
         def run(state: StepState) -> None:
             buffers = state.buffers
+            buffers[given] = None  # the loop was the last to read what was made for it
             added = {j: buffers[number][k] for number, numbers in sums for k, j in enumerate(numbers)}
             stacked = {j: [buffers[n][k] for n in numbers] for numbers, js in rows for k, j in enumerate(js)}
             update(state, stage, added, stacked)

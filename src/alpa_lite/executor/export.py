@@ -16,7 +16,7 @@ import numpy as np
 from alpa_lite.cluster.cluster import Cluster
 from alpa_lite.costs.tiles import Box, Placement, slices
 from alpa_lite.errors import ExportError
-from alpa_lite.executor.serialize import abstract_step, serialize_step
+from alpa_lite.executor.serialize import NotExportable, abstract_step, serialize_step
 from alpa_lite.plan.answers import KEY_TYPES, logical_axis_rules, partition_specs, shardy_text
 from alpa_lite.plan.encode import encode_plan
 from alpa_lite.plan.folders import folder_at_once
@@ -103,9 +103,9 @@ def _lowered(plan: Plan, traced: Traced) -> dict[str, bytes]:
                 f"jax.export cannot write the step: {error}. It needs the package flatbuffers. In the environment that runs "
                 f"alpa-lite: {_INSTALL}"
             ) from error
-        except (ValueError, NotImplementedError) as error:
+        except NotExportable as error:
             if platform != own:
-                continue
+                continue  # made for the cluster's devices alone, e.g. a CUDA kernel: the export is whole without CPU
             raise ExportError(
                 f"the step cannot be exported: {error}\nAllowed is what jax.export takes: no host callbacks such as "
                 "jax.debug.print, no custom calls without a stability promise. Leave them out of the function to export it."

@@ -21,6 +21,7 @@ from alpa_lite.executor.driver import Driver, StepState
 from alpa_lite.executor.local import SignatureChanged, local_mesh
 from alpa_lite.executor.loop_io import StageLoop, loop_step
 from alpa_lite.executor.measure import Recorder
+from alpa_lite.executor.stage_memory import StageMemory, program_bytes, stage_memory
 from alpa_lite.executor.stage_run import StageRun, StageRunner
 from alpa_lite.executor.staged_array import StagedArray
 from alpa_lite.lowering.audit import AuditReport, audit
@@ -116,7 +117,7 @@ class PipelinedStep:
         """Before or after the loop: what stages read of others, as far as it exists and has not been sent."""
         for run in runs:
             for crossing in run.program.received:
-                if crossing.when == when and run.place_of(crossing) not in run.outer:
+                if crossing.when == when and crossing not in run.arrived:
                     array = runs[crossing.source].outgoing(crossing)
                     if array is not None:
                         run.arrive(crossing, array)
@@ -206,6 +207,13 @@ class CompiledPipeline:
         """One report per program: every planned collective against every compiled one, both ways."""
         meshes = [stage.mesh for stage in self.plan.stages]
         return tuple(audit(planned, done.as_text(), meshes[stage]) for _, stage, planned, done in self.programs)
+
+    def memory(self) -> tuple[StageMemory, ...]:
+        """Per stage: XLA's figures of its programs with what lies beside them, and the plan's prediction."""
+        figures = {(stage, name): program_bytes(done) for name, stage, _, done in self.programs}
+        predicted = [stage.memory.peak for stage in self.plan.stages]
+        stages = [runner.stage for runner in self.runnable.step.runners]
+        return stage_memory(stages, self.runnable.step.schedule, figures, predicted)
 
 
 def runnable_pipeline(traced: Traced, staged: StagedStep, plan: Plan, devices: Sequence[Any]) -> RunnablePipeline:

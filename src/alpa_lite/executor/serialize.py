@@ -29,13 +29,17 @@ def abstract_step(traced: Traced, plan: Plan) -> tuple[Callable[..., Any], tuple
     return runnable(traced, plan, (), mesh).run, (*args, *(kwargs[k] for k in sorted(kwargs)))
 
 
+class NotExportable(Exception):
+    """jax.export refuses the step; the message is its own."""
+
+
 def serialize_step(step: Callable[..., Any], args: tuple[Any, ...], platform: str) -> bytes:
     """A serialized ``jax.export`` artefact from the leaves of ``args`` to the leaves of the result.
 
     Trees stay outside, so that any pytree type works.
 
     Raises:
-        ValueError, NotImplementedError: the step holds what cannot be exported.
+        NotExportable: the step holds what cannot be exported for this platform.
         ImportError: ``flatbuffers`` is missing.
     """
     from jax import export
@@ -45,4 +49,11 @@ def serialize_step(step: Callable[..., Any], args: tuple[Any, ...], platform: st
     def flat(*values: Any) -> tuple[Any, ...]:
         return tuple(jax.tree.leaves(step(*jax.tree.unflatten(tree, values))))
 
-    return bytes(export.export(jax.jit(flat, keep_unused=True), platforms=[platform])(*leaves).serialize())
+    try:
+        return bytes(export.export(jax.jit(flat, keep_unused=True), platforms=[platform])(*leaves).serialize())
+    except NotImplementedError as error:  # a primitive without a rule for the platform, or a host callback (JAX 0.10)
+        raise NotExportable(str(error)) from error
+    except ValueError as error:
+        # Custom calls and effects that JAX does not promise to keep. Nothing of the user's runs here that could raise one: the
+        # step evaluates equations that were traced before, with arguments of the very types.
+        raise NotExportable(str(error)) from error

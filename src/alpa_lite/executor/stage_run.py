@@ -34,20 +34,18 @@ class StageRunner:
     ) -> None:
         self.number, self.place_number = number, place
         self.stage, self.program, self.mesh, self.transfers = stage, stage.program, mesh, transfers
-        body, loop = stage.body, stage.loop
-        consts, carries = loop.params["num_consts"], loop.params["num_carry"]
-        self.num_carry, self.num_microbatches = carries, loop.params["length"]
+        inputs = stage.loop_inputs
+        first, last = len(inputs.consts), len(inputs.consts) + len(inputs.carries)
+        self.num_carry, self.num_microbatches = len(inputs.carries), stage.loop.params["length"]
         received = [c for c in self.program.received if c.when == "loop"]
         self.sent = {c.value: c for c in self.program.sent if c.when == "loop"}
-        inputs = list(zip(body.flat.inputs, body.in_specs, strict=True))
-        last = len(inputs) - len(received)
-        self.given_of = dict(zip(inputs[:consts], self.operands(0, consts), strict=True))
-        self.given_of |= zip(inputs[consts + carries : last], self.operands(consts + carries, last), strict=True)
-        self.carry_of = {pair: j for j, pair in enumerate(inputs[consts : consts + carries])}
-        self.arrival_of = {pair: c.value for pair, c in zip(inputs[last:], received, strict=True)}
-        self.starts = self.operands(consts, consts + carries)
+        self.given_of = dict(zip(inputs.consts, self.operands(0, first), strict=True))
+        self.given_of |= zip(inputs.slices, self.operands(last, last + len(inputs.slices)), strict=True)
+        self.carry_of = {pair: j for j, pair in enumerate(inputs.carries)}
+        self.arrival_of = {pair: c.value for pair, c in zip(inputs.received, received, strict=True)}
+        self.starts = self.operands(first, last)
         self.parts = tuple(parts)
-        outer = len(self.parts) - len(body.segments)
+        outer = len(self.parts) - len(stage.passes)
         self.outer, self.passes = self.parts[:outer], self.parts[outer:]
         self.indices: dict[int, Any] = {}
 
@@ -59,9 +57,9 @@ class StageRunner:
 
     def operands(self, start: int, stop: int) -> list[Any]:
         """Of the loop: (value, layout) of the outer region, or a literal's value."""
-        specs = self.stage.lowering.decisions[f"{self.program.loop}"].operands
-        given = zip(self.stage.loop.inputs[start:stop], specs[start:stop], strict=True)
-        return [self.place(v.val, spec) if isinstance(v, Literal) else (v, spec) for v, spec in given]
+        specs = self.stage.lowering.decisions[f"{self.program.loop}"].operands[start:stop]
+        given = zip(self.stage.operands(start, stop), specs, strict=True)
+        return [self.place(v.val, spec) if isinstance(v, Literal) else v for v, spec in given]
 
     def place(self, value: Any, spec: ShardingSpec) -> Any:
         return self.transfers.place(value, crossing_sharding(spec, self.mesh))
@@ -89,6 +87,7 @@ class StageRun:
         self.runner, self.program, self.region = runner, runner.program, runner.stage.outer
         self.inputs: list[Pair] = list(zip(self.region.flat.inputs, self.region.in_specs, strict=True))
         self.outer: dict[Pair, Any] = {}
+        self.arrived: set[Crossing] = set()
         for pair, position in zip(self.inputs, self.program.args, strict=False):
             self.outer[pair] = runner.place(leaves[position], pair[1])
 
@@ -102,13 +101,20 @@ class StageRun:
             *made, mark = part.marked(self.runner.index(0), *given)
             record.ran(self.runner.place_number, f"{self.runner.number}UPDATE" if number else "before", mark)
         self.outer.update(zip(segment.writes, made, strict=True))
+        self.keep(self.runner.stage.wanted_after(number))
+
+    def keep(self, wanted: frozenset[Pair]) -> None:
+        """Everything else has had its last reader."""
+        self.outer = {pair: array for pair, array in self.outer.items() if pair in wanted}
 
     def value(self, operand: Any) -> Any:
         return self.outer[operand] if isinstance(operand, tuple) else operand
 
     def start(self, carry: int) -> Any:
         """What a sum starts with; the loop donates it."""
-        return jnp.copy(self.value(self.runner.starts[carry]))
+        operand = self.runner.starts[carry]
+        moved = isinstance(operand, tuple) and operand in self.runner.stage.moved_starts
+        return self.outer.pop(operand) if moved else jnp.copy(self.value(operand))
 
     def end_loop(self, sums: dict[int, Any], rows: dict[int, list[Any]]) -> None:
         """Take the results of the loop: sums by number, and per microbatch what is stacked."""
@@ -118,6 +124,7 @@ class StageRun:
                 self.outer[value, spec] = sums[j] if j in sums else self.start(j)
             elif value >= 0 and j in rows:
                 self.outer[value, spec] = self.runner.stacks[j](rows[j])
+        self.keep(self.runner.stage.wanted_after_loop)
 
     def results(self) -> dict[int, Any]:
         outputs = zip(self.program.results, self.region.flat.outputs, self.region.results, strict=False)
@@ -140,4 +147,5 @@ class StageRun:
 
     def arrive(self, crossing: Crossing, array: Any) -> None:
         pair = self.place_of(crossing)
+        self.arrived.add(crossing)
         self.outer[pair] = self.runner.transfers.move(array, crossing_sharding(pair[1], self.runner.mesh))

@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from typing import Any
 from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.errors import AlpaLiteError
 from alpa_lite.executor.gpu_targets import gpu_target
-from alpa_lite.executor.serialize import serialize_step
+from alpa_lite.executor.serialize import NotExportable, serialize_step
 
 _WORKER = Path(__file__).with_name("verify_worker.py")
 _INSTALL = "pip install 'alpa-lite[aot]'"
@@ -69,13 +69,46 @@ def export_step(step: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     """
     try:
         return serialize_step(step, args, "cuda")
-    except (ValueError, NotImplementedError) as error:
+    except NotExportable as error:
         raise VerificationError(
             f"the step cannot be lowered for CUDA here: {error}\nAllowed is what jax.export takes: no host callbacks "
             f"such as jax.debug.print, no custom calls without a stability promise. Leave them out to verify the step."
         ) from error
     except ImportError as error:
         raise _not_installed(str(error)) from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompileJob:
+    """One program to compile.
+
+    Attributes:
+        exported: from ``export_step``.
+        mesh: of the program; devices are numbered row-major, host by host.
+        devices_per_host: consecutive devices that share a host.
+        donated: positions of argument leaves whose buffers results may reuse.
+    """
+
+    exported: bytes
+    mesh: DeviceMesh
+    devices_per_host: int
+    donated: tuple[int, ...] = ()
+
+    def request(self, device: str) -> dict[str, Any]:
+        """What the compiling process must know besides the program."""
+        hosts, rest = divmod(self.mesh.num_devices, self.devices_per_host)
+        if rest:
+            raise VerificationError(
+                f"the mesh {self.mesh} has {self.mesh.num_devices} devices, but a host has {self.devices_per_host}. For the "
+                f"target's compiler it must fill whole hosts. Plan for a cluster whose device count is a multiple of it."
+            )
+        return {
+            "target_config": gpu_target(device).config_text(),
+            "topology": f"1x{hosts}x{self.devices_per_host}",
+            "mesh_shape": self.mesh.shape,
+            "axis_names": self.mesh.axis_names,
+            "donated": self.donated,
+        }
 
 
 def compile_for_target(
@@ -91,40 +124,49 @@ def compile_for_target(
     """Compiles an exported step for a cluster of GPUs that need not be there.
 
     Args:
-        exported: from ``export_step``.
+        exported, mesh, devices_per_host, donated: as in ``CompileJob``.
+        device, time_limit_s, python: as in ``compile_all_for_target``.
+
+    Raises:
+        VerificationError: not installed, out of time, or the compiler's own error.
+        ClusterError: unknown GPU.
+    """
+    job = CompileJob(exported=exported, mesh=mesh, devices_per_host=devices_per_host, donated=donated)
+    return compile_all_for_target([job], device=device, time_limit_s=time_limit_s, python=python)[0]
+
+
+def compile_all_for_target(
+    jobs: Sequence[CompileJob],
+    *,
+    device: str,
+    time_limit_s: float = 900.0,
+    python: str = sys.executable,
+) -> tuple[TargetCompile, ...]:
+    """Compiles exported programs, one after the other in one process.
+
+    Args:
         device: GPU name of the hardware table, e.g. "h100-sxm".
-        mesh: the mesh of the step; devices are numbered row-major, host by host.
-        devices_per_host: consecutive devices that share a host.
-        donated: positions of argument leaves whose buffers results may reuse.
-        time_limit_s: the compiling process is ended after this time.
+        time_limit_s: the compiling process is ended after this time for each program.
         python: interpreter of the environment with the extra ``aot``.
 
     Raises:
         VerificationError: not installed, out of time, or the compiler's own error.
         ClusterError: unknown GPU.
     """
-    hosts, rest = divmod(mesh.num_devices, devices_per_host)
-    if rest:
-        raise VerificationError(
-            f"the mesh {mesh} has {mesh.num_devices} devices, but a host has {devices_per_host}. For the target's "
-            f"compiler it must fill whole hosts. Plan for a cluster whose device count is a multiple of it."
-        )
-    request = {
-        "target_config": gpu_target(device).config_text(),
-        "topology": f"1x{hosts}x{devices_per_host}",
-        "mesh_shape": mesh.shape,
-        "axis_names": mesh.axis_names,
-        "donated": donated,
-    }
+    requests = [job.request(device) for job in jobs]
     with tempfile.TemporaryDirectory(prefix="alpa-lite-verify-") as name:
         folder = Path(name)
-        (folder / "request.json").write_text(json.dumps(request))
-        (folder / "step.bin").write_bytes(exported)
-        result = _run_worker(folder, python, time_limit_s)
-        return TargetCompile(device=device, hlo_text=(folder / "step.hlo").read_text(), **result)
+        (folder / "requests.json").write_text(json.dumps(requests))
+        for number, job in enumerate(jobs):
+            (folder / f"{number}.bin").write_bytes(job.exported)
+        results = _run_worker(folder, python, time_limit_s * len(jobs))
+        return tuple(
+            TargetCompile(device=device, hlo_text=(folder / f"{number}.hlo").read_text(), **result)
+            for number, result in enumerate(results)
+        )
 
 
-def _run_worker(folder: Path, python: str, time_limit_s: float) -> dict[str, Any]:
+def _run_worker(folder: Path, python: str, time_limit_s: float) -> list[dict[str, Any]]:
     environment = os.environ | {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "JAX_PLATFORMS": "cpu"}
     # -P: the worker's folder must not shadow other packages.
     command = [python, "-P", str(_WORKER), str(folder)]
@@ -143,7 +185,7 @@ def _run_worker(folder: Path, python: str, time_limit_s: float) -> dict[str, Any
             f"compiling the step for the target took longer than the time limit of {time_limit_s:g} s. It may take as "
             f"long as compiling on the target itself. Raise the limit, or verify a smaller configuration of the model."
         ) from error
-    outcome = folder / "result.json"
+    outcome = folder / "results.json"
     if not outcome.exists():
         raise VerificationError(
             f"the process that compiles for the target ended with code {process.returncode} and no result. It writes "
@@ -159,7 +201,8 @@ def _run_worker(folder: Path, python: str, time_limit_s: float) -> dict[str, Any
             f"If it names a line of yours, change that line; else check that the environment has one JAX version "
             f"throughout ({_INSTALL}).\n{_tail(process.stderr)}"
         )
-    return result
+    results: list[dict[str, Any]] = result["programs"]
+    return results
 
 
 def _not_installed(missing: str) -> VerificationError:

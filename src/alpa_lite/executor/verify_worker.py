@@ -1,7 +1,7 @@
 """The compiling half of ``verify.py``: a script that runs in a process of its own and needs only JAX.
 
-In: a folder with ``request.json`` and ``step.bin`` (a serialized ``jax.export`` artefact for cuda). Out, in the same
-folder: ``result.json`` (memory, seconds, or what went wrong) and ``step.hlo`` (XLA:GPU's optimised program).
+In: a folder with ``requests.json`` and per program a ``<number>.bin`` (a serialized ``jax.export`` artefact for cuda). Out, in
+the same folder: ``results.json`` (memory, seconds, or what went wrong) and ``<number>.hlo`` (XLA:GPU's optimised programs).
 
 Why a process: XLA:GPU compiles without a GPU only if ``JAX_SKIP_CUDA_CONSTRAINTS_CHECK`` is set before JAX is imported,
 and a plugin that was loaded this way is of no use for running. Why a script: the interpreter may be another
@@ -19,14 +19,15 @@ from typing import Any
 
 
 def main(folder: Path) -> None:
-    """Compiles the request in ``folder``."""
+    """Compiles the requests in ``folder``."""
     result = _missing_packages()
     if not result:
+        requests = json.loads((folder / "requests.json").read_text())
         try:
-            result = _compile(json.loads((folder / "request.json").read_text()), folder)
+            result = {"programs": [_compile(request, folder, str(k)) for k, request in enumerate(requests)]}
         except Exception as error:  # whatever XLA or JAX say goes to the parent, which names what to do
             result = {"error": "compile", "message": f"{type(error).__name__}: {error}"}
-    (folder / "result.json").write_text(json.dumps(result))
+    (folder / "results.json").write_text(json.dumps(result))
 
 
 def _missing_packages() -> dict[str, Any]:
@@ -39,7 +40,7 @@ def _missing_packages() -> dict[str, Any]:
     return {"error": "not-installed", "message": ", ".join(missing)} if missing else {}
 
 
-def _compile(request: dict[str, Any], folder: Path) -> dict[str, Any]:
+def _compile(request: dict[str, Any], folder: Path, name: str) -> dict[str, Any]:
     import jax
     import numpy as np
     from jax import export
@@ -52,7 +53,7 @@ def _compile(request: dict[str, Any], folder: Path) -> dict[str, Any]:
     names = tuple(request["axis_names"])
     automatic = (jax.sharding.AxisType.Auto,) * len(names)  # must equal the exported mesh's, see export_step
     mesh = jax.sharding.Mesh(devices.reshape(request["mesh_shape"]), names, axis_types=automatic)
-    exported = export.deserialize(bytearray((folder / "step.bin").read_bytes()))
+    exported = export.deserialize(bytearray((folder / f"{name}.bin").read_bytes()))
     arguments = [
         jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
         for aval, sharding in zip(exported.in_avals, exported.in_shardings_jax(mesh), strict=True)
@@ -68,7 +69,7 @@ def _compile(request: dict[str, Any], folder: Path) -> dict[str, Any]:
     seconds = time.perf_counter() - begin
     text, memory = compiled.as_text(), compiled.memory_analysis()
     assert text is not None and memory is not None, "XLA:GPU gives both"
-    (folder / "step.hlo").write_text(text)
+    (folder / f"{name}.hlo").write_text(text)
     return {
         "compile_s": seconds,
         "peak_bytes": memory.peak_memory_in_bytes,

@@ -13,11 +13,13 @@ from typing import Any
 
 from jax.sharding import AbstractMesh, AxisType
 
+from alpa_lite._jax_compat import Literal
 from alpa_lite.core.collective import Collective
 from alpa_lite.core.spec import ShardingSpec
 from alpa_lite.lowering.lower import Lowering, body_input_specs, body_output_specs
 from alpa_lite.lowering.segments import CutRegion, Pair, Segment
 from alpa_lite.plan.plan import Plan
+from alpa_lite.schedule import ActionKind
 from alpa_lite.trace.same import same_flat
 from alpa_lite.trace.staged import StagedStep
 from alpa_lite.trace.stages import StageProgram
@@ -64,6 +66,16 @@ class StagePart:
     def collectives(self, planned: Sequence[Collective]) -> tuple[Collective, ...]:
         """Those of the stage that it holds, counted for one run."""
         return self.region.collectives(self.number, planned, self.trips)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopInputs:
+    """Inputs of the loop's body: the same for all microbatches, sums, slices of stacks, and what other stages send."""
+
+    consts: tuple[Pair, ...]
+    carries: tuple[Pair, ...]
+    slices: tuple[Pair, ...]
+    received: tuple[Pair, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,14 +135,78 @@ class LoweredStage:
         mesh = AbstractMesh(logical.shape, logical.axis_names, axis_types=(AxisType.Auto,) * len(logical.shape))
         names = ["before", *(f"update {k}" for k in range(len(self.program.rounds)))]
         outer = [StagePart(name, self.outer, k, mesh, trips, donated=self.freed(k)) for k, name in enumerate(names)]
-        consts, carries = self.loop.params["num_consts"], self.loop.params["num_carry"]
-        inputs = list(zip(self.body.flat.inputs, self.body.in_specs, strict=True))
-        last = len(inputs) - sum(c.when == "loop" for c in self.program.received)
-        sliced = frozenset(value for value, _ in inputs[consts + carries : last])
-        carried = tuple(inputs[consts : consts + carries])
+        sliced = frozenset(value for value, _ in self.loop_inputs.slices)
         halves = ("backward, inputs", "backward, weights") if self.halves else ("backward",)
-        words = enumerate(("forward", *halves))
-        return (*outer, *(StagePart(name, self.body, k, mesh, trips, sliced, carried) for k, name in words))
+        carries, words = self.loop_inputs.carries, enumerate(("forward", *halves))
+        return (*outer, *(StagePart(name, self.body, k, mesh, trips, sliced, carries) for k, name in words))
+
+    @property
+    def passes(self) -> tuple[StagePart, ...]:
+        """One part for the forward pass, one for the backward pass or one for each half of it."""
+        return self.parts[len(self.outer.segments) :]
+
+    def passes_of(self, kind: ActionKind) -> range:
+        """Which of them an action of the schedule runs."""
+        numbers = {ActionKind.F: range(1), ActionKind.I: range(1, 2), ActionKind.W: range(2, 3)}
+        return numbers.get(kind, range(1, 2 + len(self.halves)))
+
+    @cached_property
+    def loop_inputs(self) -> LoopInputs:
+        consts, carries = self.loop.params["num_consts"], self.loop.params["num_carry"]
+        inputs = tuple(zip(self.body.flat.inputs, self.body.in_specs, strict=True))
+        last = len(inputs) - sum(c.when == "loop" for c in self.program.received)
+        return LoopInputs(
+            consts=inputs[:consts],
+            carries=inputs[consts : consts + carries],
+            slices=inputs[consts + carries : last],
+            received=inputs[last:],
+        )
+
+    def operands(self, start: int, stop: int) -> tuple[Any, ...]:
+        """Inputs of the loop in the region around it: (value, layout), or a ``Literal``."""
+        specs = self.lowering.decisions[f"{self.program.loop}"].operands
+        given = zip(self.loop.inputs[start:stop], specs[start:stop], strict=True)
+        return tuple(v if isinstance(v, Literal) else (v, spec) for v, spec in given)
+
+    def wanted_after(self, number: int) -> frozenset[Pair]:
+        """What later segments of the outer region than ``number``, the loop or the step's results read."""
+        return self.wanted_after_loop | self.loop_reads if number == 0 else self._wanted(number)
+
+    @cached_property
+    def wanted_after_loop(self) -> frozenset[Pair]:
+        return self._wanted(0)
+
+    def _wanted(self, number: int) -> frozenset[Pair]:
+        reads = (pair for segment in self.outer.segments[number + 1 :] for pair in segment.reads)
+        return frozenset((*reads, *(pair for pair in self.outer.results if pair is not None)))
+
+    @cached_property
+    def loop_reads(self) -> frozenset[Pair]:
+        last = len(self.loop.inputs) - len(self.loop_inputs.received)
+        return frozenset(pair for pair in self.operands(0, last) if not isinstance(pair, Literal))
+
+    @cached_property
+    def moved_starts(self) -> frozenset[Pair]:
+        """What segment 0 makes for a sum to start from and nothing else reads: the sum may take its buffer."""
+        inputs = self.loop_inputs
+        first, last = len(inputs.consts), len(inputs.consts) + len(inputs.carries)
+        starts = [pair for pair in self.operands(first, last) if not isinstance(pair, Literal)]
+        others = {*self.operands(0, first), *self.operands(last, last + len(inputs.slices)), *self.wanted_after_loop}
+        made = set(self.outer.segments[0].writes) - others
+        return frozenset(pair for pair in starts if pair in made and starts.count(pair) == 1)
+
+    def kept_after(self, number: int) -> frozenset[Pair]:
+        """What pass ``number`` makes of a microbatch for its later passes."""
+        return self._kept[number]
+
+    @cached_property
+    def _kept(self) -> tuple[frozenset[Pair], ...]:
+        return tuple(map(self._kept_after, range(len(self.body.segments))))
+
+    def _kept_after(self, number: int) -> frozenset[Pair]:
+        segments = self.body.segments
+        later = {pair for segment in segments[number + 1 :] for pair in segment.reads}
+        return frozenset(set(segments[number].writes) & later - set(self.loop_inputs.carries))
 
     def freed(self, number: int) -> tuple[Pair, ...]:
         """Donated state that segment ``number`` of the outer region is the last to read, and whose next value it makes."""

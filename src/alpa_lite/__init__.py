@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from alpa_lite.trace.microbatch import grad as grad
     from alpa_lite.trace.microbatch import value_and_grad as value_and_grad
     from alpa_lite.trace.pin_op import pin as pin
+    from alpa_lite.trace.stage_pin import pin_stage as pin_stage
     from alpa_lite.trace.user_op import register_rule as register_rule
 
 __version__ = "0.1.0"
@@ -58,6 +59,7 @@ _PUBLIC = {
     "load_plan": "alpa_lite.api",
     "parallelize": "alpa_lite.api",
     "pin": "alpa_lite.trace.pin_op",
+    "pin_stage": "alpa_lite.trace.stage_pin",
     "plan": "alpa_lite.api",
     "reshard": "alpa_lite.lowering.reshard",
     "register_rule": "alpa_lite.trace.user_op",

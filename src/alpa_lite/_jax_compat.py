@@ -134,8 +134,11 @@ def scan_layout(params: dict[str, Any]) -> tuple[int, int]:
     return len(consts), len(carry)
 
 
-def identity_primitive(name: str) -> Primitive:
-    """A primitive that is the identity on one operand, linear for autodiff (the cotangent passes unchanged)."""
+def identity_primitive(name: str, *, batched: bool = False) -> Primitive:
+    """A primitive that is the identity on one operand, linear for autodiff (the cotangent passes unchanged).
+
+    ``batched``: whether it means the same for a tensor with one dim more; else it is dropped under ``vmap``.
+    """
     primitive = Primitive(name)
     primitive.def_impl(lambda x, **_: x)
     primitive.def_abstract_eval(lambda x, **_: x)
@@ -145,8 +148,8 @@ def identity_primitive(name: str) -> Primitive:
         return primitive.bind(*primals, **params), tangents[0]
 
     def batch(args: Sequence[Any], dims: Sequence[Any], **params: Any) -> tuple[Any, Any]:
-        # Under vmap the tensor gains a dim: the spec no longer fits, so the pin is dropped rather than misapplied.
-        return args[0], dims[0]
+        # Under vmap the tensor gains a dim: a spec no longer fits, so such a pin is dropped rather than misapplied.
+        return primitive.bind(*args, **params) if batched else args[0], dims[0]
 
     ad.primitive_jvps[primitive] = jvp
     batching.primitive_batchers[primitive] = batch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from alpa_lite.plan.records import Leaf
 from alpa_lite.planner.padded import padded_like
 from alpa_lite.planner.stage_layers import layer_cuts
 from alpa_lite.schedule import planned_schedule
+from alpa_lite.trace.auto_layers import LayerCuts
 from alpa_lite.trace.paths import leaf_paths
 from alpa_lite.trace.program import Traced, trace
 from alpa_lite.trace.staged import StagedStep, layers_of, staged_step
@@ -107,7 +109,7 @@ def traced_for(
     rules = _rules_of(plan)
     try:
         count = _num_microbatches(plan)
-        layers = None if plan.pipeline is None else layer_cuts(len(plan.pipeline.stage_of_layer))
+        layers = None if plan.pipeline is None else _planned_cuts(plan.pipeline.stage_of_layer)
         traced = trace(plain(fn), args, kwargs, rules=rules, num_microbatches=count, layers=layers, **settings)
     except TraceError as error:
         static = settings.get("static_argnums", ()), settings.get("static_argnames", ())
@@ -115,6 +117,11 @@ def traced_for(
     traced = padded_like(traced, plan.paddings, rules) if plan.pipeline is None else unstacked(traced, rules)
     _check_identity(plan, traced)
     return traced
+
+
+def _planned_cuts(stage_of_layer: Sequence[int]) -> LayerCuts:
+    counts = Counter(stage_of_layer)
+    return layer_cuts(len(stage_of_layer), [counts[stage] for stage in sorted(counts)])
 
 
 def staged_for(plan: Plan, traced: Traced) -> StagedStep:

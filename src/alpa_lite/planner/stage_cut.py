@@ -180,4 +180,11 @@ def _given_layers(stage_layers: Sequence[int], layered: Layered, source: str) ->
             f"than it has boundaries. Every layer must be in one stage. At {source}. Change stage_layers, or mark other "
             "layers with al.layer_boundary."
         )
-    return tuple(stage for stage, count in enumerate(stage_layers) for _ in range(count))
+    given = tuple(stage for stage, count in enumerate(stage_layers) for _ in range(count))
+    for pin in layered.pins:
+        if given[pin.place] != pin.stage:
+            raise LayerError(
+                f"stage_layers={tuple(stage_layers)} puts layer {pin.place} on stage {given[pin.place]}, al.pin_stage at "
+                f"{pin.source} on stage {pin.stage}. Both must hold. At {source}. Change stage_layers, or drop the pin."
+            )
+    return given

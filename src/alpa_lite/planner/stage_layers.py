@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -12,15 +12,24 @@ from alpa_lite.core.program import Program
 from alpa_lite.errors import LayerError, user_line
 from alpa_lite.interop import cluster_layers
 from alpa_lite.planner.options import PlanOptions
+from alpa_lite.planner.pinned_stages import check_stage_pins, pinned_cuts
 from alpa_lite.trace.auto_layers import LayerCuts
 from alpa_lite.trace.layers import Layered
 from alpa_lite.trace.program import value_of
+from alpa_lite.trace.stage_pin import StagePin
 
 
-def layer_cuts(num_layers: int, at_least: int | None = None, source: str = "") -> LayerCuts:
-    """Chooses where a function without boundaries of its own is cut into ``num_layers`` layers, or ``at_least`` so many."""
+def layer_cuts(
+    num_layers: int, stage_layers: Sequence[int] = (), at_least: int | None = None, source: str = ""
+) -> LayerCuts:
+    """Chooses where a function without boundaries of its own is cut into ``num_layers`` layers, or ``at_least`` so many.
 
-    def chosen(flops: Sequence[float], cut_bytes: Sequence[float]) -> tuple[int, ...]:
+    Where it pins values to stages, these have ``stage_layers`` layers each, by default one.
+    """
+
+    def chosen(flops: Sequence[float], cut_bytes: Sequence[float], pins: Sequence[StagePin] = ()) -> tuple[int, ...]:
+        if pins:
+            return pinned_cuts(flops, cut_bytes, pins, stage_layers or (1,) * num_layers)
         possible = 1 + sum(map(math.isfinite, cut_bytes))
         wanted = num_layers if at_least is None else max(at_least, min(num_layers, possible))
         if wanted > possible:
@@ -42,9 +51,9 @@ def layers_asked(options: PlanOptions, source: str) -> LayerCuts | None:
     if count is None or count == 1:
         return None
     if options.stage_layers is not None:
-        return layer_cuts(sum(options.stage_layers), source=source)
+        return layer_cuts(sum(options.stage_layers), options.stage_layers, source=source)
     sizes = [math.prod(submesh) for submesh in options.submeshes or ((1, 1),) * count]
-    return layer_cuts(sum(sizes) // math.gcd(*sizes), count, source)
+    return layer_cuts(sum(sizes) // math.gcd(*sizes), (1,) * count, count, source)
 
 
 def balanced_stages(layered: Layered, body: Program, num_devices: Sequence[int], source: str) -> tuple[int, ...]:
@@ -57,7 +66,7 @@ def balanced_stages(layered: Layered, body: Program, num_devices: Sequence[int],
         source: the user's line.
 
     Raises:
-        LayerError: there are fewer layers than stages.
+        LayerError: there are fewer layers than stages, or pins to stages that cannot be kept.
     """
     num_stages = len(num_devices)
     if num_stages > layered.num_layers:
@@ -69,14 +78,19 @@ def balanced_stages(layered: Layered, body: Program, num_devices: Sequence[int],
     flops = [0.0] * layered.num_layers
     for op, layer in zip(body.ops, layered.layer, strict=True):
         flops[layer] += op.flops + sum(o.flops * op.trip_count for inner in op.bodies for _, _, o in inner.walk())
-    if len(set(num_devices)) > 1:
-        return _stages_by_devices(flops, _cut_bytes(layered), num_devices)
+    check_stage_pins(layered.pins, layered.num_layers, num_stages)
+    if len(set(num_devices)) > 1 or layered.pins:
+        pinned = {pin.place: pin.stage for pin in layered.pins}
+        return _stages_by_devices(flops, _cut_bytes(layered), num_devices, pinned)
     groups = cluster_layers(flops, _cut_bytes(layered), num_stages)
     return tuple(stage for stage, (first, last) in enumerate(groups.layers) for _ in range(first, last + 1))
 
 
 def _stages_by_devices(
-    flops: Sequence[float], cut_bytes: Sequence[float], num_devices: Sequence[int]
+    flops: Sequence[float],
+    cut_bytes: Sequence[float],
+    num_devices: Sequence[int],
+    pinned: Mapping[int, int] | None = None,
 ) -> tuple[int, ...]:
     """The least work per device of the stage that has most; between equals, met on the way, fewer bytes, then early cuts.
 
@@ -86,10 +100,11 @@ def _stages_by_devices(
     best: dict[int, tuple[float, float, tuple[int, ...]]] = {
         0: (0.0, 0.0, ())
     }  # end of the stages so far -> (most work per device, bytes, ends)
-    for devices in num_devices:
+    for stage, devices in enumerate(num_devices):
+        other = {layer for layer, s in (pinned or {}).items() if s != stage}
         further: dict[int, tuple[float, float, tuple[int, ...]]] = {}
         for start, (most, crossing, ends) in best.items():
-            for end in range(start + 1, len(work)):
+            for end in range(start + 1, min([len(work), *(layer + 1 for layer in other if layer >= start)])):
                 cut = cut_bytes[end - 1] if end < len(flops) else 0.0
                 found = max(most, (work[end] - work[start]) / devices), crossing + cut, (*ends, end)
                 further[end] = min(further.get(end, found), found)

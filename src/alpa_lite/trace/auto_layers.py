@@ -19,8 +19,9 @@ from alpa_lite.errors import LayerError
 from alpa_lite.trace.boundary import layer_boundary_p
 from alpa_lite.trace.forward_ops import ForwardOps, contains, inlined, read, run_part
 
-# (FLOPs of each op, bytes of the cut before each op but the first) -> the ops that start a layer, rising.
-LayerCuts = Callable[[Sequence[float], Sequence[float]], Sequence[int]]
+# (FLOPs of each op, bytes of the cut before each op but the first) -> the ops that start a layer, rising. Where ops are
+# pinned to stages, their ``StagePin``s are a third argument.
+LayerCuts = Callable[..., Sequence[int]]
 
 SLICES = "al_layer_slices"  # name scope of the slices of stacked parameters
 _BOUNDARY = frozenset({"layer_boundary"})
@@ -52,7 +53,8 @@ def with_layers(
     if contains(closed.jaxpr, _BOUNDARY):
         return f
     ops = ForwardOps(closed, batch, differentiated)
-    cuts = sorted(layers(ops.flops, ops.cut_bytes))
+    pins = ops.stage_pins
+    cuts = sorted(layers(ops.flops, ops.cut_bytes, pins) if pins else layers(ops.flops, ops.cut_bytes))
     _check(ops, cuts)
 
     def cut(*args: Any) -> Any:

@@ -65,7 +65,7 @@ class FlatJaxpr:
 
 
 def flatten(closed: ClosedJaxpr, *, keep_boundaries: bool = False) -> FlatJaxpr:
-    """Inline and simplify; see the module docstring. Layer boundaries are dropped unless they are kept."""
+    """Inline and simplify; see the module docstring. Layer boundaries and pins to stages are dropped unless they are kept."""
     builder = _Builder(keep_boundaries)
     flat = builder.run(closed.jaxpr, closed.consts)
     drop_dead(flat)
@@ -114,6 +114,8 @@ class _Builder:
                 results = self.barrier(inputs, eqn, inner_scope)
             elif name == "layer_boundary":
                 results = self.boundary(inputs, eqn, inner_scope) if self.keep_boundaries else inputs
+            elif name == "pin_stage" and not self.keep_boundaries:
+                results = inputs
             elif name == "custom_linear_solve":
                 results = self.linear_solve(eqn, inputs, inner_scope, source)
             else:

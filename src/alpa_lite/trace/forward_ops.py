@@ -31,8 +31,9 @@ from alpa_lite._jax_compat import (
     jaxpr_part,
     scan_layout,
 )
-from alpa_lite.trace.flatten import flatten
+from alpa_lite.trace.flatten import flatten, source_of
 from alpa_lite.trace.flops import total_flops
+from alpa_lite.trace.stage_pin import StagePin, pin_stage_p
 
 HEAVY = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
 _INLINED = ("jit", "pjit", "closed_call", "core_call")
@@ -86,6 +87,15 @@ def run_part(jaxpr: Jaxpr, start: int, stop: int, env: dict[Any, Any]) -> None:
     env.update(zip(part.outvars, evaluate_jaxpr(part, (), [env[v] for v in part.invars]), strict=True))
 
 
+def _pins_inside(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
+    """The equation itself, or those in the functions that it calls, if they pin a stage."""
+    if eqn.primitive is pin_stage_p:
+        yield eqn
+    for jaxpr in inner_jaxprs(eqn):
+        for inner in jaxpr.eqns:
+            yield from _pins_inside(inner)
+
+
 @dataclass(frozen=True, slots=True)
 class Unit:
     """What may not be cut: an equation, or one iteration of a scan over layers."""
@@ -136,6 +146,17 @@ class ForwardOps:
         stacked = variables(eqn.invars[sum(scan_layout(eqn.params)) :])
         parameters = any(v not in self.kinds.from_batch and v.aval.ndim > 1 for v in stacked)
         return parameters and contains(eqn.params["jaxpr"].jaxpr, HEAVY)
+
+    @cached_property
+    def stage_pins(self) -> tuple[StagePin, ...]:
+        """Pins to stages, of the op that makes the value and of the pin itself."""
+        maker = {v: i for i, eqn in enumerate(self.jaxpr.eqns) for v in eqn.outvars}
+        found = {}
+        for i, eqn in enumerate(self.jaxpr.eqns):
+            for pin in _pins_inside(eqn):
+                made = {i, *(maker.get(v, i) for v in variables(eqn.invars) if pin is eqn)}
+                found |= {(self.first[k], pin.params["stage"]): source_of(pin) for k in made}
+        return tuple(StagePin(place=place, stage=stage, source=source) for (place, stage), source in found.items())
 
     @cached_property
     def flops(self) -> list[float]:

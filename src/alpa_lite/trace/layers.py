@@ -21,8 +21,10 @@ from typing import Any
 from alpa_lite._jax_compat import Literal
 from alpa_lite.errors import LayerError
 from alpa_lite.trace.flatten import FlatJaxpr, FlatOp
+from alpa_lite.trace.stage_pin import PIN_STAGE, StagePin
 
 BOUNDARY = "layer_boundary"
+_MARKS = (BOUNDARY, PIN_STAGE)  # identities that say something about layers
 _SUMS = ("add", "add_any", "convert_element_type")
 
 
@@ -35,12 +37,14 @@ class Layered:
         backward: per op, whether it belongs to the backward pass.
         layer: per op.
         num_layers: one more than there were boundaries.
+        pins: layers that the user gave to stages.
     """
 
     flat: FlatJaxpr
     backward: tuple[bool, ...]
     layer: tuple[int, ...]
     num_layers: int
+    pins: tuple[StagePin, ...] = ()
 
 
 def assign_layers(flat: FlatJaxpr) -> Layered:
@@ -53,17 +57,29 @@ def assign_layers(flat: FlatJaxpr) -> Layered:
     num_layers = 2 + max(numbers.values(), default=-1)
     backward = _backward_ops(flat)
     layer = _Assignment(flat, numbers, backward, num_layers).run()
-    keep = [i for i, op in enumerate(flat.ops) if op.name != BOUNDARY]
+    keep = [i for i, op in enumerate(flat.ops) if op.name not in _MARKS]
     return Layered(
         flat=without_boundaries(flat),
         backward=tuple(backward[i] for i in keep),
         layer=tuple(layer[i] for i in keep),
         num_layers=num_layers,
+        pins=_stage_pins(flat, layer, backward),
     )
 
 
+def _stage_pins(flat: FlatJaxpr, layer: list[int], backward: list[bool]) -> tuple[StagePin, ...]:
+    """Of the layers in which pinned values are made; recomputing one pins nothing more."""
+    maker = {o: i for i, op in enumerate(flat.ops) for o in op.outputs if o >= 0 and op.name != BOUNDARY}
+    found: set[StagePin] = set()
+    for i, op in enumerate(flat.ops):
+        if op.name == PIN_STAGE and not backward[i]:
+            made = i if isinstance(op.inputs[0], Literal) else maker.get(op.inputs[0], i)
+            found.add(StagePin(place=layer[made], stage=op.params["stage"], source=op.source))
+    return tuple(sorted(found, key=lambda pin: (pin.place, pin.stage, pin.source)))
+
+
 def without_boundaries(flat: FlatJaxpr) -> FlatJaxpr:
-    """The same with every boundary's result replaced by its operand."""
+    """The same with the result of every boundary, and of every pin to a stage, replaced by its operand."""
     same: dict[int, Any] = {}
 
     def read(value: Any) -> Any:
@@ -71,7 +87,7 @@ def without_boundaries(flat: FlatJaxpr) -> FlatJaxpr:
 
     ops = []
     for op in flat.ops:
-        if op.name == BOUNDARY:
+        if op.name in _MARKS:
             same[op.all_outputs[0]] = read(op.inputs[0])
         else:
             ops.append(_with_inputs(op, [read(i) for i in op.inputs]))
@@ -88,11 +104,12 @@ def _with_inputs(op: FlatOp, inputs: list[Any]) -> FlatOp:
 
 def _number_boundaries(flat: FlatJaxpr) -> dict[int, int]:
     """Group of a boundary -> its number, the same for the two directions."""
-    inside = next((op for op in flat.ops if any(map(_first_boundary, op.bodies))), None)
+    inside = next((op for op in flat.ops if any(map(_first_mark, op.bodies))), None)
     if inside is not None:
-        boundary = next(b for body in inside.bodies if (b := _first_boundary(body)))
+        mark = next(b for body in inside.bodies if (b := _first_mark(body)))
+        word = "boundary" if mark.name == BOUNDARY else "pin to a stage"
         raise LayerError(
-            f"boundary inside a {inside.name} body: al.layer_boundary at {boundary.source} stands inside the loop or branch at "
+            f"{word} inside a {inside.name} body: al.{mark.name} at {mark.source} stands inside the loop or branch at "
             f"{inside.source}. Layers end between ops of the loss itself. Take it out: scans over layers are cut by themselves."
         )
     directions: dict[bool, dict[int, FlatOp]] = {False: {}, True: {}}
@@ -118,12 +135,12 @@ def _number_boundaries(flat: FlatJaxpr) -> dict[int, int]:
     return numbers | {group: len(forward) - 1 - k for k, group in enumerate(back)}
 
 
-def _first_boundary(flat: FlatJaxpr) -> FlatOp | None:
+def _first_mark(flat: FlatJaxpr) -> FlatOp | None:
     for op in flat.ops:
-        if op.name == BOUNDARY:
+        if op.name in _MARKS:
             return op
         for body in op.bodies:
-            if found := _first_boundary(body):
+            if found := _first_mark(body):
                 return found
     return None
 

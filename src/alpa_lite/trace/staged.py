@@ -14,6 +14,7 @@ from alpa_lite.trace.halves import split_backward
 from alpa_lite.trace.layers import Layered, assign_layers
 from alpa_lite.trace.microbatch import is_microbatch_loop
 from alpa_lite.trace.program import Rules, build_program, value_of
+from alpa_lite.trace.stage_pin import PIN_STAGE
 from alpa_lite.trace.stages import Crossing, StageProgram, split_step
 
 
@@ -53,7 +54,17 @@ def microbatch_loop(flat: FlatJaxpr) -> int:
 
 
 def layers_of(flat: FlatJaxpr) -> Layered:
-    """The layers of a step that was flattened with its boundaries."""
+    """The layers of a step that was flattened with its boundaries.
+
+    Raises:
+        LayerError: a boundary or a pin to a stage stands where it cannot.
+    """
+    outside = next((op for op in flat.ops if op.name == PIN_STAGE), None)
+    if outside is not None:
+        raise LayerError(
+            f"al.pin_stage at {outside.source} stands outside of what al.value_and_grad repeats per microbatch. The update "
+            "follows the parameters that it writes. Pin values of the loss function instead."
+        )
     return assign_layers(flat.ops[microbatch_loop(flat)].bodies[0])
 
 

@@ -1,0 +1,150 @@
+"""Pins of layers to stages (``al.pin_stage``): whether they can be kept, and where a loss is cut so that they are.
+
+Stages are contiguous groups of at least one layer. So pins can be kept exactly when stages rise with layers, no layer is
+pinned twice, and there are enough layers before, between and behind them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from alpa_lite.errors import LayerError
+from alpa_lite.interop import cluster_layers
+from alpa_lite.trace.stage_pin import StagePin
+
+
+def check_stage_pins(pins: Sequence[StagePin], num_layers: int, num_stages: int, what: str = "layer") -> None:
+    """Refuse pins that no cut into stages keeps.
+
+    Args:
+        pins: in any order.
+        num_layers: layers, or ops of a function that is not yet cut.
+        num_stages: of the pipeline.
+        what: that ``pins`` number.
+
+    Raises:
+        LayerError: with the pins that clash.
+    """
+    for pin in pins:
+        if pin.stage >= num_stages:
+            raise LayerError(
+                f"al.pin_stage at {pin.source} asks for stage {pin.stage} of {num_stages}. Stages are numbered from 0 to "
+                f"{num_stages - 1}. Give such a stage, or ask for more with PlanOptions(num_stages=...)."
+            )
+    ordered = sorted(pins, key=lambda pin: (pin.place, pin.stage))
+    for first, second in pairwise(ordered):
+        if first.place == second.place and first.stage != second.stage:
+            raise LayerError(
+                f"al.pin_stage at {first.source} asks for stage {first.stage}, al.pin_stage at {second.source} for stage "
+                f"{second.stage}, and both are in {what} {first.place}. A {what} belongs to one stage. Drop one of the two, or "
+                "put al.layer_boundary between them."
+            )
+        if first.stage > second.stage:
+            raise LayerError(
+                f"al.pin_stage at {second.source} contradicts the flow of data: it puts {what} {second.place} on stage "
+                f"{second.stage}, and al.pin_stage at {first.source} puts {what} {first.place}, which comes before it, on stage "
+                f"{first.stage}. Values would flow from stage {first.stage} back to stage {second.stage}. Stages must rise with "
+                "the layers. Swap the two stages, or drop one of the pins."
+            )
+        if second.place - first.place < second.stage - first.stage:
+            raise _too_few(
+                second, second.place - first.place, second.stage - first.stage, f"since {first.source}", what
+            )
+    if ordered:
+        first, last = ordered[0], ordered[-1]
+        if first.place < first.stage:
+            raise _too_few(first, first.place, first.stage, "before it", what)
+        if num_layers - 1 - last.place < num_stages - 1 - last.stage:
+            raise _too_few(last, num_layers - 1 - last.place, num_stages - 1 - last.stage, "behind it", what)
+
+
+def _too_few(pin: StagePin, layers: int, stages: int, where: str, what: str) -> LayerError:
+    return LayerError(
+        f"al.pin_stage at {pin.source} asks for stage {pin.stage}: {stages} stages {where}, for {layers} {what}s. Every stage "
+        f"has at least one {what}. Mark more layers with al.layer_boundary, or pin another stage."
+    )
+
+
+def pinned_cuts(
+    flops: Sequence[float], cut_bytes: Sequence[float], pins: Sequence[StagePin], stage_layers: Sequence[int]
+) -> tuple[int, ...]:
+    """Where a loss is cut into layers so that stages of ``stage_layers`` layers each keep the pins.
+
+    Stages are as balanced as the pins allow (10 % more for fewer bytes between them), then each is cut on its own.
+
+    Args:
+        flops: of each op.
+        cut_bytes: of the cut before each op but the first; inf where there can be none.
+        pins: of ops.
+        stage_layers: layers of each stage.
+
+    Raises:
+        LayerError: no cut keeps the pins.
+    """
+    num_ops, num_stages = len(flops), len(stage_layers)
+    check_stage_pins(pins, num_ops, num_stages, "op")
+    possible = np.flatnonzero(np.isfinite(cut_bytes)) + 1
+    starts = []
+    for stage in range(1, num_stages):
+        low = max((pin.place for pin in pins if pin.stage < stage), default=0)
+        high = min((pin.place for pin in pins if pin.stage >= stage), default=num_ops - 1)
+        starts.append(possible[(low < possible) & (possible <= high)])
+    ends = _stage_starts(np.asarray(flops, float), np.asarray(cut_bytes, float), starts)
+    edges = [0, *ends, num_ops]
+    inner = [_inner_cuts(flops, cut_bytes, *edge, n) for edge, n in zip(pairwise(edges), stage_layers, strict=True)]
+    return tuple(sorted([*ends, *(cut for cuts in inner for cut in cuts)]))
+
+
+def _stage_starts(flops: np.ndarray, cut_bytes: np.ndarray, starts: Sequence[np.ndarray]) -> list[int]:
+    """The first op of each stage but the first, of those in ``starts``.
+
+    load[s, p] = min over q < p of max(load[s - 1, q], work(q, p)) gives the least possible largest stage; with a cap on it,
+    sent[s, p] = min over q < p with work(q, p) <= cap of sent[s - 1, q] + bytes(p) the fewest bytes.
+    """
+    work, num_ops = np.concatenate([[0.0], np.cumsum(flops)]), len(flops)
+    rows = [np.array([0]), *starts, np.array([num_ops])]
+    sent = np.concatenate([[0.0], cut_bytes, [0.0]])
+    load = np.zeros(1)
+    for before, now in pairwise(rows):
+        load = np.array([_least(np.maximum(load, work[p] - work[before]), before < p)[0] for p in now])
+    cap = max(1.1 * work[-1] / (len(rows) - 1), float(load.min(initial=math.inf))) * (1 + 1e-9)
+    if not math.isfinite(cap):
+        raise LayerError(
+            "the pins of al.pin_stage leave no place where a stage can end: layers end between ops that the gradient passes, and "
+            "every stage has at least one. Pin other values, or mark layers with al.layer_boundary."
+        )
+    bytes_to, chosen = np.zeros(1), []
+    for before, now in pairwise(rows):
+        found = [_least(bytes_to, (before < p) & (work[p] - work[before] <= cap)) for p in now]
+        bytes_to = np.array([least for least, _ in found]) + sent[now]
+        chosen.append([q for _, q in found])
+    at, ends = 0, []
+    for row, back in zip(rows[-2:0:-1], chosen[:0:-1], strict=True):
+        at = back[at]
+        ends.append(int(row[at]))
+    return ends[::-1]
+
+
+def _least(values: np.ndarray, allowed: np.ndarray) -> tuple[float, int]:
+    """The smallest of the allowed values, the first among equals, and its place; inf if there is none."""
+    if not len(values):
+        return math.inf, 0
+    values = np.where(allowed, values, math.inf)
+    place = int(values.argmin())
+    return float(values[place]), place
+
+
+def _inner_cuts(flops: Sequence[float], cut_bytes: Sequence[float], start: int, stop: int, layers: int) -> list[int]:
+    """Ends of the layers of one stage."""
+    between = cut_bytes[start : stop - 1]
+    possible = 1 + sum(map(math.isfinite, between))
+    if layers > possible:
+        raise LayerError(
+            f"stage_layers asks for {layers} layers in a stage between pins of al.pin_stage that can be cut into at most "
+            f"{possible}, between ops that the gradient passes. Ask for fewer there, or pin other values."
+        )
+    return [start + cut for cut in cluster_layers(flops[start:stop], between, layers).cuts]

@@ -1,0 +1,54 @@
+"""``al.pin_stage``: says which pipeline stage computes a value. An identity everywhere."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from alpa_lite._jax_compat import identity_primitive
+from alpa_lite.errors import LayerError, user_line
+
+pin_stage_p = identity_primitive("pin_stage", batched=True)
+PIN_STAGE = pin_stage_p.name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagePin:
+    """A layer, or an op of a function that is still to be cut into layers, and the stage that it belongs to.
+
+    Attributes:
+        place: number of the layer, or of the op.
+        stage: of the pipeline, from 0 on.
+        source: the user's line.
+    """
+
+    place: int
+    stage: int
+    source: str
+
+
+def pin_stage(x: Any, stage: int) -> Any:
+    """``x``, computed by pipeline stage ``stage``: the layer of the op that makes it is given to that stage.
+
+    Of a parameter, the first layer that reads the result; right behind a layer boundary, the layer that begins there. The
+    gradient is computed where the value is. Without stages nothing is pinned.
+
+    Args:
+        x: a pytree of arrays, inside of the function under ``al.value_and_grad``, outside of its loops.
+        stage: from 0 to the number of stages less 1.
+
+    Raises:
+        LayerError: the stage is no such number.
+
+    Example:
+        >>> h = al.pin_stage(encoder(params, tokens), 0)
+        >>> y = al.pin_stage(decoder(params, h), 1)
+    """
+    if isinstance(stage, bool) or not isinstance(stage, int) or stage < 0:
+        raise LayerError(
+            f"al.pin_stage got stage={stage!r}. A stage is a whole number from 0 to num_stages - 1. At {user_line()}. "
+            "Give such a number."
+        )
+    return jax.tree.map(lambda leaf: pin_stage_p.bind(leaf, stage=stage), x)

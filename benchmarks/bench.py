@@ -21,6 +21,7 @@ BENCHMARKS = (
     "solve_time",
     "step_time",
     "call_overhead",
+    "driver_overhead",
     "conversions",
     "sameness_time",
     "symbolic_sweep",

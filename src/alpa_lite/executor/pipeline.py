@@ -30,6 +30,7 @@ from alpa_lite.lowering.transfer import Transfers
 from alpa_lite.plan.plan import Plan
 from alpa_lite.schedule import (
     ActionKind,
+    Instructions,
     Schedule,
     Timeline,
     emit_instructions,
@@ -169,6 +170,11 @@ class CompiledPipeline:
     plan: Plan
     programs: tuple[tuple[str, int, tuple[Collective, ...], Any], ...]
     runnable: RunnablePipeline
+
+    @property
+    def instructions(self) -> Instructions:
+        """What every submesh executes."""
+        return self.runnable.step.instructions
 
     @property
     def predicted(self) -> Timeline:

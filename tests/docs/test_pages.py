@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from docs import conventions, conversions, export, pages, probing, sameness, symbolic, uneven
+from docs import conventions, conversions, export, pages, pipelines, probing, sameness, symbolic, uneven
 
 # The script of a page with generated text, and a change of that text which must not survive.
 WRITTEN = [
@@ -13,7 +13,10 @@ WRITTEN = [
     pytest.param(symbolic, ("no plan for n", "a plan for n"), id="symbolic", marks=pytest.mark.medium),
     pytest.param(uneven, ("in 8 parts", "in 4 parts"), id="uneven", marks=pytest.mark.medium),
 ]
-DRAWN = [conventions, conversions, export, probing, sameness, symbolic, uneven]
+DRAWN = [
+    *(conventions, conversions, export, probing, sameness, symbolic, uneven),
+    pytest.param(pipelines, marks=pytest.mark.slow),  # compiles and runs two pipelines
+]
 
 
 @pytest.mark.parametrize(("script", "change"), WRITTEN)

@@ -34,6 +34,14 @@ MOST_RUNS, QUICK_RUNS = 60, 8
 Run = tuple[str, str, int, str]
 
 
+@pytest.fixture(autouse=True)
+def quick_compilation() -> Iterator[None]:
+    """As ``tests.compiling``, for programs that the pipeline itself compiles."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 def pairs(run: Run) -> Iterator[tuple[int, int, Any, Any]]:
     for i, j in itertools.combinations(range(len(run)), 2):
         yield i, j, run[i], run[j]

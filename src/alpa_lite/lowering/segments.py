@@ -132,12 +132,12 @@ class CutRegion:
         assert not left, f"results that are never made: {left}"
         return found
 
-    def structs(self, number: int, sliced: Collection[int], trips: int, mesh: Any) -> list[Any]:
+    def structs(self, number: int, sliced: Collection[Pair], trips: int, mesh: Any) -> list[Any]:
         """What ``function`` takes after the index, as shapes with their shardings."""
         found = []
         for value, spec in self.segments[number].reads:
             aval = self.flat.avals[value]
-            stacked = bool(self.prefix) and value in sliced
+            stacked = bool(self.prefix) and (value, spec) in sliced
             lead = [math.prod(mesh.shape[a] for a in spec.unreduced)] if spec.unreduced else []
             shape = (*lead, *([trips] if stacked else []), *aval.shape)
             sharding = NamedSharding(mesh, crossing_spec(spec, stacked=stacked))
@@ -169,13 +169,13 @@ class CutRegion:
         number: int,
         mesh: Any,
         *,
-        sliced: Collection[int] = (),
+        sliced: Collection[Pair] = (),
         donated: Sequence[Pair] = (),
         marked: bool = False,
     ) -> Callable[..., Any]:
         """Segment ``number`` as a jitted function of global arrays, in the order of ``reads``, to a list in that of ``writes``.
 
-        Values in ``sliced`` are given stacked, and the function takes the slice at its first argument, an index. ``donated``
+        What is in ``sliced`` is given stacked, and the function takes the slice at its first argument, an index. ``donated``
         arrays are gone afterwards. A ``marked`` function has one more result, which nobody donates: it is there when all are.
         """
         segment = self.segments[number]
@@ -184,7 +184,7 @@ class CutRegion:
         def local(index: Any, *tiles: Any) -> list[Any]:
             have: dict[int, dict[ShardingSpec, Any]] = {}
             for (value, spec), tile in zip(segment.reads, tiles, strict=True):
-                tile = lax.dynamic_index_in_dim(tile, index, 0, keepdims=False) if value in cut else tile
+                tile = lax.dynamic_index_in_dim(tile, index, 0, keepdims=False) if (value, spec) in cut else tile
                 have.setdefault(value, {})[spec] = tile[0] if spec.unreduced else tile
             region = Region(self.lowering, self.flat, self.prefix)
             region.run_segment(have, segment.start, segment.stop, self.skipped, segment.out)
@@ -196,7 +196,7 @@ class CutRegion:
             jax.shard_map(
                 local,
                 mesh=mesh,
-                in_specs=(PartitionSpec(), *(crossing_spec(s, stacked=v in cut) for v, s in segment.reads)),
+                in_specs=(PartitionSpec(), *(crossing_spec(pair[1], stacked=pair in cut) for pair in segment.reads)),
                 out_specs=[*(crossing_spec(s) for _, s in segment.writes), *([PartitionSpec()] * marked)],
                 check_vma=False,
             ),

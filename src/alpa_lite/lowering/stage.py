@@ -34,7 +34,7 @@ class StagePart:
         region, number: the segment that it runs.
         mesh: abstract.
         trips: microbatches.
-        sliced: values that are given stacked over microbatches.
+        sliced: what is given stacked over microbatches; in another layout it is what an earlier pass made of a slice.
         donated: what it reads and nothing reads afterwards, where a result can take the buffer.
     """
 
@@ -43,7 +43,7 @@ class StagePart:
     number: int
     mesh: AbstractMesh
     trips: int
-    sliced: frozenset[int] = frozenset()
+    sliced: frozenset[Pair] = frozenset()
     donated: tuple[Pair, ...] = ()
 
     @property
@@ -135,7 +135,7 @@ class LoweredStage:
         mesh = AbstractMesh(logical.shape, logical.axis_names, axis_types=(AxisType.Auto,) * len(logical.shape))
         names = ["before", *(f"update {k}" for k in range(len(self.program.rounds)))]
         outer = [StagePart(name, self.outer, k, mesh, trips, donated=self.freed(k)) for k, name in enumerate(names)]
-        sliced = frozenset(value for value, _ in self.loop_inputs.slices)
+        sliced = frozenset(self.loop_inputs.slices)
         halves = ("backward, inputs", "backward, weights") if self.halves else ("backward",)
         carries, words = self.loop_inputs.carries, enumerate(("forward", *halves))
         return (*outer, *(StagePart(name, self.body, k, mesh, trips, sliced, carries) for k, name in words))

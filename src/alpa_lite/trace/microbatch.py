@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from alpa_lite.errors import MicrobatchError
+from alpa_lite.errors import MicrobatchError, user_line
 from alpa_lite.trace.auto_layers import LayerCuts, with_layers
 from alpa_lite.trace.flatten import FlatJaxpr, FlatOp
 from alpa_lite.trace.microbatch_loop import SCOPE, MicrobatchLoop, Repeated, struct_of, tree_with_paths
@@ -253,8 +253,8 @@ class _Marked:
             raise MicrobatchError(
                 f"num_microbatches={count} does not divide the batch: leaf {_shown(path)} of {self.name} has shape {shape} and "
                 f"is split along dim {axis}. Allowed are the divisors of {shape[axis]}: {', '.join(map(str, divisors[:12]))}"
-                f"{', ...' if len(divisors) > 12 else ''}. Change num_microbatches or the batch size, or give batch_axes=None "
-                "for a leaf that every microbatch reads whole."
+                f"{', ...' if len(divisors) > 12 else ''}. At {user_line()}. Change num_microbatches or the batch size, or give "
+                "batch_axes=None for a leaf that every microbatch reads whole."
             )
         return axis
 
@@ -297,6 +297,12 @@ def check_regions(flat: FlatJaxpr, count: int, *, required: bool = False) -> Non
     place = (
         f"al.value_and_grad stands inside a loop or branch at {nested}" if nested else "no al.value_and_grad or al.grad"
     )
+    if required:
+        raise MicrobatchError(
+            f"num_stages or other options for stages were given, and the step has {place}. A schedule of stages trains: it "
+            f"orders the forward and backward passes of one gradient. At {user_line()}. Write al.value_and_grad for jax.value_and_grad, "
+            "once, in the step itself, or plan without stages."
+        )
     raise MicrobatchError(
         f"num_microbatches={count}, and the step has {place}. What repeats per microbatch is marked by one of them, once, in the "
         "step itself. Write al.value_and_grad for jax.value_and_grad, or leave num_microbatches at 1."

@@ -321,3 +321,18 @@ def test_nothing_exists_says_what_to_give_up():
     small = np.where(np.arange(4)[:, None] > 0, np.inf, FINE["cost_s"])
     with pytest.raises(SlicingError, match="do not cover all layers and use all devices"):
         slice_stages(**{**FINE, "cost_s": small})
+
+
+def test_values_equal_but_for_rounding_are_one_value():
+    # Sums of the same seconds in another order: the search may not go back and forth between them.
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        units = rng.random(3)
+        cost_s, once_s = np.full((4, 4, 2, 2), np.inf), np.zeros((4, 4, 2, 2))
+        for i in range(4):
+            for j in range(i, 4):
+                for c, order in enumerate((units, units[::-1])):
+                    cost_s[i, j, :, c] = sum(order.tolist()) * (j - i + 1) / np.array([1, 2]) ** 0.9
+                    once_s[i, j, :, c] = sum(order.tolist()) / 3
+        check({"cost_s": cost_s, "tolerated": np.full((4, 4, 2, 2), 4), "sizes": (1, 2), "num_devices": 4,
+               "num_microbatches": 8}, {"once_s": once_s, "num_stages": 3})  # fmt: skip

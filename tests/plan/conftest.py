@@ -24,6 +24,7 @@ from alpa_lite.plan.records import (
     Padding,
     PlanIdentity,
     SearchStep,
+    StageCount,
     StagePlan,
 )
 
@@ -170,6 +171,11 @@ def make_plan(program: Program) -> Plan:
         objective=4.4e-5,
         lower_bound=4.3e-5,
         status="time limit",
+        stage_counts=(
+            StageCount(num_stages=1, status="no plan fits the memory"),
+            StageCount(num_stages=2, objective=4.4e-05, bubble_share=0.25, status="planned"),
+            StageCount(num_stages=4, objective=5e-05, bubble_share=0.5, status="estimated"),
+        ),
         mesh_table=(
             MeshCandidate(mesh=mesh, objective=4.4e-5, lower_bound=4.3e-5, peak_bytes=320, status="time limit"),
             MeshCandidate(mesh=other, status="ruled out", reason="1/x: dim 0 of 8 does not divide"),

@@ -70,8 +70,8 @@ def damaged(plan, path, change):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda d: d.update(format_version=3), r"has plan-format version 3; this alpa_lite reads version 2\. Make the"),
-        (lambda d: d.update(format_version=3, objective="?"), r"has plan-format version 3"),
+        (lambda d: d.update(format_version=4), r"has plan-format version 4; this alpa_lite reads version 3\. Make the"),
+        (lambda d: d.update(format_version=4, objective="?"), r"has plan-format version 4"),
         (lambda d: d.update(format="other"), r"is JSON but no plan: it does not start with \"format\": \"alpa_lite"),
         (lambda d: d.update(colour=1), r"breaks the plan format: .*unknown field `colour`"),
         (lambda d: d.pop("costs"), r"missing required field `costs`"),

@@ -25,12 +25,14 @@ from alpa_lite.planner.options import PlanOptions
 from alpa_lite.planner.padded import plan_with_padding
 from alpa_lite.planner.pipeline import plan_pipeline
 from alpa_lite.planner.plan_step import Versions, mesh_task, plan_step
+from alpa_lite.planner.searched import SearchTask, is_searched, plan_with_stages_searched
 from alpa_lite.planner.stage_cut import StageCut, asked_schedule, given_cut, given_submeshes, one_stage
-from alpa_lite.planner.stage_layers import layers_asked
+from alpa_lite.planner.stage_layers import layers_asked, searched_layers
 from alpa_lite.planner.stage_pins import pins_of_parts
 from alpa_lite.planner.symbolic import SymbolicPlan as PlansByNumber
 from alpa_lite.planner.symbolic import SymbolicTask
 from alpa_lite.trace.annotations import annotation_note, annotations_from_args
+from alpa_lite.trace.auto_layers import LayerCuts
 from alpa_lite.trace.pins import resolve_pins
 from alpa_lite.trace.program import Traced, trace
 from alpa_lite.trace.staged import StagedStep, layers_of, microbatch_loop, staged_step
@@ -105,7 +107,7 @@ class Request:
             own.source if pins is None else given.source,
         )
 
-    def trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
+    def trace(self, args: tuple[Any, ...], kwargs: dict[str, Any], layers: LayerCuts | None = None) -> Traced:
         count = self.options.num_microbatches
         return trace(
             self.fn,
@@ -116,16 +118,21 @@ class Request:
             donate_argnums=self.donate_argnums,
             rules=self.options.rules,
             num_microbatches=1 if count == "auto" else count,
-            layers=layers_asked(self.options, self.source),
+            layers=layers or layers_asked(self.options, self.source),
         )
 
     @collector_paused()
-    def plan(self, args: tuple[Any, ...], kwargs: dict[str, Any], cluster: ClusterData) -> tuple[Traced, Plan]:
+    def plan(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], cluster: ClusterData, *, search: bool = True
+    ) -> tuple[Traced, Plan]:
+        """The traced step and its plan; without ``search`` the number of stages is not searched."""
         self._check(cluster)
         self._check_stages(cluster)
         if self.options.num_microbatches == "auto":
             return self._with_fewest_microbatches(args, kwargs, cluster)
         with _told(self.options.verbose) as progress:
+            if search and is_searched(self.options, cluster):
+                return self._searched(args, kwargs, cluster, progress)
             traced = self.trace(args, kwargs)
             pins, notes = self._pins_and_notes(traced, args, kwargs)
             if self.options.has_stages:
@@ -137,15 +144,66 @@ class Request:
                     staged, cut, cluster, pins, self.options, _VERSIONS, notes=notes, progress=progress
                 )
                 return traced, self._finished(made, traced)
-            options = one_stage(self.options, cluster, self.source)
+            traced, made = self._one_stage(traced, pins, notes, cluster, progress)
+        return traced, self._finished(made, traced)
 
-            def plan_program(program: Program, pins: ResolvedPins) -> Plan:
-                return plan_step(program, cluster, pins, options, _VERSIONS, notes=notes, progress=progress)
+    def _one_stage(
+        self,
+        traced: Traced,
+        pins: ResolvedPins,
+        notes: tuple[str, ...],
+        cluster: ClusterData,
+        progress: Callable[[str], None] | None,
+    ) -> tuple[Traced, Plan]:
+        """Without a pipeline; where dims were padded, the padded step with its plan."""
+        options = one_stage(self.options, cluster, self.source)
 
-            if self.options.padding == "off":
-                made = plan_program(traced.program, pins)
-            else:
-                traced, made = plan_with_padding(traced, cluster, pins, plan_program, self.options.rules)
+        def plan_program(program: Program, pins: ResolvedPins) -> Plan:
+            return plan_step(program, cluster, pins, options, _VERSIONS, notes=notes, progress=progress)
+
+        if self.options.padding == "off":
+            return traced, plan_program(traced.program, pins)
+        return plan_with_padding(traced, cluster, pins, plan_program, self.options.rules)
+
+    def _searched(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        cluster: ClusterData,
+        progress: Callable[[str], None] | None,
+    ) -> tuple[Traced, Plan]:
+        """The best number of stages. A step that is one stage in the end is traced without the layers that were found."""
+        chosen: list[object] = []
+        cuts = searched_layers(cluster)
+
+        def layers(flops: Sequence[float], cut_bytes: Sequence[float]) -> Sequence[int]:
+            chosen.append(cuts)
+            return cuts(flops, cut_bytes)
+
+        traced = self.trace(args, kwargs, layers)
+        pins, notes = self._pins_and_notes(traced, args, kwargs)
+        single: list[Traced] = []
+
+        def one_mesh() -> Plan:
+            plain = self.trace(args, kwargs) if chosen else traced
+            found, made = self._one_stage(plain, pins, notes, cluster, progress)
+            single.append(found)
+            return made
+
+        of_parts = unstacked(traced, self.options.rules)
+        assert of_parts.parts is not None
+        task = SearchTask(
+            traced=of_parts,
+            cluster=cluster,
+            pins=pins_of_parts(pins, of_parts.parts),
+            options=self.options,
+            versions=_VERSIONS,
+            one_stage=one_mesh,
+            notes=notes,
+            progress=progress,
+        )
+        made = plan_with_stages_searched(task)
+        traced = single[0] if made.pipeline is None else of_parts
         return traced, self._finished(made, traced)
 
     def _staged(self, traced: Traced, cluster: ClusterData) -> tuple[StagedStep, StageCut]:
@@ -166,7 +224,7 @@ class Request:
         for count in (2**k for k in range(_MAX_DOUBLINGS + 1)):
             request = replace(self, options=replace(self.options, num_microbatches=count))
             try:
-                traced, made = request.plan(args, kwargs, cluster)
+                traced, made = request.plan(args, kwargs, cluster, search=False)
             except MemoryBudgetError as error:
                 refused = refused or error
             except MicrobatchError as error:

@@ -131,12 +131,20 @@ def exists(problem: SliceProblem) -> bool:
 
 
 def _values(problem: SliceProblem, cells: Cells) -> tuple[Floats, Floats]:
-    """The distinct times that may be the slowest, and the distinct once-per-step costs that may be the largest."""
+    """The distinct times that may be the slowest, and the distinct once-per-step costs that may be the largest.
+
+    Of values that are equal but for rounding the largest: a limit at one of them admits all.
+    """
     possible = np.isfinite(cells.cost_s)
     times = cells.cost_s[possible]
     if problem.transfer_s is not None:
         times = np.append(times, problem.transfer_s[np.isfinite(problem.transfer_s)])
-    return np.unique(times), np.unique(cells.once_s[possible])
+    return _distinct(times), _distinct(cells.once_s[possible])
+
+
+def _distinct(values: Floats) -> Floats:
+    values = np.unique(values)
+    return values[np.append(values[1:] > raised(1.0) * values[:-1], np.ones(min(1, len(values)), dtype=bool))]
 
 
 def _least_bottleneck(problem: SliceProblem, cells: Cells, times: Floats) -> int:

@@ -24,6 +24,7 @@ from alpa_lite.plan.records import (
     Pipeline,
     PlanIdentity,
     SearchStep,
+    StageCount,
     StagePlan,
     StageTransfer,
 )
@@ -131,6 +132,7 @@ class _Decoder:
             "paddings": tuple(map(_padding, d.paddings)),
             "notes": tuple(d.notes),
             "pipeline": None if d.pipeline is None else _pipeline(d.pipeline),
+            "stage_counts": tuple(StageCount(**msgspec.structs.asdict(row)) for row in d.stage_counts),
             "mesh_table": tuple(self._candidate(candidate) for candidate in d.mesh_table),
             "inputs": tuple(map(self._leaf, d.inputs)),
             "outputs": tuple(map(self._leaf, d.outputs)),

@@ -15,7 +15,7 @@ from alpa_lite.core.collective import CollectiveKind
 from alpa_lite.plan.records import LeafRole
 
 FORMAT = "alpa_lite.plan"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 
 
 class _Strict(msgspec.Struct, forbid_unknown_fields=True):
@@ -96,6 +96,15 @@ class SearchRow(_Row):
     objective: float
     lower_bound: float | None
     found_by: str
+
+
+class StageCountRow(_Row):
+    """``objective`` and ``bubble_share`` are null where there is no cut into so many stages."""
+
+    num_stages: int
+    objective: float | None
+    bubble_share: float | None
+    status: str
 
 
 class PaddingRow(_Row):
@@ -190,6 +199,7 @@ class Document(_Strict):
     paddings: list[PaddingRow]
     notes: list[str]
     pipeline: Pipeline | None
+    stage_counts: list[StageCountRow]
     mesh_table: list[Candidate]
     columns: dict[str, list[str]]
     inputs: list[LeafRow]
@@ -205,6 +215,7 @@ class Document(_Strict):
 ROWS: dict[str, type[_Row]] = {
     "search": SearchRow,
     "paddings": PaddingRow,
+    "stage_counts": StageCountRow,
     "inputs": LeafRow,
     "outputs": LeafRow,
     "ops": OpRow,

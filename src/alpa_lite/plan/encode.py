@@ -63,6 +63,9 @@ def encode_plan(plan: Plan) -> bytes:
         ],
         notes=list(plan.notes),
         pipeline=None if plan.pipeline is None else _encode_pipeline(plan.pipeline),
+        stage_counts=[
+            doc.StageCountRow(c.num_stages, c.objective, c.bubble_share, c.status) for c in plan.stage_counts
+        ],
         mesh_table=[_encode_candidate(candidate) for candidate in plan.mesh_table],
         columns=doc.COLUMNS,
         inputs=inputs,

@@ -27,6 +27,7 @@ from alpa_lite.plan.records import (
     Pipeline,
     PlanIdentity,
     SearchStep,
+    StageCount,
     StagePlan,
 )
 from alpa_lite.plan.text import plan_text
@@ -70,6 +71,7 @@ class Plan:
         pins: (key as the user wrote it, spec text) pairs.
         search: how the chosen mesh was searched: objectives in falling order, the last one with what was proven.
         pipeline: how the stages work together; None for a single stage.
+        stage_counts: what each number of stages would cost, where it was searched.
         paddings: dims that are padded inside the step; a plan with any belongs to the padded program.
         notes: warnings and reports: dims ruled out, replicated ops, forced choices, annotations seen.
         trees: see the module docstring.
@@ -89,6 +91,7 @@ class Plan:
     pins: tuple[tuple[str, str], ...] = ()
     search: tuple[SearchStep, ...] = ()
     pipeline: Pipeline | None = None
+    stage_counts: tuple[StageCount, ...] = ()
     paddings: tuple[Padding, ...] = ()
     notes: tuple[str, ...] = ()
     trees: PlanTrees | None = field(default=None, compare=False, repr=False)

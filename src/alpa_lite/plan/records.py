@@ -182,6 +182,23 @@ class Pipeline:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StageCount:
+    """The best cut into so many stages that the search of stages found.
+
+    Attributes:
+        num_stages: 1 is no pipeline.
+        objective: of one step, in the plan's unit; None where there is no cut.
+        bubble_share: of the time of all devices, how much they wait.
+        status: "planned" (exactly, by the simulator), "estimated" (from the table of stage costs), or why there is none.
+    """
+
+    num_stages: int
+    objective: float | None = None
+    bubble_share: float | None = None
+    status: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SearchStep:
     """One entry of a search trace: a choice that is better than all before it, or how the search ended.
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from alpa_lite.core.collective import Collective
 from alpa_lite.core.spec import ShardingSpec
 from alpa_lite.plan.grouping import group_paths
-from alpa_lite.plan.records import Leaf, LeafRole, MeshCandidate, Pipeline
+from alpa_lite.plan.records import Leaf, LeafRole, MeshCandidate, Pipeline, StageCount
 from alpa_lite.units import format_bytes, format_cost
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ def summary(plan: Plan) -> tuple[Section, ...]:
     sections = (
         _header(plan),
         _stages(plan),
+        _stage_counts(plan),
         _arguments(plan),
         _results(plan),
         _ops(plan),
@@ -107,6 +108,24 @@ def _stages(plan: Plan) -> Section:
 
 def _span(numbers: tuple[int, ...]) -> str:
     return "" if not numbers else str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"
+
+
+def _stage_counts(plan: Plan) -> Section:
+    """Why this number of stages and no other."""
+    best = min((c.objective for c in plan.stage_counts if c.objective is not None), default=0.0)
+
+    def row(count: StageCount) -> tuple[str, ...]:
+        chosen = "chosen" if count.num_stages == len(plan.stages) else ""
+        if count.objective is None or count.bubble_share is None:
+            return (str(count.num_stages), "-", "-", "-", count.status, chosen)
+        over = f"{count.objective / best - 1:.1%}" if best else "-"
+        cost = format_cost(count.objective, plan.unit)
+        return (str(count.num_stages), cost, over, f"{count.bubble_share:.1%}", count.status, chosen)
+
+    columns = ("stages", "per step", "over best", "bubble", "status", "")
+    return Section(
+        title="Numbers of stages", columns=columns, rows=tuple(map(row, plan.stage_counts)), right=(0, 1, 2, 3)
+    )
 
 
 def _arguments(plan: Plan) -> Section:

@@ -43,7 +43,8 @@ class PlanOptions:
         num_microbatches: in how many slices ``al.value_and_grad`` takes the batch, one after the other, with gradients added up;
             "auto" takes the smallest power of two that fits the memory budget.
         num_stages: cut the step into so many stages of contiguous layers (``al.layer_boundary``, else found), each on an equal
-            part of the cluster; "auto" is one stage. ``mesh_shape`` is then that of every stage.
+            part of the cluster; ``mesh_shape`` is then that of every stage. "auto" searches stages, submeshes and layers where
+            ``num_microbatches`` is given and ``mesh_shape`` is not; else it is one stage.
         submeshes: one (hosts, devices per host) per stage, e.g. ((1, 2), (1, 6)): part of one host, or whole hosts, together
             all devices.
         stage_layers: how many layers each stage has, e.g. (4, 2, 2); None gives each stage work by its number of devices.

@@ -17,7 +17,6 @@ from alpa_lite.costs.profile import roles_of
 from alpa_lite.errors import MemoryBudgetError, PinError, ScheduleError
 from alpa_lite.interop import PlacedSubmesh
 from alpa_lite.plan.check import check_plan
-from alpa_lite.plan.identity import fingerprint
 from alpa_lite.plan.pins import ResolvedPins
 from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.records import Leaf, LeafRole, Pipeline, StagePlan, StageTransfer
@@ -37,6 +36,7 @@ from alpa_lite.planner.plan_step import (
 from alpa_lite.planner.stage_costs import StageCosts, stage_costs
 from alpa_lite.planner.stage_cut import StageCut
 from alpa_lite.planner.stage_pins import stage_pins
+from alpa_lite.planner.stage_reuse import content_key, renamed
 from alpa_lite.schedule import (
     Action,
     ActionKind,
@@ -92,7 +92,7 @@ def plan_pipeline(
     schedule = make_schedule(options.schedule, step.num_stages, step.num_microbatches, options.num_chunks)
     check_possible(schedule, pins.source)
     flying = in_flight(schedule)
-    known: dict[object, PlannedStage] = {}
+    known: dict[object, tuple[InFlight, PlannedStage]] = {}
 
     def plan_all(budgets: Sequence[float]) -> list[PlannedStage]:
         return _plan_stages(step, cut, cluster, pins, options, flying, budgets, known, tell)
@@ -111,7 +111,7 @@ def _plan_stages(
     options: PlanOptions,
     flying: Sequence[InFlight],
     budgets: Sequence[float],
-    known: dict[object, PlannedStage],
+    known: dict[object, tuple[InFlight, PlannedStage]],
     tell: Callable[[str], None],
 ) -> list[PlannedStage]:
     """Every stage with at most ``budgets`` bytes per device; equal stages are planned once and kept in ``known``."""
@@ -119,12 +119,13 @@ def _plan_stages(
     for number, (part, program) in enumerate(zip(step.stages, step.programs, strict=True)):
         own, count, limit = stage_pins(pins, part, program), flying[number], budgets[number]
         submesh, shape = cut.cluster_of(number, cluster), cut.mesh_shapes[number]
-        key = (fingerprint(program), submesh, shape, own.inputs, own.outputs, count.residuals, count.halves, limit)
-        if key not in known:
+        key = content_key(program, own), submesh, shape, limit
+        # What fits with more microbatches in flight fits with fewer, and equal stages stay one program.
+        if key not in known or not _holds(known[key][0], count):
             tell(f"planning stage {number} of {step.num_stages}, {len(program.ops)} ops")
             mine = replace(options, mesh_shape=shape, stage_mesh_shapes=None)
-            known[key] = _plan_stage(part, program, submesh, places[number], own, mine, count, limit)
-        stages.append(replace(known[key], part=part, program=program, place=places[number]))
+            known[key] = count, _plan_stage(part, program, submesh, places[number], own, mine, count, limit)
+        stages.append(_same_plan(known[key][1], part, program, places[number], count))
     return stages
 
 
@@ -142,6 +143,19 @@ def check_possible(schedule: Schedule, source: str) -> None:
             "Give such a table as schedule=..., or the name of one.",
             "kinds",
         )
+
+
+def _holds(planned: InFlight, flying: InFlight) -> bool:
+    return planned.residuals >= flying.residuals and planned.halves >= flying.halves
+
+
+def _same_plan(
+    stage: PlannedStage, part: StageProgram, program: Program, place: PlacedSubmesh, flying: InFlight
+) -> PlannedStage:
+    """The plan of an equal stage for this one."""
+    result = renamed(stage.result, stage.program, program)
+    costs = stage_costs(part, program, result, flying)
+    return replace(stage, part=part, program=program, place=place, result=result, costs=costs)
 
 
 def _plan_stage(

@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from alpa_lite.cluster.cluster import Cluster
 from alpa_lite.core.program import Program
 from alpa_lite.errors import LayerError, user_line
 from alpa_lite.interop import cluster_layers
@@ -17,6 +18,9 @@ from alpa_lite.trace.auto_layers import LayerCuts
 from alpa_lite.trace.layers import Layered
 from alpa_lite.trace.program import value_of
 from alpa_lite.trace.stage_pin import StagePin
+
+# Of a function without boundaries whose stages are searched: as many as devices, within these.
+_FEWEST_LAYERS, _MOST_LAYERS = 4, 16
 
 
 def layer_cuts(
@@ -40,6 +44,11 @@ def layer_cuts(
         return cluster_layers(flops, cut_bytes, wanted).cuts
 
     return chosen
+
+
+def searched_layers(cluster: Cluster) -> LayerCuts:
+    """How a function without boundaries of its own is cut where the number of stages is searched."""
+    return layer_cuts(min(_MOST_LAYERS, max(_FEWEST_LAYERS, cluster.num_devices)), 1)
 
 
 def layers_asked(options: PlanOptions, source: str) -> LayerCuts | None:
@@ -111,6 +120,11 @@ def _stages_by_devices(
         best = further
     starts = (0, *best[len(flops)][2])
     return tuple(stage for stage, (a, b) in enumerate(pairwise(starts)) for _ in range(a, b))
+
+
+def boundary_bytes(layered: Layered) -> list[float]:
+    """Per boundary, the bytes that cross it for one microbatch, forward and back."""
+    return [2 * size for size in _cut_bytes(layered)]
 
 
 def _cut_bytes(layered: Layered) -> list[float]:

@@ -102,7 +102,7 @@ def staged_step(
     stages = split_step(flat, loop, layered, given, whole.aliases)
     stages = tuple(split_backward(stage) if n in split else stage for n, stage in enumerate(stages))
     known: Rules = {}  # stages are made of the same ops
-    programs = tuple(_program(whole, stage, rules, known) for stage in stages)
+    programs = tuple(stage_program(whole, stage, rules, known) for stage in stages)
     return StagedStep(
         whole=whole,
         stage_of_layer=given,
@@ -114,7 +114,7 @@ def staged_step(
     )
 
 
-def _program(whole: Program, stage: StageProgram, rules: tuple[NamedRule, ...], known: Rules) -> Program:
+def stage_program(whole: Program, stage: StageProgram, rules: tuple[NamedRule, ...], known: Rules) -> Program:
     """Received state keeps its path; everything else that crosses is numbered. State is what it is in the whole step."""
     inputs = [whole.input_paths[a] for a in stage.args]
     for i, c in enumerate(stage.received):

@@ -91,6 +91,18 @@ def split_step(
     return _Split(flat, loop, layered, tuple(stage_of_layer), dict(aliases)).run()
 
 
+def stages_of_step(
+    flat: FlatJaxpr,
+    loop: int,
+    layered: Layered,
+    stage_of_layer: Sequence[int],
+    aliases: Iterable[tuple[int, int]],
+    wanted: Iterable[int],
+) -> tuple[StageProgram, ...]:
+    """As ``split_step``, the ``wanted`` stages alone."""
+    return _Split(flat, loop, layered, tuple(stage_of_layer), dict(aliases)).run(wanted)
+
+
 @dataclass(slots=True)
 class _Needs:
     """What one stage computes and reads."""
@@ -221,7 +233,7 @@ class _Split:
 
     # -- what every stage computes ----------------------------------------------------------------------------------
 
-    def run(self) -> tuple[StageProgram, ...]:
+    def run(self, wanted: Iterable[int] | None = None) -> tuple[StageProgram, ...]:
         for i in range(len(self.body.ops)):
             if not self.shareable[i]:
                 self._want_body_op(self.body_stage[i], i)
@@ -244,7 +256,7 @@ class _Split:
         self._want_state_from_owners()
         read = set().union(*(need.args for need in self.needs))
         self.needs[0].args.update(set(range(len(self.flat.inputs))) - read)  # what nothing reads lies somewhere
-        return tuple(self._build(stage) for stage in range(self.num_stages))
+        return tuple(self._build(stage) for stage in (range(self.num_stages) if wanted is None else wanted))
 
     def _home(self, value: Any) -> int:
         made = None if isinstance(value, Literal) else self.maker.get(value)

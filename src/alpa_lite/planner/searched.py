@@ -1,0 +1,168 @@
+"""A step whose number of stages is searched: the best cuts are planned exactly, "no pipeline" is one of them.
+
+What the search found is kept with the plan: per number of stages what a step takes, planned or estimated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from alpa_lite.cluster.cluster import Cluster
+from alpa_lite.errors import MemoryBudgetError
+from alpa_lite.plan.pins import ResolvedPins
+from alpa_lite.plan.plan import Plan
+from alpa_lite.plan.records import StageCount
+from alpa_lite.planner.options import PlanOptions
+from alpa_lite.planner.pipeline import plan_pipeline
+from alpa_lite.planner.plan_step import Versions, budget_bytes
+from alpa_lite.planner.stage_layers import boundary_bytes
+from alpa_lite.planner.stage_prices import RunPrices
+from alpa_lite.planner.stage_search import FoundCut, StageSearch, counts_to_compare, row_of
+from alpa_lite.trace.program import Traced
+from alpa_lite.trace.stage_runs import LayerRuns
+from alpa_lite.trace.staged import layers_of, staged_step
+
+SEARCHED_SCHEDULES = ("gpipe", "1f1b", "eager-1f1b")
+_CANDIDATES = 2  # numbers of stages that are planned exactly
+_ROUNDS = 4  # of searching again, where a cut has no plan within the memory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchTask:
+    """A step whose stages are searched.
+
+    Attributes:
+        traced: with its layers.
+        one_stage: plans the step without a pipeline.
+        notes: for the plan.
+        progress: told what is being done.
+    """
+
+    traced: Traced
+    cluster: Cluster
+    pins: ResolvedPins
+    options: PlanOptions
+    versions: Versions
+    one_stage: Callable[[], Plan]
+    notes: tuple[str, ...] = ()
+    progress: Callable[[str], None] | None = None
+
+
+def is_searched(options: PlanOptions, cluster: Cluster) -> bool:
+    """Whether stages are searched: microbatches are given, and neither stages nor a mesh for all devices."""
+    return (
+        options.stage_count is None
+        and isinstance(options.num_microbatches, int)
+        and options.num_microbatches > 1
+        and options.mesh_shape is None
+        and options.costs in ("roofline", "measured")
+        and options.schedule in SEARCHED_SCHEDULES
+        and cluster.num_devices > 1
+    )
+
+
+def plan_with_stages_searched(task: SearchTask) -> Plan:
+    """The best plan over numbers of stages, with the table of them.
+
+    Raises:
+        MemoryBudgetError, PinError, PinClashError, SolverError: as for one mesh, where no cut has a plan either.
+    """
+    return _Searched(task).run()
+
+
+class _Searched:
+    def __init__(self, task: SearchTask) -> None:
+        self.task, options = task, task.options
+        assert task.traced.layered is not None
+        self.layered = layers_of(task.traced.layered)
+        labels = tuple(tuple(str(pin.dims) for pin in side) for side in (task.pins.inputs, task.pins.outputs))
+        runs = LayerRuns(task.traced.program, task.traced.layered, self.layered, options.rules, (labels[0], labels[1]))
+        prices = RunPrices(runs, task.cluster, task.pins, options, task.progress)
+        budget = budget_bytes(task.cluster, options)
+        self.search = StageSearch(prices, budget, boundary_bytes(self.layered))
+        self.rows: dict[int, StageCount] = {}
+        self.plans: dict[int, Plan] = {}
+
+    def run(self) -> Plan:
+        best = self.search.best()
+        if best is None or self.layered.num_layers == 1:
+            return self.task.one_stage()
+        counts = counts_to_compare(self.layered.num_layers, self.task.cluster.num_devices, best.cut.num_stages)
+        found = self.search.by_count(counts)
+        self.rows = {count: row_of(count, cut) for count, cut in found.items()}
+        ranked = sorted((cut for cut in found.values() if cut), key=lambda cut: cut.slicing.objective)
+        for cut in ranked[:_CANDIDATES]:
+            self.plan(cut)
+        if 1 not in self.plans and self.may_be_one_stage():
+            self.plan_one_stage()
+        if not self.plans:
+            return self.task.one_stage()
+        plan = min(self.plans.values(), key=lambda plan: (plan.objective, len(plan.stages)))
+        return replace(plan, stage_counts=tuple(self.rows[count] for count in sorted(self.rows)))
+
+    def may_be_one_stage(self) -> bool:
+        """Whether no pipeline may be the best, by the estimate."""
+        estimate = self.rows[1].objective if 1 in self.rows else None
+        return not self.plans or (
+            estimate is not None and estimate < min(plan.objective for plan in self.plans.values())
+        )
+
+    def plan(self, found: FoundCut) -> None:
+        """Plan a cut exactly; where it does not fit the memory, the next best one into as many stages."""
+        count = found.cut.num_stages
+        if count == 1:
+            self.plan_one_stage()
+            return
+        for _ in range(_ROUNDS):
+            try:
+                self.keep(count, self.exact(found))
+                return
+            except MemoryBudgetError:
+                self.search.forbid(found)
+                again = self.search.best(count)
+                if again is None:
+                    break
+                found = again
+        self.rows[count] = StageCount(num_stages=count, status="no plan within the memory was found")
+
+    def exact(self, found: FoundCut) -> Plan:
+        task = self.task
+        assert task.traced.layered is not None
+        step = staged_step(
+            task.traced.program, task.traced.layered, self.layered, found.cut.stage_of_layer, task.options.rules
+        )
+        plan = plan_pipeline(
+            step,
+            found.cut,
+            task.cluster,
+            task.pins,
+            task.options,
+            task.versions,
+            notes=task.notes,
+            progress=task.progress,
+        )
+        return replace(plan, notes=(*plan.notes, *_note(found)))
+
+    def plan_one_stage(self) -> None:
+        try:
+            self.keep(1, self.task.one_stage())
+        except MemoryBudgetError:
+            if not self.plans:
+                raise
+            self.rows[1] = StageCount(num_stages=1, status="no plan fits the memory")
+
+    def keep(self, count: int, plan: Plan) -> None:
+        bubble = 0.0 if plan.pipeline is None else plan.pipeline.bubble_share
+        self.plans[count] = plan
+        self.rows[count] = StageCount(num_stages=count, objective=plan.objective, bubble_share=bubble, status="planned")
+
+
+def _note(found: FoundCut) -> tuple[str, ...]:
+    if not found.composed:
+        return ()
+    stages = ", ".join(map(str, found.composed))
+    return (
+        f"stages were searched; prices of stages {stages} were composed there of solved runs of one and two layers. All "
+        "numbers of this plan are of its stages planned whole",
+    )

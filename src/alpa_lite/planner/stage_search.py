@@ -1,0 +1,130 @@
+"""Which cut of a step into stages is best: prices as far as they matter -> exact slicing -> candidates for exact planning.
+
+The table starts as bounds (``stage_table``). The best slicing is found, what it touches and is not solved yet is solved, and so
+on, until all of it is solved: then no cut is better by the formula of ``al.interop.slice_stages``. The same is done for some
+other numbers of stages, for the answer to "why one stage or sixteen". The formula bounds what a schedule takes; each candidate
+is therefore simulated, and the best of them are planned exactly by the caller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from alpa_lite.errors import SlicingError
+from alpa_lite.interop import StageSlicing, slice_stages
+from alpa_lite.plan.records import StageCount
+from alpa_lite.planner.stage_cut import StageCut
+from alpa_lite.planner.stage_prices import RunPrices
+from alpa_lite.planner.stage_table import Cell, StageTable
+from alpa_lite.schedule import peak_residuals
+
+_MAX_TURNS = 400  # of solving what the best slicing touches
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundCut:
+    """The best cut into so many stages.
+
+    Attributes:
+        cut: layers, submeshes and logical meshes.
+        slicing: its times by the table.
+        cells: per stage its entry.
+        composed: stages of which the price was composed, not solved.
+    """
+
+    cut: StageCut
+    slicing: StageSlicing
+    cells: tuple[Cell, ...]
+    composed: tuple[int, ...]
+
+
+class StageSearch:
+    """Searches one step's stages."""
+
+    def __init__(self, prices: RunPrices, budget: float, boundary_bytes: Sequence[float]) -> None:
+        """``budget`` is in bytes per device; ``boundary_bytes`` as in ``StageTable``."""
+        self.prices = prices
+        count = prices.num_microbatches
+        assert isinstance(prices.options.schedule, str)
+        flying = in_flight_of(prices.options.schedule, prices.num_layers, count)
+        self.table = StageTable(prices, budget, flying, boundary_bytes)
+
+    def best(self, num_stages: int | None = None) -> FoundCut | None:
+        """The best cut, of all or into ``num_stages`` stages; None where memory or devices allow none."""
+        for _ in range(_MAX_TURNS):
+            slicing = self._slice(num_stages)
+            if slicing is None:
+                return None
+            cells = [
+                Cell(self.prices.kind((first, last)), submesh, choice)
+                for first, last, submesh, choice in slicing.stages
+            ]
+            missing = self.table.missing(cells)
+            if not missing:
+                return self._found(slicing, cells)
+            self.table.solve(missing)
+        raise AssertionError("the search of stages does not end")
+
+    def by_count(self, counts: Iterable[int]) -> dict[int, FoundCut | None]:
+        """The best cut for each number of stages."""
+        return {count: self.best(count) for count in counts}
+
+    def forbid(self, found: FoundCut) -> None:
+        """A cut that was planned exactly and has no plan: none of its stages stands so again."""
+        for number, cell in enumerate(found.cells):
+            self.table.forbid(cell, len(found.cells) - 1 - number)
+
+    def _slice(self, num_stages: int | None) -> StageSlicing | None:
+        table = self.table
+        try:
+            return slice_stages(
+                table.cost_s,
+                table.tolerated,
+                table.sizes,
+                self.prices.cluster.num_devices,
+                self.prices.num_microbatches,
+                once_s=table.once_s,
+                transfer_s=table.transfer_s,
+                num_stages=num_stages,
+            )
+        except SlicingError:
+            return None
+
+    def _found(self, slicing: StageSlicing, cells: Sequence[Cell]) -> FoundCut:
+        stages = slicing.stages
+        shapes = [self.table.choices[m][c].mesh.shape for _, _, m, c in stages]
+        cut = StageCut(
+            stage_of_layer=tuple(s for s, (first, last, _, _) in enumerate(stages) for _ in range(first, last + 1)),
+            submeshes=tuple(self.table.submeshes[m] for _, _, m, _ in stages),
+            mesh_shapes=tuple(shapes),
+        )
+        composed = tuple(n for n, cell in enumerate(cells) if self.prices.composed(cell.kind))
+        return FoundCut(cut=cut, slicing=slicing, cells=tuple(cells), composed=composed)
+
+
+def in_flight_of(schedule: str, num_stages: int, num_microbatches: int) -> list[int]:
+    """Microbatches in flight in a stage with 0, 1, 2, ... stages after it, the first of its pipeline."""
+    found = [peak_residuals(schedule, later + 1, num_microbatches, 0) for later in range(num_stages)]
+    assert all(a <= b for a, b in pairwise(found))
+    return found
+
+
+def counts_to_compare(num_layers: int, num_devices: int, best: int) -> list[int]:
+    """Numbers of stages for the table of a plan: powers of two, and the best with its neighbours."""
+    most = min(num_layers, num_devices)
+    powers = [1 << k for k in range(most.bit_length())]
+    return sorted({n for n in (*powers, best - 1, best, best + 1) if 1 <= n <= most})
+
+
+def row_of(count: int, found: FoundCut | None) -> StageCount:
+    """A line of the plan's table of stage counts, by the table of stage costs."""
+    if found is None:
+        return StageCount(num_stages=count, status="no cut fits the memory")
+    return StageCount(
+        num_stages=count,
+        objective=found.slicing.objective,
+        bubble_share=found.slicing.bubble_share,
+        status="estimated",
+    )

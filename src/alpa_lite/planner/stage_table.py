@@ -1,0 +1,226 @@
+"""The table of stage costs for ``al.interop.slice_stages``: every run of layers x submesh x choice, filled as far as it matters.
+
+In come prices (``stage_prices``), out come arrays. A price that was not solved yet stands as a bound that it cannot be below:
+
+- a single layer: its matmuls at full efficiency on all devices of the submesh, and no fewer seconds times devices than on
+  the smaller submeshes where it was solved (more devices exchange more);
+- a run: the sum of its layers, each free to choose alone;
+- a plan within a share of the memory: the cheapest plan without one; its memory as if it took none.
+
+So a slicing of which every stage is solved is the best of the table, whatever the other entries will turn out to be
+(``stage_search`` solves what the best slicing touches until that is so).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from alpa_lite.cluster.cluster import Cluster
+from alpa_lite.core.program import Program
+from alpa_lite.interop import admissible_submeshes
+from alpa_lite.planner.stage_prices import Kind, RunPrice, RunPrices, Submesh
+
+Array = NDArray[np.float64]
+TIME, ONCE, MEMORY, RESIDUAL = range(4)
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One entry of the table: a kind of run on a submesh under a choice; positions of the latter two."""
+
+    kind: Kind
+    submesh: int
+    choice: int
+
+
+class StageTable:
+    """Arrays (first layer, last layer, submesh, choice); see the module text.
+
+    Attributes:
+        submeshes: admissible shapes (hosts, devices per host), by size.
+        choices: per submesh.
+        cost_s, once_s, tolerated: as ``slice_stages`` takes them.
+        transfer_s: (layers - 1, submeshes, submeshes).
+    """
+
+    def __init__(
+        self, prices: RunPrices, budget: float, in_flight: Sequence[int], boundary_bytes: Sequence[float]
+    ) -> None:
+        """
+        Args:
+            prices: of runs.
+            budget: bytes per device.
+            in_flight: microbatches in flight in a stage with 0, 1, 2, ... stages after it, rising.
+            boundary_bytes: per boundary between layers, what crosses it for one microbatch, there and back.
+        """
+        self.prices, self.budget = prices, budget
+        self.in_flight = np.asarray(in_flight)
+        cluster = prices.cluster
+        self.submeshes = admissible_submeshes(cluster.num_hosts, cluster.devices_per_host)
+        self.choices = tuple(prices.choices(submesh) for submesh in self.submeshes)
+        self.width = max(map(len, self.choices), default=1)
+        count = prices.num_layers
+        self.cells: dict[Kind, tuple[list[int], list[int]]] = {}
+        for i in range(count):
+            for j in range(i, count):
+                rows = self.cells.setdefault(prices.kind((i, j)), ([], []))
+                rows[0].append(i)
+                rows[1].append(j)
+        shape = (count, count, len(self.submeshes), self.width)
+        self.cost_s, self.once_s = np.full(shape, np.inf), np.zeros(shape)
+        self.tolerated = np.full(shape, -1, dtype=np.int64)
+        self.transfer_s = _transfers(cluster, self.submeshes, boundary_bytes)
+        self.known: dict[Kind, Array] = {}
+        prices.prepare({(c,) for c in prices.runs.classes})
+        self.refresh(self.cells)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Devices of each submesh."""
+        return tuple(hosts * devices for hosts, devices in self.submeshes)
+
+    def missing(self, cells: Sequence[Cell]) -> list[Cell]:
+        """What has to be solved next for the cells to be no bounds; empty when they are none.
+
+        First the layer that occurs most often, on all logical meshes of the submesh: it decides most. Then the other layers, then
+        longer runs, each for what is asked alone.
+        """
+        common = (Counter(self.prices.runs.classes).most_common(1)[0][0],)
+        open_meshes: list[Cell] = []
+        singles, longer = [], []
+        for cell in cells:
+            half = len(self.choices[cell.submesh]) // 2
+            kinds = [(c,) for c in dict.fromkeys(cell.kind)]
+            if common in kinds:
+                open_meshes += [Cell(common, cell.submesh, c) for c in {*range(half), cell.choice}]
+            singles += [Cell(kind, cell.submesh, cell.choice) for kind in kinds]
+            longer += [Cell(kind, cell.submesh, cell.choice) for kind in self.prices.parts_of(cell.kind)]
+        for group in (open_meshes, singles, longer):
+            if found := [cell for cell in dict.fromkeys(group) if not self._is_solved(cell)]:
+                return found
+        return []
+
+    def solve(self, cells: Sequence[Cell]) -> None:
+        """Solve entries, and whatever of the table they are part of."""
+        self.prices.prepare(cell.kind for cell in cells)
+        for cell in cells:
+            submesh = self.submeshes[cell.submesh]
+            price = self.prices.price(cell.kind, submesh, self.choices[cell.submesh][cell.choice])
+            rows = self.known.setdefault(cell.kind, np.full((len(self.submeshes), self.width, 4), np.nan))
+            rows[cell.submesh, cell.choice] = _row(price)
+        touched = {cell.kind for cell in cells}
+        self.refresh([k for k in self.cells if touched & {k, *self.prices.parts_of(k), *((c,) for c in k)}])
+
+    def forbid(self, cell: Cell, later: int) -> None:
+        """What was planned and did not fit with so many stages after it does not tolerate them."""
+        rows = self.cells[cell.kind]
+        where = (*rows, cell.submesh, cell.choice)
+        self.tolerated[where] = np.minimum(self.tolerated[where], later - 1)
+
+    def refresh(self, kinds: Iterable[Kind]) -> None:
+        """Write the entries of some kinds of runs anew."""
+        for kind in kinds:
+            values = self._values(kind)
+            first, last = self.cells[kind]
+            self.cost_s[first, last] = values[..., TIME]
+            self.once_s[first, last] = values[..., ONCE]
+            self.tolerated[first, last] = self._tolerated(values)
+
+    def _values(self, kind: Kind) -> Array:
+        """(submesh, choice, number) of a run: solved, composed, or bounded."""
+        bound = sum((count * self._single(c) for c, count in Counter(kind).items()), start=self._nothing())
+        if not self.prices.composed(kind):
+            return np.where(np.isnan(known := self._known(kind)), bound, known) if len(kind) > 1 else bound
+        # The sum of single layers, and for all neighbours what they cost more together.
+        for pair, count in Counter(pairwise(kind)).items():
+            alone = self._single(pair[0]) + self._single(pair[1])
+            with np.errstate(invalid="ignore"):
+                more = self._known(pair) - alone
+            bound = bound + count * np.where(np.isnan(more), 0.0, more)
+        bound = np.where(np.isnan(bound), np.inf, bound)
+        bound[..., 1:] = np.maximum(bound[..., 1:], 0.0)
+        return bound
+
+    def _known(self, kind: Kind) -> Array:
+        found = self.known.get(kind)
+        return np.full((len(self.submeshes), self.width, 4), np.nan) if found is None else found
+
+    def _nothing(self) -> Array:
+        """Zeros; inf where a submesh has no such choice."""
+        found = np.zeros((len(self.submeshes), self.width, 4))
+        for m, choices in enumerate(self.choices):
+            found[m, len(choices) :] = np.inf
+        return found
+
+    def _single(self, layer_class: int) -> Array:
+        part, task = self.prices.parts[layer_class,]
+        least_s = _least_time_s(task.program, part.loop, self.prices)  # of all devices together
+        known, bound = self._known((layer_class,)), self._nothing()
+        for m, choices in enumerate(self.choices):
+            half = len(choices) // 2
+            times = known[m, :half, TIME]
+            bound[m, : len(choices), TIME] = least_s / self.sizes[m]
+            if not np.isnan(times).any() and np.isfinite(times).any():
+                least_s = max(least_s, float(times.min()) * self.sizes[m])
+            solved = ~np.isnan(times)
+            bound[m, half : 2 * half, :2][solved] = known[m, :half, :2][solved]
+        return np.where(np.isnan(known), bound, known)
+
+    def _is_solved(self, cell: Cell) -> bool:
+        return not np.isnan(self._known(cell.kind)[cell.submesh, cell.choice, TIME])
+
+    def _tolerated(self, values: Array) -> NDArray[np.int64]:
+        left = self.budget - values[..., MEMORY]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            more = np.where(values[..., RESIDUAL] > 0, np.floor(left / values[..., RESIDUAL]), np.inf)
+        most = np.where(left >= 0, 1 + more, 0)
+        return np.searchsorted(self.in_flight, most, side="right") - 1
+
+
+def _row(price: RunPrice | None) -> Sequence[float]:
+    if price is None:
+        return (np.inf, 0.0, 0.0, 0.0)
+    return (price.time_s, price.once_s, price.memory_bytes, price.residual_bytes)
+
+
+def _least_time_s(program: Program, loop: int, prices: RunPrices) -> float:
+    """Seconds that one microbatch of a stage takes one device at least; 0 for conventions that count no time."""
+    if prices.options.costs not in ("roofline", "measured") or prices.options.compute is False:
+        return 0.0
+    device = prices.cluster.device
+
+    def flops_s(body: Program) -> float:
+        total = 0.0
+        for op in body.ops:
+            total += op.trip_count * sum(map(flops_s, op.bodies))
+            if op.primitive in ("dot_general", "conv_general_dilated") and op.inputs[0] >= 0:
+                dtype = body.values[op.inputs[0]].dtype
+                total += op.flops / (device.peak_flops_per_s(dtype, True) * device.matmul_efficiency)
+        return total
+
+    return sum(map(flops_s, program.ops[loop].bodies))
+
+
+def _transfers(cluster: Cluster, submeshes: Sequence[Submesh], boundary_bytes: Sequence[float]) -> Array:
+    """Seconds from submesh to submesh over each boundary, there and back, as ``planner.pipeline`` counts them.
+
+    Parts that fit into one host together are taken to lie in one.
+    """
+    count = len(submeshes)
+    found = np.zeros((len(boundary_bytes), count, count))
+    size_bytes = np.asarray(boundary_bytes, dtype=np.float64)
+    for a, first in enumerate(submeshes):
+        for b, second in enumerate(submeshes):
+            lanes = min(first[0] * first[1], second[0] * second[1])
+            link = cluster.inside
+            if first[0] * first[1] + second[0] * second[1] > cluster.devices_per_host:
+                link = cluster.between
+                lanes = min(first[0], second[0]) if link.per_host else lanes
+            found[:, a, b] = 2 * (link.setup_s + link.latency_s) + size_bytes / (lanes * link.bandwidth_bytes_per_s)
+    return found

@@ -135,3 +135,20 @@ def test_a_searched_pipeline_runs_from_its_file(tmp_path):
 def test_a_step_that_nothing_fits_says_so():
     with pytest.raises(AlpaLiteError, match="budget"):
         plan(memory_budget_bytes=1e6)
+
+
+def test_pins_to_stages_are_kept():
+    def loss_fn(params: Any, x: Any) -> Any:
+        for i, w in enumerate(params):
+            x = jnp.tanh(x @ w)
+            x = al.layer_boundary(x) if i < 3 else x
+            x = al.pin_stage(x, 1) if i == 0 else x  # reads layer 0: the second layer begins the second stage
+        return jnp.mean(x)
+
+    def step(params: Any, batch: Any) -> Any:
+        loss, grads = al.value_and_grad(loss_fn)(params, batch)
+        return jax.tree.map(lambda w, g: w - g, params, grads), loss
+
+    args = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)] * 4, jax.ShapeDtypeStruct((BATCH, WIDTH), jnp.float32)
+    made = al.plan(step, *args, cluster=CLUSTER, options=al.PlanOptions(num_microbatches=MICROBATCHES))
+    assert made.pipeline is not None and made.pipeline.stage_of_layer[:2] == (0, 1)

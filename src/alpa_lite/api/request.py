@@ -176,9 +176,9 @@ class Request:
         chosen: list[object] = []
         cuts = searched_layers(cluster)
 
-        def layers(flops: Sequence[float], cut_bytes: Sequence[float]) -> Sequence[int]:
+        def layers(*given: Any) -> Sequence[int]:
             chosen.append(cuts)
-            return cuts(flops, cut_bytes)
+            return cuts(*given)
 
         traced = self.trace(args, kwargs, layers)
         pins, notes = self._pins_and_notes(traced, args, kwargs)

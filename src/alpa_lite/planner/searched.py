@@ -14,6 +14,7 @@ from alpa_lite.plan.pins import ResolvedPins
 from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.records import StageCount
 from alpa_lite.planner.options import PlanOptions
+from alpa_lite.planner.pinned_stages import check_stage_pins
 from alpa_lite.planner.pipeline import plan_pipeline
 from alpa_lite.planner.plan_step import Versions, budget_bytes
 from alpa_lite.planner.stage_layers import boundary_bytes
@@ -80,7 +81,10 @@ class _Searched:
         runs = LayerRuns(task.traced.program, task.traced.layered, self.layered, options.rules, (labels[0], labels[1]))
         prices = RunPrices(runs, task.cluster, task.pins, options, task.progress)
         budget = budget_bytes(task.cluster, options)
-        self.search = StageSearch(prices, budget, boundary_bytes(self.layered))
+        pins = {pin.place: pin.stage for pin in self.layered.pins}
+        if pins:
+            check_stage_pins(self.layered.pins, self.layered.num_layers, self.layered.num_layers)
+        self.search = StageSearch(prices, budget, boundary_bytes(self.layered), pins)
         self.rows: dict[int, StageCount] = {}
         self.plans: dict[int, Plan] = {}
 

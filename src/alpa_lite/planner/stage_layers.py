@@ -47,8 +47,18 @@ def layer_cuts(
 
 
 def searched_layers(cluster: Cluster) -> LayerCuts:
-    """How a function without boundaries of its own is cut where the number of stages is searched."""
-    return layer_cuts(min(_MOST_LAYERS, max(_FEWEST_LAYERS, cluster.num_devices)), 1)
+    """How a function without boundaries of its own is cut where the number of stages is searched.
+
+    Where it pins values to stages, into as many layers as these are.
+    """
+    most = min(_MOST_LAYERS, max(_FEWEST_LAYERS, cluster.num_devices))
+
+    def chosen(flops: Sequence[float], cut_bytes: Sequence[float], pins: Sequence[StagePin] = ()) -> Sequence[int]:
+        if pins:
+            return layer_cuts(1 + max(pin.stage for pin in pins))(flops, cut_bytes, pins)
+        return layer_cuts(most, at_least=1)(flops, cut_bytes)
+
+    return chosen
 
 
 def layers_asked(options: PlanOptions, source: str) -> LayerCuts | None:

@@ -8,7 +8,7 @@ is therefore simulated, and the best of them are planned exactly by the caller.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -43,9 +43,15 @@ class FoundCut:
 class StageSearch:
     """Searches one step's stages."""
 
-    def __init__(self, prices: RunPrices, budget: float, boundary_bytes: Sequence[float]) -> None:
-        """``budget`` is in bytes per device; ``boundary_bytes`` as in ``StageTable``."""
-        self.prices = prices
+    def __init__(
+        self,
+        prices: RunPrices,
+        budget: float,
+        boundary_bytes: Sequence[float],
+        layer_stage: Mapping[int, int] | None = None,
+    ) -> None:
+        """``budget`` is in bytes per device; ``boundary_bytes`` as in ``StageTable``; ``layer_stage`` are pins."""
+        self.prices, self.layer_stage = prices, layer_stage
         count = prices.num_microbatches
         assert isinstance(prices.options.schedule, str)
         flying = in_flight_of(prices.options.schedule, prices.num_layers, count)
@@ -88,6 +94,7 @@ class StageSearch:
                 once_s=table.once_s,
                 transfer_s=table.transfer_s,
                 num_stages=num_stages,
+                layer_stage=self.layer_stage,
             )
         except SlicingError:
             return None

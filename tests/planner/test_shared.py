@@ -12,7 +12,8 @@ import pytest
 from alpa_lite.costs.conversion import Conversions
 from alpa_lite.intraop.decisions import build_graph
 from alpa_lite.intraop.slots import slots_of
-from alpa_lite.planner.shared import mesh_class, sizes_of
+from alpa_lite.intraop.strategies import mesh_class
+from alpa_lite.planner.shared import sizes_of
 from alpa_lite.trace.program import trace
 from tests.harness import RandomCosts, device_mesh
 

@@ -24,7 +24,10 @@ from alpa_lite.core.program import Op, Program
 from alpa_lite.core.spec import ShardingSpec
 from alpa_lite.costs.conversion import Conversions
 from alpa_lite.intraop.decision_graph import DecisionGraph, End, Link, Node
-from alpa_lite.intraop.strategies import StrategySet, enumerate_strategies, fixed_strategy
+from alpa_lite.intraop.strategies import StrategySet, enumerate_strategies, fixed_strategy, mesh_class
+
+KnownStrategies = dict[tuple[object, ...], StrategySet]
+"""What tells rules and meshes apart for strategies -> the strategies."""
 
 CONTRACTIONS = frozenset({"dot_general", "conv_general_dilated"})
 
@@ -36,6 +39,7 @@ def build_graph(
     input_ties: Sequence[tuple[int, int]] = (),
     sharded_contractions: bool = False,
     per_reader: bool = False,
+    known: KnownStrategies | None = None,
 ) -> DecisionGraph:
     """Build the graph, before pins and prices.
 
@@ -43,8 +47,9 @@ def build_graph(
         input_ties: (argument position, earlier argument position) pairs that share one decision (``pin_like``).
         sharded_contractions: matmuls and convolutions must use every mesh axis.
         per_reader: every consumer pays its own conversion, and partial sums are reduced once before they are read.
+        known: strategies found on meshes with the same axes, and where those found here go.
     """
-    builder = _Builder(conversions, sharded_contractions, per_reader)
+    builder = _Builder(conversions, sharded_contractions, per_reader, {} if known is None else known)
     builder.outer(program, input_ties)
     return builder.graph
 
@@ -52,12 +57,14 @@ def build_graph(
 class _Builder:
     """Makes nodes; equal strategy sets, port domains and copy domains are made once."""
 
-    def __init__(self, conversions: Conversions, sharded_contractions: bool, per_reader: bool) -> None:
+    def __init__(
+        self, conversions: Conversions, sharded_contractions: bool, per_reader: bool, known: KnownStrategies
+    ) -> None:
         self.graph = DecisionGraph(conversions=conversions)
         self.conversions = conversions
         self.sharded_contractions = sharded_contractions
         self.per_reader = per_reader
-        self.strategy_sets: dict[tuple[object, ...], StrategySet] = {}
+        self.known = known
         self.by_rule: dict[tuple[object, ...], StrategySet] = {}
         self.partial: dict[tuple[object, ...], bool] = {}
         self.port_specs: dict[tuple[object, ...], np.ndarray] = {}
@@ -106,16 +113,18 @@ class _Builder:
         strict = self.sharded_contractions and op.primitive in CONTRACTIONS
         quick = (id(op.rule), unreduced, strict)
         if quick not in self.by_rule:
-            key = (op.rule.operands, op.rule.results, op.rule.factors, op.rule.reduce_op, op.rule.linear, *quick[1:])
-            if key not in self.strategy_sets:
-                self.strategy_sets[key] = enumerate_strategies(
-                    op.rule,
-                    self.conversions.mesh,
+            rule, mesh = op.rule, self.conversions.mesh
+            divided = mesh_class(mesh, frozenset(factor.size for factor in rule.factors))
+            key = (rule.operands, rule.results, rule.factors, rule.reduce_op, rule.linear, divided, *quick[1:])
+            if key not in self.known:
+                self.known[key] = enumerate_strategies(
+                    rule,
+                    mesh,
                     self.conversions,
                     unreduced_inputs=unreduced,
                     sharded_contractions=strict,
                 )
-            self.by_rule[quick] = self.strategy_sets[key]
+            self.by_rule[quick] = self.known[key]
         return self.by_rule[quick]
 
     def may_leave_partial_sums(self, op: Op, unreduced: tuple[bool, ...]) -> bool:

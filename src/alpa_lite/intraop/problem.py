@@ -228,7 +228,7 @@ def _peak(profile: Array) -> tuple[int, int]:
 
 
 def _exact_sum(parts: list[Any]) -> float:
-    if any(isinstance(p, np.integer) for p in parts):
+    if any(issubclass(kind, np.integer) for kind in {type(p) for p in parts}):
         if any(p >= FORBIDDEN for p in parts):
             return math.inf
         if all(float(p).is_integer() for p in parts):

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from alpa_lite.core.program import Program
+from alpa_lite.costs.facts import Facts
 from alpa_lite.costs.fusion import fused_values, moved_bytes_weights
 from alpa_lite.intraop.decision_graph import DecisionGraph, End, Link, Node
 
@@ -62,6 +63,7 @@ def slots_of(
     graph: DecisionGraph,
     penalised: frozenset[int] = frozenset(),
     placed: frozenset[tuple[str, int]] = frozenset(),
+    facts: Facts | None = None,
 ) -> Slots:
     """The slots of a graph.
 
@@ -70,13 +72,14 @@ def slots_of(
         graph: the decisions.
         penalised: nodes that are charged for being whole everywhere.
         placed: (region, value) pairs that may not be converted (weights, under some conventions; what stages exchange).
+        facts: of the program, if some are known.
     """
     sorter = _Sorter(graph, placed)
     copies = {link.copy: link for link in graph.links if link.copy >= 0}
-    fused = {id(owner): fused_values(owner) for owner in _regions(program)}
+    moved = (Facts(program) if facts is None else facts).of(_moved, program)
     for index, node in enumerate(graph.nodes):
         if node.op is not None and node.program is not None:
-            reads, writes = moved_bytes_weights(node.op, node.program, fused[id(node.program)])
+            reads, writes = moved[node.name]
             key = ("op", node.op.key, reads, writes, id(node.strategies), node.weight)
             sorter.node(key, NodeSlot(node, reads=reads, writes=writes))
         elif node.kind == "port":
@@ -90,11 +93,15 @@ def slots_of(
     return sorter.slots
 
 
-def _regions(program: Program) -> list[Program]:
-    found = {id(program): program}
-    for _, _, op in program.walk():
-        found.update((id(body), body) for body in op.bodies)
-    return list(found.values())
+def _moved(program: Program) -> dict[str, tuple[tuple[float, ...], tuple[float, ...]]]:
+    """Path of every op -> how often each of its operands and results passes memory."""
+    fused: dict[int, tuple[bool, ...]] = {}
+    found = {}
+    for path, owner, op in program.walk():
+        if id(owner) not in fused:
+            fused[id(owner)] = fused_values(owner)
+        found[path] = moved_bytes_weights(op, owner, fused[id(owner)])
+    return found
 
 
 class _Sorter:

@@ -15,7 +15,7 @@ the tiles would not be contiguous.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -84,6 +84,18 @@ def enumerate_strategies(
         full = [i for i, row in enumerate(rows) if UNUSED not in row]
         rows, specs = ([rows[i] for i in full], [specs[i] for i in full]) if full else (rows, specs)
     return _pack(rule, conversions, axes, rows, specs, ruled_out)
+
+
+def mesh_class(mesh: DeviceMesh, sizes: frozenset[int]) -> Hashable:
+    """Equal for two meshes on which a program of these sizes has the same strategies, and so the same decision graph.
+
+    What groups of axes divide decides on layouts. That they split a size completely matters if other axes are left, which may
+    then split the rest of the same dim.
+    """
+    axes = [a for a, n in zip(mesh.axis_names, mesh.shape, strict=True) if n > 1]
+    groups = [mesh.axes_size(some) for count in range(1, len(axes) + 1) for some in itertools.combinations(axes, count)]
+    divided = tuple(frozenset(s for s in sizes if s % size == 0) for size in groups)
+    return mesh.axis_names, tuple(axes), divided, tuple(size if size in sizes else 0 for size in groups[:-1])
 
 
 def fixed_strategy(op: Op, mesh: DeviceMesh, conversions: Conversions) -> StrategySet:

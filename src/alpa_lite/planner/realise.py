@@ -130,13 +130,11 @@ class _Writer:
 
     def convert(self, link: Link) -> None:
         """Record the conversions of one value."""
-        rank = len(link.shape)
-        table = self.conversions.table(link.shape, link.itemsize)
         made = int(link.producer.specs[self.choice[link.producer.node]])
         have = [made]
         if link.copy >= 0:
             kept = self.handed_on(link)
-            if kept != made and self.is_read(link, table, made, kept):
+            if kept != made and self.is_read(link, made, kept):
                 self.record(link, made, kept, self.first_path(link, made))
                 have.append(kept)
         done = set(have)
@@ -145,8 +143,9 @@ class _Writer:
             want = int(consumer.specs[self.choice[consumer.node]])
             if want not in done:
                 readers = self.readers(link) if readers is None else readers
+                table = self.conversions.table(link.shape, link.itemsize)
                 source = min(have, key=lambda s: (table[s, want], s != made))
-                place = link if not self.spec(rank, source).unreduced else None
+                place = link if not self.spec(len(link.shape), source).unreduced else None
                 path = consumer.path if place else self.first_path(link, source)
                 self.record(link, source, want, path, readers[want])
                 done.add(want)
@@ -164,8 +163,9 @@ class _Writer:
         assert numbers is not None
         return int(numbers[choice])
 
-    def is_read(self, link: Link, table: np.ndarray, made: int, kept: int) -> bool:
+    def is_read(self, link: Link, made: int, kept: int) -> bool:
         """Whether any consumer is better off with the kept spec (else keeping it would only cost)."""
+        table = self.conversions.table(link.shape, link.itemsize)
         wants = [int(c.specs[self.choice[c.node]]) for c in link.consumers]
         return any(table[kept, w] < table[made, w] for w in wants)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import combinations
 
 from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.core.program import Program
@@ -21,6 +20,7 @@ from alpa_lite.intraop.decision_graph import DecisionGraph
 from alpa_lite.intraop.decisions import build_graph
 from alpa_lite.intraop.restrict import restricted, values_of, weight_positions
 from alpa_lite.intraop.slots import Slots, slots_of
+from alpa_lite.intraop.strategies import StrategySet, mesh_class
 from alpa_lite.plan.records import LeafRole
 
 _STATE = (LeafRole.PARAMETER, LeafRole.OPTIMIZER_STATE)
@@ -53,6 +53,7 @@ class Shared:
     _sizes: frozenset[int] | None = None
     _has_layouts: bool | None = None
     _restricted: dict[SearchRules, tuple[Program, frozenset[int]]] = field(default_factory=dict)
+    _strategies: dict[tuple[object, ...], StrategySet] = field(default_factory=dict)
     _posed: dict[Hashable, Posed] = field(default_factory=dict)
 
     @property
@@ -87,11 +88,12 @@ class Shared:
                 input_ties=[(max(a, b), min(a, b)) for a, b in ties],
                 sharded_contractions=rules.sharded_contractions,
                 per_reader=rules.per_reader,
+                known=self._strategies,
             )
             ports = zip(graph.inputs, self.roles, strict=True)
             state = frozenset(node for node, role in ports if role in _STATE) if penalty else frozenset()
             placed = values_of(program, weights) if rules.placed_weights else frozenset()
-            slots = slots_of(program, graph, state, placed | _exchanged(program))
+            slots = slots_of(program, graph, state, placed | _exchanged(program), self.facts)
             self._posed[key] = Posed(program=program, weights=weights, graph=graph, slots=slots)
         posed = self._posed[key]
         return replace(posed, graph=replace(posed.graph, conversions=conversions))
@@ -107,18 +109,6 @@ class Shared:
         if self._has_layouts is None:
             self._has_layouts = any(op.layout is not None for _, _, op in self.program.walk())
         return mesh if self._has_layouts else mesh_class(mesh, self.sizes)
-
-
-def mesh_class(mesh: DeviceMesh, sizes: frozenset[int]) -> Hashable:
-    """Equal for two meshes on which a program of these sizes has the same decision graph.
-
-    What groups of axes divide decides on layouts. That they split a size completely matters if other axes are left, which may
-    then split the rest of the same dim.
-    """
-    axes = [a for a, n in zip(mesh.axis_names, mesh.shape, strict=True) if n > 1]
-    groups = [mesh.axes_size(some) for count in range(1, len(axes) + 1) for some in combinations(axes, count)]
-    divided = tuple(frozenset(s for s in sizes if s % size == 0) for size in groups)
-    return mesh.axis_names, tuple(axes), divided, tuple(size if size in sizes else 0 for size in groups[:-1])
 
 
 def sizes_of(program: Program) -> frozenset[int]:

@@ -82,6 +82,7 @@ class SymbolicPlan:
         self._results: dict[int, MeshResult | AlpaLiteError] = {}
         self._regimes: tuple[Regime, ...] | None = None
         self._free = _is_free(task.task)
+        self._prices: dict[int, list[float | tuple[float, float]] | None] = {}
 
     @property
     def name(self) -> str:
@@ -115,10 +116,12 @@ class SymbolicPlan:
         """The different plans, each with its numbers and its formulas, by smallest number."""
         if self._regimes is None:
             alike: dict[object, list[int]] = {}
+            known: dict[int, object] = {}  # numbers that split nothing share one written-out plan
             for n in self.values:
                 written = self._written(n)
                 if written is not None:
-                    alike.setdefault(_decided(written), []).append(n)
+                    decided = known.get(id(written)) or known.setdefault(id(written), _decided(written))
+                    alike.setdefault(decided, []).append(n)
             planned = tuple(n for numbers in alike.values() for n in numbers)
             self._regimes = tuple(self._regime(tuple(numbers), planned) for numbers in alike.values())
         return self._regimes
@@ -246,10 +249,11 @@ class SymbolicPlan:
         if len(self._task.task.options.mesh_shape or ()) > 1:
             # Beside other axes, an axis of one device is not the same as one that cannot be used: it has fewer layouts.
             known = [m for m in known if (m > 1) == (n > 1)]
-        prices = self._unsplit_prices(n) if known else None
-        found = next(
-            (self._results[m] for m in known if prices is not None and self._unsplit_prices(m) == prices), None
-        )
+        for m in (n, *known) if known else ():
+            if m not in self._prices:
+                self._prices[m] = self._unsplit_prices(m)
+        prices = self._prices.get(n)
+        found = next((self._results[m] for m in known if prices is not None and self._prices[m] == prices), None)
         return found if isinstance(found, MeshResult) else None
 
     def _unsplit_prices(self, n: int) -> list[float | tuple[float, float]] | None:

@@ -84,6 +84,10 @@ def test_pins_hold_for_every_part():
 
 def test_a_second_step_takes_the_results_of_the_first():
     state, loss = result(2)
+    assert parallel(2).plan(state, BATCH) == parallel(2).plan(STATE, BATCH)
+    fresh = al.PlanOptions(num_stages=2, num_microbatches=MICROBATCHES)
+    planned = al.plan(train_step, state, BATCH, cluster=al.Cluster.parse("1x8:cpu"), options=fresh)
+    assert planned.input_paths == parallel(2).plan(STATE, BATCH).input_paths
     after, second = parallel(2)(state, BATCH)
     assert float(second) < float(loss)
     want = jax.jit(train_step)(*jax.jit(train_step)(STATE, BATCH)[:1], BATCH)

@@ -120,7 +120,7 @@ def trace(
 
 def _abstract(leaf: Any) -> Any:
     """Shape and type alone: where an array lies now must not show in the program."""
-    if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
+    if hasattr(leaf, "shape") and hasattr(leaf, "dtype") and not isinstance(leaf, np.ndarray | np.generic):
         weak = bool(getattr(leaf, "weak_type", False))
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=weak)
     return leaf

@@ -1,6 +1,6 @@
 """Draws the picture of the page ``pipelines.md``: simulated timelines, and a measured one.
 
-``python -m docs.pipelines`` draws ``images/pipelines.png``. Every forward pass and every half of a backward pass takes 30 ms.
+``python -m docs.pipelines`` draws ``images/pipelines.png``. Every forward pass and every half of a backward pass takes 60 ms.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from docs import pages
 from examples.example import use_virtual_devices
 
 PICTURE = pages.IMAGES / "pipelines.png"
-DELAY_S = 0.03
+DELAY_S = 0.06
 NUM_STAGES, NUM_MICROBATCHES = 4, 8
 
 

@@ -154,6 +154,7 @@ def test_chunks_share_a_submesh():
     text = str(plan)
     assert "interleaved-1f1b, 4 microbatches, 2 stages on each submesh, bubble" in text
     assert plan.pipeline is not None and plan.pipeline.transfers
+    assert len(plan.pipeline.timeline) == 2 and all(row in text for row in plan.pipeline.timeline)
     assert all((t.source - t.target) % 2 for t in plan.pipeline.transfers), "nothing is sent from a submesh to itself"
 
 

@@ -223,6 +223,7 @@ def _pipeline(p: doc.Pipeline) -> Pipeline:
         bubble_share=p.bubble_share,
         num_chunks=p.num_chunks,
         table=tuple(p.table),
+        timeline=tuple(p.timeline),
     )
 
 

@@ -137,6 +137,7 @@ class Pipeline(_Strict):
     transfers: list[TransferRow]
     num_chunks: int = 1
     table: list[str] = []
+    timeline: list[str] = []
 
 
 class Decisions(_Strict):

@@ -90,6 +90,7 @@ def _encode_pipeline(p: Pipeline) -> doc.Pipeline:
         transfers=rows,
         num_chunks=p.num_chunks,
         table=list(p.table),
+        timeline=list(p.timeline),
     )
 
 

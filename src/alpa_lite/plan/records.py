@@ -166,6 +166,7 @@ class Pipeline:
         num_microbatches: slices of the batch.
         schedule: name of the order of forward and backward passes.
         num_chunks: stages per submesh, under a schedule that interleaves them.
+        timeline: the simulated step as text, a row per submesh.
         table: rows of CSV of a schedule that the user made, one per submesh; empty for a named one.
         stage_of_layer: rising.
         transfers: between stages.
@@ -179,6 +180,7 @@ class Pipeline:
     bubble_share: float = 0.0
     num_chunks: int = 1
     table: tuple[str, ...] = ()
+    timeline: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 SHOWN_OP_GROUPS = 16
 SHOWN_COLLECTIVE_GROUPS = 24
 SHOWN_NOTES = 40
+SHOWN_SUBMESHES = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +49,7 @@ def summary(plan: Plan) -> tuple[Section, ...]:
         _header(plan),
         _stages(plan),
         _stage_counts(plan),
+        _timeline(plan),
         _arguments(plan),
         _results(plan),
         _ops(plan),
@@ -104,6 +106,14 @@ def _stages(plan: Plan) -> Section:
     )
     columns = ("stage", "layers", "submesh", "devices", "mesh", "compute", "communication", "peak")
     return Section(title="Stages", columns=columns, rows=rows, right=(0, 5, 6, 7))
+
+
+def _timeline(plan: Plan) -> Section:
+    rows = plan.pipeline.timeline if plan.pipeline else ()
+    rest = len(rows) - SHOWN_SUBMESHES
+    footer = f"and {rest} more submeshes" if rest > 0 else ""
+    shown = tuple((row,) for row in rows[:SHOWN_SUBMESHES])
+    return Section(title="Timeline", columns=("",), rows=shown, footer=footer)
 
 
 def _span(numbers: tuple[int, ...]) -> str:

@@ -47,6 +47,7 @@ from alpa_lite.schedule import (
     make_schedule,
     simulate_schedule,
     table_rows,
+    timeline_text,
 )
 from alpa_lite.trace.staged import StagedStep
 from alpa_lite.trace.stages import StageProgram
@@ -224,7 +225,7 @@ def _joined(
 ) -> Plan:
     at = schedule.mesh_of_stage()
     transfers = _transfers(step, stages, at, cluster)
-    makespan, bubble = _simulated(schedule, stages, transfers)
+    makespan, bubble, rows = _simulated(schedule, stages, transfers)
     own = [_stage_plan(stage, number, cluster.devices_per_host) for number, stage in enumerate(stages)]
     inputs = _step_leaves(
         step.whole.input_paths, [p.inputs[: len(s.part.args)] for p, s in zip(own, stages, strict=True)]
@@ -257,6 +258,7 @@ def _joined(
             stage_of_layer=step.stage_of_layer,
             transfers=transfers,
             bubble_share=bubble,
+            timeline=rows,
         ),
         identity=identity_of(step.whole, cluster, versions),
         options=options.changed(),
@@ -341,8 +343,8 @@ def _transfer_s(size_bytes: int, sender: PlannedStage, receiver: PlannedStage, c
 
 def _simulated(
     schedule: Schedule, stages: Sequence[PlannedStage], transfers: Sequence[StageTransfer]
-) -> tuple[float, float]:
-    """(time of one step, share of it that devices wait)."""
+) -> tuple[float, float, tuple[str, ...]]:
+    """(time of one step, share of it that devices wait, the step as text)."""
     between: dict[tuple[int, int], float] = {}
     for t in transfers:
         if t.when == "loop":
@@ -369,4 +371,5 @@ def _simulated(
     line = simulate_schedule(schedule, duration, lambda t: between.get(pairs[t.buffer.name], 0.0), step)
     once = sum(t.time_s for t in transfers if t.when != "loop")
     makespan = line.makespan_s + once
-    return makespan, line.bubble_share if makespan else 0.0
+    rows = tuple(timeline_text(line.events).splitlines())
+    return makespan, line.bubble_share if makespan else 0.0, rows

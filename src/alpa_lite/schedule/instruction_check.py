@@ -6,21 +6,11 @@ from collections import Counter
 from typing import NoReturn
 
 from alpa_lite.errors import ScheduleError
+from alpa_lite.schedule import instructions as ins
 from alpa_lite.schedule.actions import Schedule
-from alpa_lite.schedule.instructions import (
-    BufferId,
-    Free,
-    Instruction,
-    Instructions,
-    MeshInstructions,
-    Recv,
-    Run,
-    Send,
-    Zeros,
-)
 
 
-def check_instructions(instructions: Instructions, schedule: Schedule | None = None) -> None:
+def check_instructions(instructions: ins.Instructions, schedule: Schedule | None = None) -> None:
     """Checks instruction lists, except that they end: that is what ``simulate`` finds out.
 
     1. Every transfer of ``instructions.transfers`` has one SEND and one RECV, of the same buffer, on the meshes that it names;
@@ -40,18 +30,18 @@ def check_instructions(instructions: Instructions, schedule: Schedule | None = N
         _check_runs(instructions, schedule)
 
 
-def _check_transfers(instructions: Instructions) -> None:
-    sends: dict[tuple[int, int], list[tuple[int, BufferId]]] = {}
-    recvs: dict[tuple[int, int], list[tuple[int, BufferId]]] = {}
+def _check_transfers(instructions: ins.Instructions) -> None:
+    sends: dict[tuple[int, int], list[tuple[int, ins.BufferId]]] = {}
+    recvs: dict[tuple[int, int], list[tuple[int, ins.BufferId]]] = {}
     for mesh, each in enumerate(instructions.meshes):
         for instruction in each.instructions:
-            if isinstance(instruction, Send):
+            if isinstance(instruction, ins.Send):
                 pair = mesh, instruction.destination
                 sends.setdefault(pair, []).append((instruction.transfer, instruction.buffer))
-            elif isinstance(instruction, Recv):
+            elif isinstance(instruction, ins.Recv):
                 pair = instruction.source, mesh
                 recvs.setdefault(pair, []).append((instruction.transfer, instruction.buffer))
-    listed: dict[tuple[int, int], list[tuple[int, BufferId]]] = {}
+    listed: dict[tuple[int, int], list[tuple[int, ins.BufferId]]] = {}
     for transfer in instructions.transfers:
         listed.setdefault((transfer.source, transfer.destination), []).append((transfer.id, transfer.buffer))
     for pair in sorted({*sends, *recvs, *listed}):
@@ -70,11 +60,11 @@ def _check_transfers(instructions: Instructions) -> None:
 
 
 def _unmatched(
-    instructions: Instructions,
+    instructions: ins.Instructions,
     pair: tuple[int, int],
-    transfer: tuple[int, BufferId],
-    sent: list[tuple[int, BufferId]],
-    received: list[tuple[int, BufferId]],
+    transfer: tuple[int, ins.BufferId],
+    sent: list[tuple[int, ins.BufferId]],
+    received: list[tuple[int, ins.BufferId]],
 ) -> NoReturn:
     raise ScheduleError(
         f"the instructions of {instructions.name!r} hold transfer #{transfer[0]} of {transfer[1]} with {sent.count(transfer)} "
@@ -84,27 +74,27 @@ def _unmatched(
     )
 
 
-def _check_buffers(name: str, mesh: int, each: MeshInstructions) -> None:
-    there, freed = set(each.arguments), set[BufferId]()
+def _check_buffers(name: str, mesh: int, each: ins.MeshInstructions) -> None:
+    there, freed = set(each.arguments), set[ins.BufferId]()
 
-    def need(buffer: BufferId, at: int, instruction: Instruction) -> None:
+    def need(buffer: ins.BufferId, at: int, instruction: ins.Instruction) -> None:
         if buffer in there:
             return
         problem = "use before definition" if buffer not in freed else "use after free"
-        if isinstance(instruction, Free) and buffer in freed:
+        if isinstance(instruction, ins.Free) and buffer in freed:
             problem = "double free"
         _refuse(name, problem, mesh, at, instruction, buffer)
 
     for at, instruction in enumerate(each.instructions):
-        if isinstance(instruction, Run):
+        if isinstance(instruction, ins.Run):
             for buffer in instruction.reads:
                 need(buffer, at, instruction)
             born = [buffer for buffer in instruction.writes if buffer not in instruction.reads]
         else:
-            born = [instruction.buffer] if isinstance(instruction, (Zeros, Recv)) else []
-        if isinstance(instruction, (Send, Free)):
+            born = [instruction.buffer] if isinstance(instruction, (ins.Zeros, ins.Recv)) else []
+        if isinstance(instruction, (ins.Send, ins.Free)):
             need(instruction.buffer, at, instruction)
-        if isinstance(instruction, Free):
+        if isinstance(instruction, ins.Free):
             there.remove(instruction.buffer)
             freed.add(instruction.buffer)
         for buffer in born:
@@ -121,7 +111,9 @@ def _check_buffers(name: str, mesh: int, each: MeshInstructions) -> None:
         )
 
 
-def _refuse(name: str, problem: str, mesh: int, at: int, instruction: Instruction, buffer: BufferId) -> NoReturn:
+def _refuse(
+    name: str, problem: str, mesh: int, at: int, instruction: ins.Instruction, buffer: ins.BufferId
+) -> NoReturn:
     what = {
         "use before definition": "before the buffer is there",
         "use after free": "after the buffer was freed",
@@ -136,9 +128,9 @@ def _refuse(name: str, problem: str, mesh: int, at: int, instruction: Instructio
     )
 
 
-def _check_runs(instructions: Instructions, schedule: Schedule) -> None:
+def _check_runs(instructions: ins.Instructions, schedule: Schedule) -> None:
     for mesh, (each, column) in enumerate(zip(instructions.meshes, schedule.columns, strict=True)):
-        runs = [instruction.action for instruction in each.instructions if isinstance(instruction, Run)]
+        runs = [instruction.action for instruction in each.instructions if isinstance(instruction, ins.Run)]
         if tuple(runs) != column:
             k = next(
                 (k for k, (a, b) in enumerate(zip(runs, column, strict=False)) if a != b), min(len(runs), len(column))

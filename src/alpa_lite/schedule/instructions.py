@@ -36,13 +36,23 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Zeros:
-    """Makes a buffer of zeros, into which gradients are added."""
+class _OnBuffer:
+    """What concerns one buffer."""
 
     buffer: BufferId
 
     def __str__(self) -> str:
-        return f"ZEROS {self.buffer}"
+        return f"{type(self).__name__.upper()} {self.buffer}"
+
+
+@dataclass(frozen=True, slots=True)
+class Zeros(_OnBuffer):
+    """Makes a buffer of zeros, into which gradients are added."""
+
+
+@dataclass(frozen=True, slots=True)
+class Free(_OnBuffer):
+    """Gives a buffer back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,16 +77,6 @@ class Recv:
 
     def __str__(self) -> str:
         return f"RECV #{self.transfer} {self.buffer} from mesh {self.source}"
-
-
-@dataclass(frozen=True, slots=True)
-class Free:
-    """Gives a buffer back."""
-
-    buffer: BufferId
-
-    def __str__(self) -> str:
-        return f"FREE {self.buffer}"
 
 
 Instruction = Run | Zeros | Send | Recv | Free

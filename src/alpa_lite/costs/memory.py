@@ -167,9 +167,11 @@ def _live(
             if o >= 0 and (fused[o] or is_view(op)):
                 reader_end = max(reader_end, last.get(o, 0))
         out.read_end[path] = reader_end
-        for i in op.inputs:
+        carries = range(op.num_consts, op.num_consts + op.num_carry)
+        for position, i in enumerate(op.inputs):
             if i >= 0:
-                last[i] = max(last.get(i, 0), reader_end)
+                # A loop goes on in the buffer that its carry starts in.
+                last[i] = max(last.get(i, 0), out.start[path] if position in carries else reader_end)
     outside = set(program.outputs) if not prefix else set()
     outside.update(program.inputs)
     outside.update(program.constants)

@@ -75,7 +75,8 @@ class DecisionGraph:
     """All decisions of one program on one mesh.
 
     ``inputs`` and ``outputs`` are the port nodes of the outer program (an aliased result shares its argument's node);
-    ``body_ports[path]`` the ports of a control-flow op's operands and results.
+    ``body_ports[path]`` the ports of a control-flow op's operands and results, ``loop_reads`` those of operands that a
+    ``scan`` reads in every iteration.
     """
 
     conversions: Conversions
@@ -85,3 +86,4 @@ class DecisionGraph:
     outputs: list[int] = field(default_factory=list)
     op_nodes: dict[str, int] = field(default_factory=dict)
     body_ports: dict[str, tuple[list[int], list[int]]] = field(default_factory=dict)
+    loop_reads: set[int] = field(default_factory=set)

@@ -69,6 +69,7 @@ class _Builder:
         self.partial: dict[tuple[object, ...], bool] = {}
         self.port_specs: dict[tuple[object, ...], np.ndarray] = {}
         self.copy_domains: dict[tuple[object, ...], np.ndarray] = {}
+        self.loop_reads = self.graph.loop_reads
         self.stack_maps: dict[int, np.ndarray] = {}
         self.stacked: dict[int, np.ndarray] = {}
 
@@ -246,6 +247,7 @@ class _Region:
         first, last = op.num_consts, op.num_consts + op.num_carry
         literal = {first + i for i, o in enumerate(op.bodies[0].outputs[: op.num_carry]) if o < 0}
         ports = [self.enter(op, i, path, weight, stacked=i >= last, whole=i in literal) for i in range(len(op.inputs))]
+        self.b.loop_reads.update(ports[:first])
         inner = self.body(op, 0, path, weight, ports)
         outs = list(ports[first:last])
         for position, value in enumerate(inner.program.outputs[op.num_carry :], op.num_carry):
@@ -302,7 +304,9 @@ class _Region:
             if self.b.per_reader:
                 if link.consumers and self.unreduced[link.value]:
                     self.reduce_once(link)
-            elif len({c.node for c in link.consumers}) > 1:
+            elif len({c.node for c in link.consumers}) > 1 or (
+                link.made_at == "in" and not self.prefix and self.in_loops(link)
+            ):
                 name, rank = f"{self.prefix}%{link.value}", len(link.shape)
                 if link.made_at == "in" and not self.prefix:
                     pairs = self.argument_pairs(link)
@@ -352,17 +356,23 @@ class _Region:
                 count[int(spec)] += 1
         return [s for s in sorted(count) if count[s] > 1 and valid[s]]
 
+    def in_loops(self, link: Link) -> list[End]:
+        """Consumers that read the value in every iteration: a second layout of it is kept while the loop runs."""
+        return [c for c in link.consumers if c.node in self.b.loop_reads]
+
     def argument_pairs(self, link: Link) -> np.ndarray:
-        """(passed, handed on) spec numbers; empty if no conversion can be shared."""
+        """(passed, handed on) spec numbers; empty if no conversion can be shared or is kept for a loop."""
         key = ("pairs", link.producer.key, link.shape, tuple(dict.fromkeys(c.key for c in link.consumers)))
         cache = self.b.copy_domains
         if key not in cache:
             space = self.b.conversions.space(len(link.shape))
-            shared = self.wanted(link)
+            looped = self.in_loops(link)
+            valid = self.b.conversions.space(len(link.shape)).valid(link.shape)
+            shared = sorted({*self.wanted(link), *(int(s) for c in looped for s in np.unique(c.specs) if valid[s])})
             rows = []
             for made in map(int, np.unique(link.producer.specs)):
                 rows.append((made, made))
-                rows += [(made, k) for k in shared if k != made and _gathered(space.specs[made], space.specs[k])]
+                rows += [(made, k) for k in shared if k != made and gathers_to(space.specs[made], space.specs[k])]
             only_base = all(a == b for a, b in rows)
             cache[key] = np.array([] if only_base else rows, dtype=np.int64).reshape(-1, 2)
         return cache[key]
@@ -380,6 +390,6 @@ def _reduces_to(made: ShardingSpec, spec: ShardingSpec) -> bool:
     return len(added) == made.rank and not spec.unreduced and scattered <= set(made.unreduced)
 
 
-def _gathered(made: ShardingSpec, kept: ShardingSpec) -> bool:
+def gathers_to(made: ShardingSpec, kept: ShardingSpec) -> bool:
     """Whether ``kept`` follows from ``made`` by all-gathers alone."""
     return not kept.unreduced and all(m[: len(k)] == k for m, k in zip(made.dims, kept.dims, strict=True))

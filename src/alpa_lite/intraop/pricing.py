@@ -17,7 +17,7 @@ from alpa_lite.core.collective import CollectiveKind
 from alpa_lite.core.program import Op, Program
 from alpa_lite.costs.memory import Timeline
 from alpa_lite.intraop.decision_graph import DecisionGraph, End, Link, Node
-from alpa_lite.intraop.decisions import CONTRACTIONS
+from alpa_lite.intraop.decisions import CONTRACTIONS, gathers_to
 from alpa_lite.intraop.problem import Edge, IntraOpProblem, Usage
 from alpa_lite.intraop.slots import EdgeSlot, NodeSlot, Slots, slots_of
 
@@ -177,7 +177,16 @@ class Pricer:
             return np.where(made == slot.pairs[None, :, 0], 0.0, np.inf)
         if slot.kept:
             return np.where(np.all([made == end.specs[None, :] for end in slot.ends], axis=0), 0.0, np.inf)
-        return self.matrix(slot.link, slot.producer, slot.ends) * slot.link.weight
+        costs = self.matrix(slot.link, slot.producer, slot.ends) * slot.link.weight
+        return np.where(self.gathered(slot), np.inf, costs) if slot.looped else costs
+
+    def gathered(self, slot: EdgeSlot) -> np.ndarray:
+        """Which (made, read) specs of a slot are joined by all-gathers alone."""
+        specs = self.graph.conversions.space(len(slot.link.shape)).specs
+        made, u = np.unique(slot.producer.specs, return_inverse=True)
+        read, v = np.unique(slot.ends[0].specs, return_inverse=True)
+        table = np.array([[m != r and gathers_to(specs[m], specs[r]) for r in read] for m in made])
+        return table[np.ix_(u, v)]
 
     def matrix(self, link: Link, producer: End, ends: Sequence[End]) -> np.ndarray:
         """Price of what one consumer reads; the same spec in two operand positions is converted once."""

@@ -38,13 +38,15 @@ class NodeSlot:
 class EdgeSlot:
     """One of the equal edges: the value is made as ``producer`` says and read by one node, as all of ``ends`` say.
 
-    ``kept``: it may not be converted. ``pairs``: the reader is the copy that chooses from these (made, handed on) layouts.
+    ``kept``: it may not be converted. ``looped``: it is kept for a loop, and may not be gathered on its way there, because
+    the copy can do that and its bytes are counted. ``pairs``: the reader is the copy that chooses from these (made, handed on) layouts.
     """
 
     link: Link
     producer: End
     ends: tuple[End, ...] = ()
     kept: bool = False
+    looped: bool = False
     pairs: np.ndarray | None = None
 
 
@@ -141,14 +143,15 @@ class _Sorter:
             handed = End(link.copy, node.specs, ("copy", id(node.specs)))
             self.read(link, link.producer, link.copy, [handed])
         for reader, ends in by_node.items():
+            looped = node.pairs is not None and reader in self.graph.loop_reads
             # A result that is the argument itself keeps the argument's spec: nothing to price.
             if reader != link.producer.node:
-                self.read(link, handed, reader, ends)
+                self.read(link, handed, reader, ends, looped)
 
-    def read(self, link: Link, producer: End, node: int, ends: list[End]) -> None:
+    def read(self, link: Link, producer: End, node: int, ends: list[End], looped: bool = False) -> None:
         if node == producer.node:
             return
         unique = {e.key: e for e in ends}
         kept = (link.region, link.value) in self.placed
-        key = (kept, link.shape, link.itemsize, link.weight, producer.key, *unique)
-        self.edge(producer.node, node, key, EdgeSlot(link, producer, tuple(unique.values()), kept))
+        key = (kept, looped, link.shape, link.itemsize, link.weight, producer.key, *unique)
+        self.edge(producer.node, node, key, EdgeSlot(link, producer, tuple(unique.values()), kept, looped))

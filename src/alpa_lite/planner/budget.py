@@ -78,17 +78,22 @@ def within_budget(solved: Callable[[int | None], MeshResult], budget: float) -> 
     free = solved(None)
     if free.peak is None or free.used_bytes <= budget:
         return free
-    limit = int(budget)
+    limit, low, high, excess = int(budget), 0, int(budget), 0
     for turn in range(_ROUNDS):
         result = solved(limit)
-        if result.peak is None and turn == 0 and result.budgeted == "peak":
-            return _above(solved, free, result, budget) or result
-        if result.peak is None or result.used_bytes <= budget:
+        if result.peak is None and turn == 0:
+            return (_above(solved, free, result, budget) if result.budgeted == "peak" else None) or result
+        if result.peak is None:
+            low = limit  # too low; between it and what the last answer counts there may be one
+        elif result.used_bytes <= budget:
             return result
-        assert result.solution is not None
-        # The next answer must need less than this one, by the solver's own count.
-        limit = min(limit, result.solution.peak_bytes) - max(1, math.ceil(result.used_bytes - budget))
-        if limit <= 0:
+        else:
+            assert result.solution is not None
+            # The next answer must need less than this one, by the solver's own count.
+            high = min(limit, result.solution.peak_bytes)
+            excess = max(1, math.ceil(result.used_bytes - budget))
+        limit = high - excess if not low else (low + high) // 2
+        if not low < limit < high:
             break
     return replace(result, status="over budget", realised=None, objective=math.inf, lower_bound=-math.inf)
 

@@ -39,7 +39,8 @@ class EdgeSlot:
     """One of the equal edges: the value is made as ``producer`` says and read by one node, as all of ``ends`` say.
 
     ``kept``: it may not be converted. ``looped``: it is kept for a loop, and may not be gathered on its way there, because
-    the copy can do that and its bytes are counted. ``pairs``: the reader is the copy that chooses from these (made, handed on) layouts.
+    the copy can do that and its bytes are counted. ``pairs``: the reader is the copy that chooses from these (made, handed
+    on) layouts.
     """
 
     link: Link
@@ -143,7 +144,7 @@ class _Sorter:
             handed = End(link.copy, node.specs, ("copy", id(node.specs)))
             self.read(link, link.producer, link.copy, [handed])
         for reader, ends in by_node.items():
-            looped = node.pairs is not None and reader in self.graph.loop_reads
+            looped = node.pairs is not None and link.made_at == "in" and reader in self.graph.loop_reads
             # A result that is the argument itself keeps the argument's spec: nothing to price.
             if reader != link.producer.node:
                 self.read(link, handed, reader, ends, looped)

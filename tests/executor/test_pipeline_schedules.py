@@ -227,6 +227,13 @@ def test_wrong_options(options, part):
         al.PlanOptions(num_stages=2, **options)
 
 
+@pytest.mark.parametrize("schedule", ["zb-h1", one_at_a_time, "mine.csv"])
+def test_a_schedule_without_stages(schedule):
+    options = al.PlanOptions(schedule=schedule, num_microbatches=MICROBATCHES)
+    with pytest.raises(AlpaLiteError, match=r"without a number of stages.*Give num_stages"):
+        al.plan(train_step, *arguments(), cluster=al.Cluster.parse("1x4:cpu"), options=options)
+
+
 def test_a_number_of_stages_that_chunks_do_not_divide():
     with pytest.raises(ScheduleError, match="num_chunks=3 does not divide 4 stages"):
         parallel(4, "interleaved-1f1b", 3).plan(*arguments())

@@ -25,7 +25,7 @@ from alpa_lite.planner.options import PlanOptions
 from alpa_lite.planner.padded import plan_with_padding
 from alpa_lite.planner.pipeline import plan_pipeline
 from alpa_lite.planner.plan_step import Versions, mesh_task, plan_step
-from alpa_lite.planner.searched import SearchTask, is_searched, plan_with_stages_searched
+from alpa_lite.planner.searched import SEARCHED_SCHEDULES, SearchTask, is_searched, plan_with_stages_searched
 from alpa_lite.planner.stage_cut import StageCut, asked_schedule, given_cut, given_submeshes, one_stage
 from alpa_lite.planner.stage_layers import layers_asked, searched_layers
 from alpa_lite.planner.stage_pins import pins_of_parts
@@ -283,6 +283,11 @@ class Request:
             )
         if self.options.stage_count is not None:
             given_submeshes(self.options, cluster, self.source)
+        elif self.options.schedule not in SEARCHED_SCHEDULES:
+            raise AlpaLiteError(
+                f"schedule={self.options.schedule!r} was given without a number of stages. The search for one knows "
+                f"{', '.join(map(repr, SEARCHED_SCHEDULES))}. At {self.source}. Give num_stages=... beside it."
+            )
 
     def _pins_and_notes(
         self, traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any]

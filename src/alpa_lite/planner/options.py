@@ -163,7 +163,7 @@ class PlanOptions:
         given = self.schedule
         named = isinstance(given, str) and not given.endswith(".csv")
         wrong = given not in SCHEDULES if named else not (isinstance(given, str) or callable(given))
-        if self.has_stages and wrong:
+        if wrong:
             return [
                 f"schedule={self.schedule!r} was given; allowed are {', '.join(map(repr, SCHEDULES))}, the path of a file that "
                 "ends in '.csv', and a function that makes the table."

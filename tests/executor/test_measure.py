@@ -31,7 +31,7 @@ def test_a_program_starts_when_it_is_issued_and_what_it_reads_has_arrived():
     assert spans["0F0"][0] == 0.0
     assert spans["x0@0"][0] >= PAUSE_S and spans["1F0"][0] >= spans["x0@0"][1]
     assert spans["1B0"][0] >= max(2 * PAUSE_S, spans["1F0"][1])
-    assert line.makespan_s == spans["1B0"][1]
+    assert line.makespan_s == spans["1B0"][1] < 60, "times count from the first start"
     assert line.busy_s == pytest.approx(
         [spans["0F0"][1] - spans["0F0"][0], sum(spans[k][1] - spans[k][0] for k in ("1F0", "1B0"))]
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 import alpa_lite as al
-from alpa_lite.errors import AlpaLiteError, MemoryBudgetError, ScheduleError
+from alpa_lite.errors import AlpaLiteError, LayerError, MemoryBudgetError, ScheduleError
 from alpa_lite.trace.boundary import layer_boundary
 
 pytestmark = pytest.mark.medium
@@ -201,6 +202,7 @@ WHOLE = "0F0,0F1,0F2,0F3,0B0,0B1,0B2,0B3\n1F0,1F1,1F2,1F3,1B0,1B1,1B2,1B3\n"
         (WHOLE.replace("0F1", "0F1,0F1"), "double", "0F1 2 times"),
         (WHOLE.replace("0B0", "0B0,0F9"), "range", "0F9"),
         (WHOLE.replace("0B0", "0RECOMPUTE0,0B0"), "missing", "0RECOMPUTE1"),
+        (re.sub(r"0B(\d)", r"0RECOMPUTE\1,0B\1", WHOLE), "kinds", "where jax.checkpoint asks for it"),
         ("0F0,0F1,0F2,0F3\n1F0,1F1,1F2,1F3\n", "kinds", "has no backward pass"),
     ],
 )
@@ -231,6 +233,15 @@ def test_wrong_options(options, part):
 def test_a_schedule_without_stages(schedule):
     options = al.PlanOptions(schedule=schedule, num_microbatches=MICROBATCHES)
     with pytest.raises(AlpaLiteError, match=r"without a number of stages.*Give num_stages"):
+        al.plan(train_step, *arguments(), cluster=al.Cluster.parse("1x4:cpu"), options=options)
+
+
+def test_stages_of_one_submesh_with_different_submeshes():
+    shapes = ((1, 2), (1, 2), (1, 1), (1, 2))
+    options = al.PlanOptions(submeshes=shapes, schedule="interleaved-1f1b", num_chunks=2, num_microbatches=MICROBATCHES)
+    with pytest.raises(
+        LayerError, match=r"on the submeshes \(0, 1, 0, 1\)\. Stages of one submesh have the same entry"
+    ):
         al.plan(train_step, *arguments(), cluster=al.Cluster.parse("1x4:cpu"), options=options)
 
 

@@ -23,6 +23,7 @@ from alpa_lite.plan.records import (
     OpDecision,
     Padding,
     PlanIdentity,
+    Rematerialisation,
     SearchStep,
     StageCount,
     StagePlan,
@@ -203,6 +204,7 @@ def make_plan(program: Program) -> Plan:
                 without=5e-5,
             ),
         ),
+        remat=Rematerialisation(num_layers=6, layers=(0, 1, 2, 4), saved=("hidden",)),
         notes=("0/params/layers_0/kernel: dim 0 of size 4 ruled out for axis 'data'", "top_k is replicated"),
     )
 

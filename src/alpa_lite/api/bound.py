@@ -21,13 +21,15 @@ from alpa_lite.lowering.lower import partition_spec
 from alpa_lite.plan.identity import op_text, verify_identity
 from alpa_lite.plan.leaf_rows import split_path
 from alpa_lite.plan.plan import Plan
-from alpa_lite.plan.records import Leaf
+from alpa_lite.plan.records import Leaf, Rematerialisation
 from alpa_lite.planner.padded import padded_like
-from alpa_lite.planner.stage_layers import layer_cuts
+from alpa_lite.planner.stage_layers import layer_cuts, layers_to_recompute
 from alpa_lite.schedule import planned_schedule
 from alpa_lite.trace.auto_layers import LayerCuts
 from alpa_lite.trace.paths import leaf_paths
 from alpa_lite.trace.program import Traced, trace
+from alpa_lite.trace.remat import recomputable
+from alpa_lite.trace.remat_step import RecomputedStages, rematerialised_step
 from alpa_lite.trace.staged import StagedStep, layers_of, staged_step
 from alpa_lite.trace.unstack import unstacked
 
@@ -109,19 +111,27 @@ def traced_for(
     rules = _rules_of(plan)
     try:
         count = _num_microbatches(plan)
-        layers = None if plan.pipeline is None else _planned_cuts(plan.pipeline.stage_of_layer)
+        layers = _planned_cuts(plan)
         traced = trace(plain(fn), args, kwargs, rules=rules, num_microbatches=count, layers=layers, **settings)
     except TraceError as error:
         static = settings.get("static_argnums", ()), settings.get("static_argnames", ())
         raise _other_arguments(plan, args, kwargs, *static) or error from error
-    traced = padded_like(traced, plan.paddings, rules) if plan.pipeline is None else unstacked(traced, rules)
+    if plan.pipeline is not None:
+        traced = unstacked(traced, rules)
+    else:
+        if plan.remat is not None:
+            traced = _recomputing(traced, plan.remat, rules)
+        traced = padded_like(traced, plan.paddings, rules)
     _check_identity(plan, traced)
     return traced
 
 
-def _planned_cuts(stage_of_layer: Sequence[int]) -> LayerCuts:
-    counts = Counter(stage_of_layer)
-    return layer_cuts(len(stage_of_layer), [counts[stage] for stage in sorted(counts)])
+def _planned_cuts(plan: Plan) -> LayerCuts | None:
+    """How a function without boundaries of its own is cut as for the plan; None if it was not cut."""
+    if plan.pipeline is not None:
+        counts = Counter(plan.pipeline.stage_of_layer)
+        return layer_cuts(len(plan.pipeline.stage_of_layer), [counts[stage] for stage in sorted(counts)])
+    return None if plan.remat is None else layers_to_recompute(plan.remat.num_layers)
 
 
 def staged_for(plan: Plan, traced: Traced) -> StagedStep:
@@ -136,6 +146,10 @@ def staged_for(plan: Plan, traced: Traced) -> StagedStep:
     other = f"{layered.num_layers} layers, {len(given)} were planned"
     if layered.num_layers == len(given):
         staged = staged_step(traced.program, traced.layered, layered, given, _rules_of(plan), split)
+        if plan.remat is not None:
+            whole = replace(plan.remat, layers=recomputable(layered))
+            again = RecomputedStages(staged, traced.layered, layered, whole, _rules_of(plan), split)
+            staged, _ = again.only(plan.remat.layers)
         texts = [[op_text(owner, op) for _, owner, op in program.walk()] for program in staged.programs]
         moved = [n for n, stage in enumerate(plan.stages) if [d.op for d in stage.decisions] != texts[n]]
         if not moved:
@@ -150,6 +164,19 @@ def staged_for(plan: Plan, traced: Traced) -> StagedStep:
 def verified(plan: Plan, traced: Traced) -> VerifyReport | StagesReport:
     """Compile a plan for its own cluster; a report per stage where there are several."""
     return verify_plan(plan, traced) if plan.pipeline is None else verify_stages(plan, staged_for(plan, traced))
+
+
+def _recomputing(traced: Traced, remat: Rematerialisation, rules: tuple[NamedRule, ...]) -> Traced:
+    """The traced step with the plan's layers recomputed."""
+    assert traced.layered is not None
+    count = layers_of(traced.layered).num_layers
+    if count != remat.num_layers:
+        raise PlanFileError(
+            f"this plan belongs to a step with other layers: {count} layers, {remat.num_layers} were planned. A plan holds for "
+            f"the boundaries that it was made with. At {user_line()}. Put al.layer_boundary where it was, or make a new plan "
+            "with al.plan."
+        )
+    return rematerialised_step(traced, remat, rules)
 
 
 def one_mesh_only(plan: Plan, what: str) -> None:

@@ -25,16 +25,19 @@ from alpa_lite.planner.options import PlanOptions
 from alpa_lite.planner.padded import plan_with_padding
 from alpa_lite.planner.pipeline import plan_pipeline
 from alpa_lite.planner.plan_step import Versions, mesh_task, plan_step
+from alpa_lite.planner.remat import plan_recomputing
 from alpa_lite.planner.searched import SEARCHED_SCHEDULES, SearchTask, is_searched, plan_with_stages_searched
 from alpa_lite.planner.stage_cut import StageCut, asked_schedule, given_cut, given_submeshes, one_stage
 from alpa_lite.planner.stage_layers import layers_asked, searched_layers
 from alpa_lite.planner.stage_pins import pins_of_parts
+from alpa_lite.planner.stage_remat import plan_with_remat
 from alpa_lite.planner.symbolic import SymbolicPlan as PlansByNumber
 from alpa_lite.planner.symbolic import SymbolicTask
 from alpa_lite.trace.annotations import annotation_note, annotations_from_args
 from alpa_lite.trace.auto_layers import LayerCuts
 from alpa_lite.trace.pins import resolve_pins
 from alpa_lite.trace.program import Traced, trace
+from alpa_lite.trace.remat_step import RecomputedStages, all_recomputed
 from alpa_lite.trace.staged import StagedStep, layers_of, microbatch_loop, staged_step
 from alpa_lite.trace.unstack import unstacked
 
@@ -54,6 +57,7 @@ class SymbolicPlan(PlansByNumber):
         draw_symbolic(self, path, **budgets)
 
 
+Progress = Callable[[str], None] | None
 _MAX_DOUBLINGS = 12  # of the number of microbatches, where it is searched
 _VERSIONS = Versions(jax=jax.__version__, alpa_lite=__version__)
 
@@ -133,37 +137,63 @@ class Request:
         with _told(self.options.verbose) as progress:
             if search and is_searched(self.options, cluster):
                 return self._searched(args, kwargs, cluster, progress)
-            traced = self.trace(args, kwargs)
-            pins, notes = self._pins_and_notes(traced, args, kwargs)
             if self.options.has_stages:
-                traced = unstacked(traced, self.options.rules)
-                assert traced.parts is not None
-                pins = pins_of_parts(pins, traced.parts)
-                staged, cut = self._staged(traced, cluster)
-                made = plan_pipeline(
-                    staged, cut, cluster, pins, self.options, _VERSIONS, notes=notes, progress=progress
-                )
-                return traced, self._finished(made, traced)
-            traced, made = self._one_stage(traced, pins, notes, cluster, progress)
+                traced, made = self._on_stages(args, kwargs, cluster, progress)
+            else:
+                traced, made = self._on_one_mesh(args, kwargs, cluster, progress)
         return traced, self._finished(made, traced)
 
-    def _one_stage(
-        self,
-        traced: Traced,
-        pins: ResolvedPins,
-        notes: tuple[str, ...],
-        cluster: ClusterData,
-        progress: Callable[[str], None] | None,
+    def _on_stages(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], cluster: ClusterData, progress: Progress
     ) -> tuple[Traced, Plan]:
-        """Without a pipeline; where dims were padded, the padded step with its plan."""
+        traced = self.trace(args, kwargs)
+        pins, notes = self._pins_and_notes(traced, args, kwargs)
+        traced = unstacked(traced, self.options.rules)
+        assert traced.parts is not None
+        pins = pins_of_parts(pins, traced.parts)
+        cut, again = self._staged(traced, cluster)
+
+        def planned(step: StagedStep, recompute: RecomputedStages | None) -> Plan:
+            return plan_pipeline(
+                step,
+                cut,
+                cluster,
+                pins,
+                self.options,
+                _VERSIONS,
+                recompute=recompute,
+                notes=notes,
+                progress=progress,
+            )
+
+        return traced, plan_with_remat(planned, again, self.options.remat)
+
+    def _on_one_mesh(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        cluster: ClusterData,
+        progress: Progress,
+        known: Traced | None = None,
+    ) -> tuple[Traced, Plan]:
+        """Without a pipeline; where dims were padded or layers are recomputed, that step with its plan. ``known``: the step as it
+        is, if it was traced."""
         options = one_stage(self.options, cluster, self.source)
 
-        def plan_program(program: Program, pins: ResolvedPins) -> Plan:
-            return plan_step(program, cluster, pins, options, _VERSIONS, notes=notes, progress=progress)
+        def plan_traced(traced: Traced) -> tuple[Traced, Plan]:
+            pins, notes = self._pins_and_notes(traced, args, kwargs)
 
-        if self.options.padding == "off":
-            return traced, plan_program(traced.program, pins)
-        return plan_with_padding(traced, cluster, pins, plan_program, self.options.rules)
+            def plan_program(program: Program, pins: ResolvedPins) -> Plan:
+                return plan_step(program, cluster, pins, options, _VERSIONS, notes=notes, progress=progress)
+
+            if self.options.padding == "off":
+                return traced, plan_program(traced.program, pins)
+            return plan_with_padding(traced, cluster, pins, plan_program, self.options.rules)
+
+        def trace_with(layers: LayerCuts | None) -> Traced:
+            return known if layers is None and known is not None else self.trace(args, kwargs, layers)
+
+        return plan_recomputing(plan_traced, trace_with, self.options, self.source)
 
     def _searched(
         self,
@@ -185,8 +215,7 @@ class Request:
         single: list[Traced] = []
 
         def one_mesh() -> Plan:
-            plain = self.trace(args, kwargs) if chosen else traced
-            found, made = self._one_stage(plain, pins, notes, cluster, progress)
+            found, made = self._on_one_mesh(args, kwargs, cluster, progress, None if chosen else traced)
             single.append(found)
             return made
 
@@ -206,34 +235,48 @@ class Request:
         traced = single[0] if made.pipeline is None else of_parts
         return traced, self._finished(made, traced)
 
-    def _staged(self, traced: Traced, cluster: ClusterData) -> tuple[StagedStep, StageCut]:
-        """The step cut into the stages that were asked for."""
-        assert traced.layered is not None
-        layered = layers_of(traced.layered)
+    def _staged(self, traced: Traced, cluster: ClusterData) -> tuple[StageCut, RecomputedStages]:
+        """The step cut into the stages that were asked for, also with layers recomputed."""
+        flat, options = traced.layered, self.options
+        assert flat is not None
+        layered = layers_of(flat)
         body = traced.program.ops[microbatch_loop(traced.flat)].bodies[0]
-        cut = given_cut(self.options, cluster, layered, body, self.source)
-        split = asked_schedule(self.options).split_stages
-        staged = staged_step(traced.program, traced.layered, layered, cut.stage_of_layer, self.options.rules, split)
-        return staged, cut
+        cut = given_cut(options, cluster, layered, body, self.source)
+        split = asked_schedule(options).split_stages
+        step = staged_step(traced.program, flat, layered, cut.stage_of_layer, options.rules, split)
+        saved = options.remat if isinstance(options.remat, tuple) else ()
+        remat = all_recomputed(layered, saved, self.source)
+        return cut, RecomputedStages(step, flat, layered, remat, options.rules, split)
 
     def _with_fewest_microbatches(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], cluster: ClusterData
     ) -> tuple[Traced, Plan]:
-        """The first power of two of microbatches with which the step fits: on one mesh more of them only cost time."""
+        """The first power of two of microbatches with which the step fits: on one mesh more of them only cost time.
+
+        Where it fits only with layers recomputed, more microbatches may cost less than that.
+        """
         refused: MemoryBudgetError | None = None
+        found: list[tuple[Traced, Plan]] = []
         for count in (2**k for k in range(_MAX_DOUBLINGS + 1)):
             request = replace(self, options=replace(self.options, num_microbatches=count))
             try:
                 traced, made = request.plan(args, kwargs, cluster, search=False)
             except MemoryBudgetError as error:
                 refused = refused or error
+                continue
             except MicrobatchError as error:
+                if found:
+                    break
                 raise refused or error from error
-            else:
-                note = f"num_microbatches='auto': {count} is the smallest power of two that fits the memory budget"
-                return traced, replace(made, notes=(*made.notes, note))
-        assert refused is not None
-        raise refused
+            which = "cheapest" if found else "smallest"
+            note = f"num_microbatches='auto': {count} is the {which} power of two that fits the memory budget"
+            found.append((traced, replace(made, notes=(*made.notes, note))))
+            if made.remat is None or self.options.remat != "auto":
+                break
+        if not found:
+            assert refused is not None
+            raise refused
+        return min(found, key=lambda pair: pair[1].objective)
 
     @collector_paused()
     def symbolic_plan(self, args: tuple[Any, ...], kwargs: dict[str, Any], cluster: SymbolicCluster) -> SymbolicPlan:
@@ -242,6 +285,11 @@ class Request:
                 f"mesh_shape={self.options.mesh_shape} was given for the symbolic cluster '{cluster}'. One of its sizes must be "
                 f"the name {cluster.name!r}. At {self.source}. Give PlanOptions(mesh_shape=({cluster.name!r},)), or "
                 f"({cluster.name!r}, 2) with an axis of fixed size beside it."
+            )
+        if self.options.remat not in ("auto", "none"):
+            raise AlpaLiteError(
+                f"remat={self.options.remat!r} was given for the symbolic cluster '{cluster}'. There the plan recomputes what "
+                f"jax.checkpoint says. At {self.source}. Leave remat out, and wrap layers in jax.checkpoint."
             )
         traced = self.trace(args, kwargs)
         pins, notes = self._pins_and_notes(traced, args, kwargs)

@@ -19,7 +19,7 @@ _REDUCTIONS = frozenset(
     ["reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "reduce_prod", "argmax", "argmin"]
 )
 _BARRIERS = frozenset(["optimization_barrier", "pin", "copy_p"])
-_VIEWS = frozenset(["reshape", "squeeze", "expand_dims"])
+_VIEWS = frozenset(["reshape", "squeeze", "expand_dims", "name"])
 # Elementwise, but too dear to compute once per reader. XLA:GPU weighs the time against that of the bytes, which it can spare
 # for the lighter ones; XLA:CPU never repeats any of them (``IsExpensive`` in xla/hlo/ir/hlo_instruction.cc).
 _COSTLY_ON_GPU = frozenset(

@@ -24,7 +24,7 @@ from alpa_lite.costs.dim_orders import conv_orders, dot_orders
 from alpa_lite.plan.records import OpDecision
 
 _BARRIER = "optimization_barrier"
-_VIEWS = frozenset(["reshape", "squeeze", "expand_dims", "stop_gradient", "pin", "copy", _BARRIER])
+_VIEWS = frozenset(["reshape", "squeeze", "expand_dims", "stop_gradient", "pin", "copy", "name", _BARRIER])
 _SOURCES = frozenset(["iota", "broadcast_in_dim"])
 _INDEXING = frozenset(
     ["transpose", "slice", "pad", "rev", "dynamic_slice", "gather", "concatenate", "dynamic_update_slice"]

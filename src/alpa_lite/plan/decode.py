@@ -23,6 +23,7 @@ from alpa_lite.plan.records import (
     Padding,
     Pipeline,
     PlanIdentity,
+    Rematerialisation,
     SearchStep,
     StageCount,
     StagePlan,
@@ -133,6 +134,7 @@ class _Decoder:
             "notes": tuple(d.notes),
             "pipeline": None if d.pipeline is None else _pipeline(d.pipeline),
             "stage_counts": tuple(StageCount(**msgspec.structs.asdict(row)) for row in d.stage_counts),
+            "remat": None if d.remat is None else _remat(d.remat),
             "mesh_table": tuple(self._candidate(candidate) for candidate in d.mesh_table),
             "inputs": tuple(map(self._leaf, d.inputs)),
             "outputs": tuple(map(self._leaf, d.outputs)),
@@ -225,6 +227,10 @@ def _pipeline(p: doc.Pipeline) -> Pipeline:
         table=tuple(p.table),
         timeline=tuple(p.timeline),
     )
+
+
+def _remat(r: doc.Remat) -> Rematerialisation:
+    return Rematerialisation(num_layers=r.num_layers, layers=tuple(r.layers), saved=tuple(r.saved))
 
 
 def _padding(row: doc.PaddingRow) -> Padding:

@@ -140,6 +140,12 @@ class Pipeline(_Strict):
     timeline: list[str] = []
 
 
+class Remat(_Strict):
+    num_layers: int
+    layers: list[int]
+    saved: list[str]
+
+
 class Decisions(_Strict):
     """``paths[i]`` is decided by row ``ops[i]`` of the op table."""
 
@@ -201,6 +207,7 @@ class Document(_Strict):
     notes: list[str]
     pipeline: Pipeline | None
     stage_counts: list[StageCountRow]
+    remat: Remat | None
     mesh_table: list[Candidate]
     columns: dict[str, list[str]]
     inputs: list[LeafRow]

@@ -66,6 +66,7 @@ def encode_plan(plan: Plan) -> bytes:
         stage_counts=[
             doc.StageCountRow(c.num_stages, c.objective, c.bubble_share, c.status) for c in plan.stage_counts
         ],
+        remat=None if (r := plan.remat) is None else doc.Remat(r.num_layers, list(r.layers), list(r.saved)),
         mesh_table=[_encode_candidate(candidate) for candidate in plan.mesh_table],
         columns=doc.COLUMNS,
         inputs=inputs,

@@ -26,6 +26,7 @@ from alpa_lite.plan.records import (
     Padding,
     Pipeline,
     PlanIdentity,
+    Rematerialisation,
     SearchStep,
     StageCount,
     StagePlan,
@@ -73,6 +74,7 @@ class Plan:
         pipeline: how the stages work together; None for a single stage.
         stage_counts: what each number of stages would cost, where it was searched.
         paddings: dims that are padded inside the step; a plan with any belongs to the padded program.
+        remat: layers that are recomputed in the backward pass by the plan; None where only the user's own are.
         notes: warnings and reports: dims ruled out, replicated ops, forced choices, annotations seen.
         trees: see the module docstring.
     """
@@ -93,6 +95,7 @@ class Plan:
     pipeline: Pipeline | None = None
     stage_counts: tuple[StageCount, ...] = ()
     paddings: tuple[Padding, ...] = ()
+    remat: Rematerialisation | None = None
     notes: tuple[str, ...] = ()
     trees: PlanTrees | None = field(default=None, compare=False, repr=False)
 

@@ -262,6 +262,21 @@ class Padding:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Rematerialisation:
+    """Layers whose backward pass recomputes what it reads of the forward pass; a plan with one belongs to that program.
+
+    Attributes:
+        num_layers: of the step.
+        layers: those that are recomputed, rising.
+        saved: names of values (``checkpoint_name``) that are kept all the same.
+    """
+
+    num_layers: int
+    layers: tuple[int, ...]
+    saved: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlanIdentity:
     """What a plan is for, and what made it.
 

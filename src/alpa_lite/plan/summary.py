@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from alpa_lite.core.collective import Collective
 from alpa_lite.core.spec import ShardingSpec
 from alpa_lite.plan.grouping import group_paths
-from alpa_lite.plan.records import Leaf, LeafRole, MeshCandidate, Pipeline, StageCount
-from alpa_lite.units import format_bytes, format_cost
+from alpa_lite.plan.records import Leaf, LeafRole, MeshCandidate, Pipeline, Rematerialisation, StageCount
+from alpa_lite.units import format_bytes, format_cost, numbers_text
 
 if TYPE_CHECKING:
     from alpa_lite.plan.plan import Plan
@@ -77,9 +77,16 @@ def _header(plan: Plan) -> Section:
     ]
     if plan.pipeline is not None:
         rows.append(("schedule", _schedule(plan.pipeline)))
+    if plan.remat is not None:
+        rows.append(("recomputed", _recomputed(plan.remat)))
     if plan.options:
         rows.append(("options", ", ".join(f"{name}={value}" for name, value in plan.options)))
     return Section(title="Plan", columns=("", ""), rows=tuple(rows))
+
+
+def _recomputed(remat: Rematerialisation) -> str:
+    kept = f", all but {', '.join(remat.saved)}" if remat.saved else ""
+    return f"layers {numbers_text(remat.layers)} of {remat.num_layers}{kept}"
 
 
 def _schedule(pipeline: Pipeline) -> str:

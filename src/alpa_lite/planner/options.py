@@ -53,7 +53,9 @@ class PlanOptions:
             "eager-1f1b", "interleaved-1f1b" or "zb-h1" (backward passes in halves); else the path of a CSV file, or a
             function that makes the table (``al.schedule.make_schedule``), which may put several stages on one part of it.
         num_chunks: stages per part of the cluster under "interleaved-1f1b"; they are counted in ``num_stages``.
-        remat: "auto" alone: what the function itself says with ``jax.checkpoint``.
+        remat: layers under ``al.value_and_grad`` whose backward pass recomputes what it reads of the forward pass: "auto" those
+            that the memory budget demands, "none", "all", or names as of ``jax.ad_checkpoint.checkpoint_name``: all layers,
+            with these values kept. Layers with the user's own ``jax.checkpoint`` stay as they are.
         rules: sharding rules for primitives by name, each an ``al.register_rule("primitive", "rule")``; they replace others.
         time_limit_s: of the solver, per mesh.
         seed: of the solver.
@@ -78,7 +80,7 @@ class PlanOptions:
     num_microbatches: int | Literal["auto"] = 1
     schedule: str | PathLike[str] | UserSchedule = "1f1b"
     num_chunks: int = 1
-    remat: str = "auto"
+    remat: str | tuple[str, ...] = "auto"
     rules: tuple[NamedRule, ...] = ()
     time_limit_s: float = 60.0
     seed: int = 0
@@ -101,6 +103,8 @@ class PlanOptions:
                 raise AlpaLiteError(f"PlanOptions: {name}={value!r} was given; it must be a tuple, e.g. {example}.")
             entries = (tuple(v) if isinstance(v, list) else v for v in value)
             object.__setattr__(self, name, tuple(entries))
+        if isinstance(self.remat, list):
+            object.__setattr__(self, "remat", tuple(self.remat))
         if isinstance(self.schedule, PathLike):
             object.__setattr__(self, "schedule", fspath(self.schedule))
         for fault in self._no_numbers() or self._faults():
@@ -140,9 +144,11 @@ class PlanOptions:
                 f"num_microbatches={self.num_microbatches} was given; allowed are 'auto' and numbers from 1. Give a "
                 "divisor of the batch size."
             )
-        if self.remat != "auto":
+        named = isinstance(self.remat, tuple) and self.remat and all(isinstance(n, str) and n for n in self.remat)
+        if not named and self.remat not in ("auto", "none", "all"):
             faults.append(
-                f"remat={self.remat!r} was given; only 'auto' is possible: wrap parts of your function in jax.checkpoint."
+                f"remat={self.remat!r} was given; allowed are 'auto', 'none', 'all', and a tuple of names of values that are "
+                "kept, as given by jax.ad_checkpoint.checkpoint_name. Or wrap parts of your function in jax.checkpoint."
             )
         if self.padding not in ("auto", "off"):
             faults.append(f"padding={self.padding!r} was given; allowed are 'auto' and 'off'.")

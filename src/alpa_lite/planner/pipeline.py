@@ -36,6 +36,7 @@ from alpa_lite.planner.plan_step import (
 from alpa_lite.planner.stage_costs import StageCosts, stage_costs
 from alpa_lite.planner.stage_cut import StageCut
 from alpa_lite.planner.stage_pins import stage_pins
+from alpa_lite.planner.stage_remat import kept_or_recomputed
 from alpa_lite.planner.stage_reuse import content_key, renamed
 from alpa_lite.schedule import (
     Action,
@@ -49,6 +50,7 @@ from alpa_lite.schedule import (
     table_rows,
     timeline_text,
 )
+from alpa_lite.trace.remat_step import RecomputedStages
 from alpa_lite.trace.staged import StagedStep
 from alpa_lite.trace.stages import StageProgram
 
@@ -65,6 +67,7 @@ class PlannedStage:
     place: PlacedSubmesh
     result: MeshResult
     costs: StageCosts
+    recomputed: bool = False
 
     @property
     def hosts(self) -> range:
@@ -79,10 +82,13 @@ def plan_pipeline(
     options: PlanOptions,
     versions: Versions,
     *,
+    recompute: RecomputedStages | None = None,
     notes: tuple[str, ...] = (),
     progress: Callable[[str], None] | None = None,
 ) -> Plan:
     """The plan for ``step``, whose layers are already joined to stages as ``cut`` says.
+
+    ``recompute``: the same step with layers recomputed, for stages that are cheaper so, or fit the memory budget only so.
 
     Raises:
         SlicingError: the submeshes cannot be placed on the cluster.
@@ -96,38 +102,49 @@ def plan_pipeline(
     known: dict[object, tuple[InFlight, PlannedStage]] = {}
 
     def plan_all(budgets: Sequence[float]) -> list[PlannedStage]:
-        return _plan_stages(step, cut, cluster, pins, options, flying, budgets, known, tell)
+        def planned(step: StagedStep, number: int) -> PlannedStage:
+            return _planned(step, number, cut, cluster, pins, options, flying, budgets[number], known, tell)
+
+        return [kept_or_recomputed(planned, step, recompute, number) for number in range(step.num_stages)]
 
     stages = within_budget(plan_all, schedule, flying, budget_bytes(cluster, options), pins.source)
+    remat = None
+    if recompute is not None and any(stage.recomputed for stage in stages):
+        layers = {k for stage in stages if stage.recomputed for k in stage.part.layers}
+        step, remat = recompute.only(layers)
+        stages = [
+            replace(stage, part=part, program=program)
+            for stage, part, program in zip(stages, step.stages, step.programs, strict=True)
+        ]
     plan = _joined(step, stages, schedule, cluster, pins, options, versions, notes)
+    plan = replace(plan, remat=remat)
     check_plan(plan, step.whole, step.programs)
     return plan
 
 
-def _plan_stages(
+def _planned(
     step: StagedStep,
+    number: int,
     cut: StageCut,
     cluster: Cluster,
     pins: ResolvedPins,
     options: PlanOptions,
     flying: Sequence[InFlight],
-    budgets: Sequence[float],
+    limit: float,
     known: dict[object, tuple[InFlight, PlannedStage]],
     tell: Callable[[str], None],
-) -> list[PlannedStage]:
-    """Every stage with at most ``budgets`` bytes per device; equal stages are planned once and kept in ``known``."""
-    places, stages = cut.placed(cluster), []
-    for number, (part, program) in enumerate(zip(step.stages, step.programs, strict=True)):
-        own, count, limit = stage_pins(pins, part, program), flying[number], budgets[number]
-        submesh, shape = cut.cluster_of(number, cluster), cut.mesh_shapes[number]
-        key = content_key(program, own), submesh, shape, limit
-        # What fits with more microbatches in flight fits with fewer, and equal stages stay one program.
-        if key not in known or not _holds(known[key][0], count):
-            tell(f"planning stage {number} of {step.num_stages}, {len(program.ops)} ops")
-            mine = replace(options, mesh_shape=shape, stage_mesh_shapes=None)
-            known[key] = count, _plan_stage(part, program, submesh, places[number], own, mine, count, limit)
-        stages.append(_same_plan(known[key][1], part, program, places[number], count))
-    return stages
+) -> PlannedStage:
+    """A stage with at most ``limit`` bytes per device; equal stages are planned once and kept in ``known``."""
+    part, program, place = step.stages[number], step.programs[number], cut.placed(cluster)[number]
+    own, count = stage_pins(pins, part, program), flying[number]
+    submesh, shape = cut.cluster_of(number, cluster), cut.mesh_shapes[number]
+    key = content_key(program, own), submesh, shape, limit
+    # What fits with more microbatches in flight fits with fewer, and equal stages stay one program.
+    if key not in known or not _holds(known[key][0], count):
+        tell(f"planning stage {number} of {step.num_stages}, {len(program.ops)} ops")
+        mine = replace(options, mesh_shape=shape, stage_mesh_shapes=None)
+        known[key] = count, _plan_stage(part, program, submesh, place, own, mine, count, limit)
+    return _same_plan(known[key][1], part, program, place, count)
 
 
 def check_possible(schedule: Schedule, source: str) -> None:

@@ -31,6 +31,7 @@ from alpa_lite.planner.shared import Shared
 from alpa_lite.units import format_cost
 
 BUDGET_SHARE = 0.9
+LIMITED = "limited by the memory budget"
 _MARGIN = 1.02  # a mesh that must cost more than this times the cheapest so far is not searched to the end
 LITERAL = Value(shape=(), dtype="float32", itemsize=4)  # a result that is a constant of the function
 
@@ -166,7 +167,13 @@ def _candidate(result: MeshResult) -> MeshCandidate:
         lower_bound=result.lower_bound,
         peak_bytes=result.peak.profile.peak,
         status=result.status,
+        reason=LIMITED if is_limited(result) else "",
     )
+
+
+def is_limited(result: MeshResult) -> bool:
+    """Whether the cheapest plan on the mesh does not fit the memory budget."""
+    return result.budgeted == "peak" and result.problem is not None and result.problem.usage_limit is not None
 
 
 def no_plan(task: MeshTask, results: list[MeshResult], cluster: Cluster) -> AlpaLiteError:

@@ -19,10 +19,12 @@ from alpa_lite.planner.pipeline import plan_pipeline
 from alpa_lite.planner.plan_step import Versions, budget_bytes
 from alpa_lite.planner.stage_layers import boundary_bytes
 from alpa_lite.planner.stage_prices import RunPrices
+from alpa_lite.planner.stage_remat import plan_with_remat
 from alpa_lite.planner.stage_search import FoundCut, StageSearch, counts_to_compare, row_of
 from alpa_lite.trace.program import Traced
+from alpa_lite.trace.remat_step import RecomputedStages, all_recomputed
 from alpa_lite.trace.stage_runs import LayerRuns
-from alpa_lite.trace.staged import layers_of, staged_step
+from alpa_lite.trace.staged import StagedStep, layers_of, staged_step
 
 SEARCHED_SCHEDULES = ("gpipe", "1f1b", "eager-1f1b")
 _CANDIDATES = 2  # numbers of stages that are planned exactly
@@ -136,16 +138,24 @@ class _Searched:
         step = staged_step(
             task.traced.program, task.traced.layered, self.layered, found.cut.stage_of_layer, task.options.rules
         )
-        plan = plan_pipeline(
-            step,
-            found.cut,
-            task.cluster,
-            task.pins,
-            task.options,
-            task.versions,
-            notes=task.notes,
-            progress=task.progress,
-        )
+        saved = task.options.remat if isinstance(task.options.remat, tuple) else ()
+        remat = all_recomputed(self.layered, saved, task.pins.source)
+        again = RecomputedStages(step, task.traced.layered, self.layered, remat, task.options.rules)
+
+        def planned(step: StagedStep, recompute: RecomputedStages | None) -> Plan:
+            return plan_pipeline(
+                step,
+                found.cut,
+                task.cluster,
+                task.pins,
+                task.options,
+                task.versions,
+                recompute=recompute,
+                notes=task.notes,
+                progress=task.progress,
+            )
+
+        plan = plan_with_remat(planned, again, task.options.remat)
         return replace(plan, notes=(*plan.notes, *_note(found)))
 
     def plan_one_stage(self) -> None:

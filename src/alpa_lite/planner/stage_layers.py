@@ -21,6 +21,8 @@ from alpa_lite.trace.stage_pin import StagePin
 
 # Of a function without boundaries whose stages are searched: as many as devices, within these.
 _FEWEST_LAYERS, _MOST_LAYERS = 4, 16
+# With n layers, all recomputed, the values at n boundaries are kept and one layer's own are made again at a time.
+_RECOMPUTED_LAYERS = 8
 
 
 def layer_cuts(
@@ -73,6 +75,12 @@ def layers_asked(options: PlanOptions, source: str) -> LayerCuts | None:
         return layer_cuts(sum(options.stage_layers), options.stage_layers, source=source)
     sizes = [math.prod(submesh) for submesh in options.submeshes or ((1, 1),) * count]
     return layer_cuts(sum(sizes) // math.gcd(*sizes), (1,) * count, count, source)
+
+
+def layers_to_recompute(num_layers: int = _RECOMPUTED_LAYERS, at_least: int | None = None) -> LayerCuts:
+    """How a function without boundaries of its own is cut for recomputation on one mesh, where pins to stages mean nothing."""
+    whole = layer_cuts(num_layers, at_least=at_least)
+    return lambda flops, cut_bytes, pins=(): whole(flops, cut_bytes)
 
 
 def balanced_stages(layered: Layered, body: Program, num_devices: Sequence[int], source: str) -> tuple[int, ...]:

@@ -2,7 +2,7 @@
 
 The function is traced, the cuts are chosen by a function of (FLOPs per op, bytes per cut) that the planner gives, and the
 trace is evaluated piece by piece with ``layer_boundary`` on the activations that cross. A scan over layers that is cut
-becomes consecutive scans over slices of its stacked parameters.
+becomes consecutive scans over slices of its stacked parameters, or its body where one iteration is left.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from jax import lax
 
-from alpa_lite._jax_compat import JaxprEqn, name_scope_of, scan_layout, user_context
+from alpa_lite._jax_compat import JaxprEqn, evaluate_jaxpr, name_scope_of, scan_layout, user_context
 from alpa_lite.errors import LayerError
 from alpa_lite.trace.boundary import layer_boundary_p
 from alpa_lite.trace.forward_ops import ForwardOps, contains, inlined, read, run_part
@@ -137,6 +137,10 @@ class _Evaluation:
                 xs = [
                     lax.slice_in_dim(read(self.env, a), low, high, axis=0) for a in eqn.invars[num_consts + num_carry :]
                 ]
+            if stop - start == 1:
+                body = eqn.params["jaxpr"]
+                results = evaluate_jaxpr(body.jaxpr, body.consts, [*consts, *carry, *(x[0] for x in xs)])
+                return [*results[:num_carry], *(y[None] for y in results[num_carry:])]
             params = {"length": stop - start, "unroll": min(eqn.params["unroll"], stop - start)}
             return eqn.primitive.bind(*consts, *carry, *xs, **{**eqn.params, **params})
 

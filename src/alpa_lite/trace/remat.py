@@ -129,8 +129,8 @@ class _Rewrite:
             op.all_outputs, op.scope = everything, "/".join(("rematted_computation", op.scope)).rstrip("/")
             units.append(_Unit([op], True, k, (1, -k, 1, i)))
         made = {o for i in clones for o in self.flat.ops[i].outputs}
-        changed = {v: new for v, new in inside.items() if (v in made and v not in self.crossing) or v in entering}
-        return units, {**same, **changed}
+        changed = {v: new for v, new in inside.items() if (v in made and v not in self.crossing) or v in renamed}
+        return units, {v: renamed.get(named, named) for v, named in same.items()} | changed
 
     def _is(self, i: int, k: int, *, backward: bool) -> bool:
         return self.layered.backward[i] == backward and self.layered.layer[i] == k

@@ -15,13 +15,14 @@ from alpa_lite.core.conversion import Conversion, Step
 from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.core.program import Program
 from alpa_lite.core.spec import ShardingSpec
-from alpa_lite.costs.dim_order import reordering_ops
-from alpa_lite.costs.fusion import fused_values
+from alpa_lite.costs.dim_order import is_turned, reordered_stacks, reordering_ops, sums_rows
+from alpa_lite.costs.fusion import fused_values, joined_updates
 from alpa_lite.costs.late_order import late_order
 from alpa_lite.costs.memory import Order, timeline
 from alpa_lite.costs.overlap_order import Move, early_updates, overlap_order
+from alpa_lite.costs.profile import memory_profile
 from alpa_lite.costs.split_matmul import Matmul, kernels_that_read, number_of_parts, readers_of, sum_is_repeated
-from alpa_lite.plan.records import OpDecision
+from alpa_lite.plan.records import LeafRole, OpDecision
 from alpa_lite.trace.program import trace
 
 
@@ -260,6 +261,108 @@ def test_stacked_results_have_no_buffer_inside_of_the_loop() -> None:
     inside = {i.value for i in timeline(program).intervals if i.region}
     assert stacked not in inside
     assert stacked in {i.value for i in timeline(program, Order.BREADTH_FIRST).intervals if i.region}
+
+
+@pytest.mark.parametrize("both_stored", [False, True])
+def test_values_for_one_kernel_are_computed_in_it(both_stored: bool) -> None:
+    """Two ops read the product of two stored tensors; if one kernel computes both, it need not be stored."""
+
+    def fn(x: jax.Array, w: jax.Array) -> Any:
+        joined = (x @ x) * w
+        sine, cosine = jnp.sin(joined), jnp.cos(joined)
+        return (sine, cosine) if both_stored else sine * cosine
+
+    program = program_of(fn, (64, 64), (64, 64))
+    value = next(op.outputs[0] for op in program.ops if op.primitive == "mul")
+    assert fused_values(program, gpu=True)[value] is not both_stored
+    assert not fused_values(program)[value]
+
+
+def test_results_made_of_one_gradient_share_a_kernel() -> None:
+    def fn(p: jax.Array, m: jax.Array, q: jax.Array, x: jax.Array) -> Any:
+        first, second = x @ x, jnp.tanh(x) @ x
+        return p - first, m + first, q - second
+
+    program = program_of(fn, *[(64, 64)] * 4)
+    maker = {o: index for index, op in enumerate(program.ops) for o in op.outputs}
+    assert joined_updates(program) == {maker[program.outputs[1]]}
+
+
+def gathered_rows(dim: int) -> tuple[Program, list[OpDecision], Conversion]:
+    """A tensor is gathered along ``dim``, read by a matmul, and its rows are added."""
+
+    def fn(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+        y = jnp.tanh(x)
+        return y @ w, y.sum(0)
+
+    program = program_of(fn, (512, 512), (512, 512))
+    whole, split = ShardingSpec.parse("[_,_]"), ShardingSpec.parse("[x,_]" if dim == 0 else "[_,x]")
+    made = {"tanh": split}
+    decisions = [
+        OpDecision(
+            path=str(index),
+            operands=tuple(made.get(op.primitive, whole) for _ in op.inputs),
+            results=tuple(
+                ShardingSpec.parse("[_]") if op.primitive == "reduce_sum" else made.get(op.primitive, whole)
+                for _ in op.outputs
+            ),
+        )
+        for index, op in enumerate(program.ops)
+    ]
+    first = next(index for index, op in enumerate(program.ops) if op.primitive == "dot_general")
+    value = next(op.outputs[0] for op in program.ops if op.primitive == "tanh")
+    step = Step(before=split, after=whole, kind=CollectiveKind.ALL_GATHER, axes=("x",), source_dim=dim)
+    return program, decisions, Conversion(op=str(first), value=value, steps=(step,), collectives=(0,), cost=1e-3)
+
+
+@pytest.mark.parametrize(("dim", "copied"), [(0, True), (1, False)])
+def test_rows_that_are_gathered_and_added_lie_twice(dim: int, copied: bool) -> None:
+    program, decisions, conversion = gathered_rows(dim)
+    mesh = DeviceMesh(shape=(8,), axis_names=("x",))
+    whole = ShardingSpec.parse("[_,_]")
+    report = memory_profile(
+        program,
+        timeline(program, schedule=overlap_order(program, mesh, decisions, [conversion])),
+        mesh,
+        in_specs=(decisions[0].operands[0], whole),
+        out_specs=(whole, ShardingSpec.parse("[_]")),
+        decisions=decisions,
+        conversions=[conversion],
+        roles=(LeafRole.INPUT, LeafRole.INPUT),
+    )
+    assert is_turned(conversion, program) is copied
+    assert [op.primitive for op in program.ops if sums_rows(op)] == ["reduce_sum"]
+    assert [t.whole_bytes for t in report.stored if "turned" in t.name] == [512 * 512 * 4] * copied
+
+
+def two_loops(*, transposed: bool) -> Program:
+    """The first stacks up masked products, the second multiplies products with them."""
+
+    def fn(xs: jax.Array) -> jax.Array:
+        mask = jnp.tril(jnp.ones((16, 16), dtype=bool))
+
+        def first(carry: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+            product = x @ carry
+            return carry + 1, jnp.where(mask, product.T if transposed else product, 0.0)
+
+        def second(carry: jax.Array, x: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+            return (x[0] @ carry) * x[1], None
+
+        _, stacked = jax.lax.scan(first, xs[0], xs)
+        return jax.lax.scan(second, xs[0], (xs, stacked))[0]
+
+    return program_of(fn, (4, 16, 16))
+
+
+def test_a_loop_gets_stacks_in_the_order_of_its_own_products() -> None:
+    program = two_loops(transposed=True)
+    writer, reader = (index for index, op in enumerate(program.ops) if op.primitive == "scan")
+    stacked = program.ops[writer].outputs[1]
+    assert reordered_stacks(program) == [(reader, stacked)]
+    line = timeline(program)
+    start = line.start[str(reader)]
+    assert [(i.lo, i.hi) for i in line.intervals if i.copy and i.value == stacked] == [(start, start + 1)]
+    assert reordered_stacks(two_loops(transposed=False)) == []
 
 
 @pytest.mark.parametrize(("order", "carried_first"), [(Order.PROGRAM, True), (Order.BREADTH_FIRST, False)])

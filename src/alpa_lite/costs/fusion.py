@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 
 from alpa_lite.core.program import Op, Program
 
@@ -106,7 +106,62 @@ def fused_values(program: Program, *, gpu: bool = False, stacked: Collection[int
                 fused[value] = bool(uses) and all(uses) and (len(uses) == 1 or _repeatable(op, program, made, costly))
             if value >= 0:
                 made[value] = op.primitive
+    if gpu:
+        _fuse_into_single_kernels(program, fused, consumers, outputs)
     return tuple(fused)
+
+
+def _fuse_into_single_kernels(
+    program: Program, fused: list[bool], consumers: Mapping[int, Sequence[bool]], outputs: Collection[int]
+) -> None:
+    """Values that several ops read, all of them computed inside of one kernel: it computes the value once."""
+    several = -1
+    kernel: dict[int, int] = {}  # index of the op that stores what is computed from a value
+    for index in range(len(program.ops) - 1, -1, -1):
+        op = program.ops[index]
+        here = index
+        if len(op.outputs) == 1 and op.outputs[0] >= 0:
+            value = op.outputs[0]
+            if joins_consumers(op) and value not in outputs and consumers.get(value) and all(consumers[value]):
+                fused[value] = fused[value] or kernel.get(value, several) != several
+            if fused[value]:
+                here = kernel.get(value, several)
+        for i in set(op.inputs):
+            kernel[i] = here if kernel.get(i, here) == here else several
+
+
+def joined_updates(program: Program) -> frozenset[int]:
+    """Indices of the ops that one kernel computes beside an earlier op: results made of one gradient, as in an optimizer."""
+    fused = fused_values(program, gpu=True)
+    maker = {o: op for op in program.ops for o in op.outputs if o >= 0}
+    results = set(program.outputs)
+    seen: set[tuple[int, int]] = set()
+    found = set()
+    for index, op in enumerate(program.ops):
+        if not op.elementwise or op.outputs[0] not in results:
+            continue
+        size = program.values[op.outputs[0]].size_bytes
+        gradients = {(value, size) for value in _stored_operands(op, program, fused, maker) if value in maker}
+        if not seen.isdisjoint(gradients):
+            found.add(index)
+        seen |= gradients
+    return frozenset(found)
+
+
+def _stored_operands(op: Op, program: Program, fused: Sequence[bool], maker: Mapping[int, Op]) -> set[int]:
+    """Tensors in memory, at least as large as the op's result, that its kernel reads."""
+    size = program.values[op.outputs[0]].size_bytes
+    pending, seen, found = [op], set(), set()
+    while pending:
+        for value in pending.pop().inputs:
+            if value < 0 or value in seen or program.values[value].size_bytes < size:
+                continue
+            seen.add(value)
+            if value in maker and (fused[value] or is_view(maker[value])):
+                pending.append(maker[value])
+            else:
+                found.add(value)
+    return found
 
 
 def _constants_for_loops(program: Program) -> frozenset[int]:

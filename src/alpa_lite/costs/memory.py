@@ -22,7 +22,7 @@ from enum import StrEnum
 import numpy as np
 
 from alpa_lite.core.program import Op, Program
-from alpa_lite.costs.dim_order import reordering_ops
+from alpa_lite.costs.dim_order import reordered_stacks, reordering_ops
 from alpa_lite.costs.facts import Facts
 from alpa_lite.costs.fusion import fused_values, is_view, reuses_operand
 from alpa_lite.costs.late_order import BARRIER, barrier_group, late_order
@@ -195,6 +195,9 @@ def _live(
         for index in facts.of(reordering_ops, program):
             start = out.start[f"{prefix}{index}"]
             out.intervals.append(Interval(prefix, program.ops[index].outputs[0], start, start + 1, copy=True))
+        for index, value in facts.of(reordered_stacks, program):
+            start = out.start[f"{prefix}{index}"]
+            out.intervals.append(Interval(prefix, value, start, start + 1, copy=True))
     out.last_read.update({(prefix, v): t for v, t in last.items()})
 
 

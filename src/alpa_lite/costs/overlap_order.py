@@ -1,15 +1,17 @@
 """In which order XLA:GPU runs the ops of a decided plan, collectives included, as far as memory depends on it.
 
 Its latency hiding scheduler (``xla/service/latency_hiding_scheduler.cc``) works from the results backwards. One collective is
-in flight at a time. While it is, ops that are ready fill the time, those first that wait for most collectives; what a product
-for a weight's gradient reads is thereby kept until some collective needs company. Without a collective in flight, ops keep
-the order that they came in: that of the program, where updates of the state run as soon as they can (``early_updates``).
-Steps with the barriers of rematerialised layers are not for this: see ``late_order.py``.
+in flight at a time. While it is, ops that are ready fill the time, those first that wait for most time of collectives; what a
+product for a weight's gradient reads is thereby kept until some collective needs company. Without a collective in flight, ops
+keep the order that they came in: that of the program, where updates of the state run as soon as they can
+(``early_updates``). Times are those that XLA:GPU believes in (``estimated_time.py``). Steps with the barriers of
+rematerialised layers are not for this: see ``late_order.py``.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,15 +21,20 @@ from alpa_lite.core.conversion import Conversion
 from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.core.program import Op, Program
 from alpa_lite.core.spec import ShardingSpec
+from alpa_lite.costs.conversion import step_size_bytes
+from alpa_lite.costs.estimated_time import (
+    LATENCY_SECONDS,
+    LIBRARY_CALL_SECONDS,
+    collective_seconds,
+    kernel_seconds,
+    matmul_seconds,
+)
 from alpa_lite.costs.facts import Facts
-from alpa_lite.costs.fusion import fused_values, is_view, joins_consumers
+from alpa_lite.costs.fusion import fused_values, is_view, joined_updates, joins_consumers
+from alpa_lite.costs.split_matmul import local_matmul
 from alpa_lite.plan.records import OpDecision
 
 _Layout = tuple[int, ShardingSpec]
-# XLA:GPU rates collectives dearer, beside compute, than plans do. The factor is fitted to schedules of the H100 compiler.
-_STRETCH = 1.5
-# Of an H100, roughly.
-_FLOPS, _FLOPS_HALF, _BANDWIDTH, _LAUNCH = 400e12, 800e12, 3e12, 1e-6
 
 
 def early_updates(program: Program) -> list[int]:
@@ -108,7 +115,7 @@ class _Node:
     move: Move | None = None
     reads: list[int] = field(default_factory=list)
     users: int = 0
-    depth: int = 0
+    depth: float = 0.0
     position: int = 0
 
 
@@ -126,7 +133,7 @@ def overlap_order(
             nodes[read].users += 1
     for number in _topological(nodes):
         node = nodes[number]
-        node.depth = max((nodes[r].depth for r in node.reads), default=0) + node.is_collective
+        node.depth = max((nodes[r].depth for r in node.reads), default=0.0) + node.is_collective * node.cost
         node.position = max(node.position, max((nodes[r].position for r in node.reads), default=0))
     return _schedule(nodes)
 
@@ -141,8 +148,7 @@ def _graph(
     ours = {int(d.path): d for d in decisions if "." not in d.path}
     mine = [c for c in conversions if "." not in c.op]
     if any(step.kind is not None for c in mine for step in c.steps):
-        fused = facts.of(fused_values, program, gpu=True)
-        nodes = [_Node(i, _seconds(op, program, fused, mesh, ours[i])) for i, op in enumerate(program.ops)]
+        nodes = [_Node(i, _seconds(op, program, facts, mesh, ours[i])) for i, op in enumerate(program.ops)]
     else:  # there is no time to fill
         nodes = [_Node(i, 0.0) for i in range(len(program.ops))]
     for position, index in enumerate(facts.of(early_updates, program)):
@@ -155,29 +161,45 @@ def _graph(
         maker.setdefault((conversion.value, conversion.target), len(nodes))
         moves = any(step.kind is not None for step in conversion.steps)
         move = Move(conversion.op, conversion.value, conversion.target)
-        nodes.append(_Node(-1, _STRETCH * conversion.cost, is_collective=moves, move=move))
+        nodes.append(_Node(-1, _conversion_seconds(conversion, program, mesh), is_collective=moves, move=move))
     for number, conversion in enumerate(mine, len(program.ops)):
         source = maker.get((conversion.value, conversion.source))
         nodes[number].reads = [] if source is None else [source]
     for index, op in enumerate(program.ops):
         read = {maker[key] for key in zip(op.inputs, ours[index].operands, strict=True) if key in maker}
         nodes[index].reads = sorted(read)
+    for index in facts.of(joined_updates, program):
+        nodes[index].cost = max(0.0, nodes[index].cost - LATENCY_SECONDS)
     return nodes
 
 
-def _seconds(op: Op, program: Program, fused: Sequence[bool], mesh: DeviceMesh, decision: OpDecision) -> float:
-    """About how long an op keeps a device busy: only how many of them fill a collective's time matters."""
-    if is_view(op) or all(o < 0 or fused[o] for o in op.outputs):
+def _seconds(op: Op, program: Program, facts: Facts, mesh: DeviceMesh, decision: OpDecision) -> float:
+    """How long XLA:GPU believes that an op keeps a device busy; nothing for what other kernels do on the way."""
+    fused = facts.of(fused_values, program, gpu=True)
+    if op.bodies or is_view(op) or all(o < 0 or fused[o] for o in op.outputs):
         return 0.0
-    layouts = [
-        (program.values[value], spec)
+    if op.primitive == "conv_general_dilated":
+        return LIBRARY_CALL_SECONDS
+    product = local_matmul(op, program, decision.operands, mesh)
+    if product is not None:
+        return matmul_seconds(product)
+    moved = sum(
+        program.values[value].size_bytes / mesh.axes_size(spec.sharded_axes)
         for value, spec in zip((*op.inputs, *op.outputs), (*decision.operands, *decision.results), strict=True)
         if value >= 0
-    ]
-    shares = mesh.axes_size(tuple({axis for _, spec in layouts for axis in spec.sharded_axes}))
-    moved = sum(value.size_bytes / mesh.axes_size(spec.sharded_axes) for value, spec in layouts)
-    half = any(value.itemsize == 2 for value, _ in layouts)
-    return _LAUNCH + max(op.flops / shares / (_FLOPS_HALF if half else _FLOPS), moved / _BANDWIDTH)
+    )
+    return kernel_seconds(moved)
+
+
+def _conversion_seconds(conversion: Conversion, program: Program, mesh: DeviceMesh) -> float:
+    value = program.values[conversion.value]
+    return math.fsum(
+        collective_seconds(
+            step.kind, mesh.axes_size(step.axes), step_size_bytes(step, value.shape, value.itemsize, mesh)
+        )
+        for step in conversion.steps
+        if step.kind is not None
+    )
 
 
 def _topological(nodes: Sequence[_Node]) -> list[int]:
@@ -198,8 +220,8 @@ def _topological(nodes: Sequence[_Node]) -> list[int]:
 def _schedule(nodes: Sequence[_Node]) -> Schedule:
     """List scheduling from the end. A collective in flight ends (seen backwards) once its time has been filled."""
     left = [node.users for node in nodes]
-    ready: list[tuple[int, int, int]] = []
-    waiting: list[tuple[int, int, int]] = []
+    ready: list[tuple[float, int, int]] = []
+    waiting: list[tuple[float, int, int]] = []
     order: list[int] = []
     done: dict[Move, int] = {}
     starts: dict[Move, int] = {}

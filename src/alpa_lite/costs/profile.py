@@ -13,6 +13,7 @@ from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.core.program import Op, Program
 from alpa_lite.core.spec import ShardingSpec
 from alpa_lite.costs.buffers import SharedBlock, temporaries
+from alpa_lite.costs.dim_order import is_turned, sums_rows
 from alpa_lite.costs.facts import Facts, Located, located
 from alpa_lite.costs.fusion import fused_values, joins_consumers, takes_producers
 from alpa_lite.costs.instructions import instruction_graph
@@ -101,6 +102,7 @@ def memory_profile(
     else:
         facts = Facts(program) if facts is None else facts
         stored = _stored(facts, line, decisions, conversions, shapes)
+        stored += _turned(facts, line, conversions)
         workspace = _workspace(facts, line, mesh, decisions, conversions, stored)
         workspace += _saved_arguments(program, line, mesh, in_specs)
         shards = {spec: mesh.axes_size(spec.sharded_axes) for spec in {t.spec for t in stored}}
@@ -221,6 +223,25 @@ def _workspace(
             size = total - product.elements * product.result_bytes  # they are instead of the result
         name = f"{prefix}%{value} partial products"
         found.append(Stored(begin, end, size, ShardingSpec(()), name, "temporaries"))
+    return found
+
+
+def _turned(facts: Facts, line: Timeline, conversions: Sequence[Conversion]) -> list[Stored]:
+    """Second copies of tensors, in the order of the kernels of a norm, for as long as its reductions need them."""
+    regions, _ = facts.of(_regions, facts.program)
+    found = []
+    for conversion in conversions:
+        prefix = _region_of(conversion.op)
+        region, value = regions[prefix], conversion.value
+        if not is_turned(conversion, region):
+            continue
+        fused, readers = facts.of(fused_values, region, gpu=True), facts.of(readers_of, region)
+        kernels = kernels_that_read(region, fused, readers, value)
+        ends = [line.end[f"{prefix}{k}"] for k in kernels if sums_rows(region.ops[k])]
+        if ends:
+            _, lo = _times_of(conversion, line)
+            size, name = region.values[value].size_bytes, f"{prefix}%{value} turned"
+            found.append(Stored(lo, max(lo + 1, *ends), size, conversion.target, name, "temporaries"))
     return found
 
 

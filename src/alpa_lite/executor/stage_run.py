@@ -34,7 +34,7 @@ class StageRunner:
     ) -> None:
         self.number, self.place_number = number, place
         self.stage, self.program, self.mesh, self.transfers = stage, stage.program, mesh, transfers
-        inputs = stage.loop_inputs
+        inputs = stage.cut.loop_inputs
         first, last = len(inputs.consts), len(inputs.consts) + len(inputs.carries)
         self.num_carry, self.num_microbatches = len(inputs.carries), stage.loop.params["length"]
         received = [c for c in self.program.received if c.when == "loop"]
@@ -101,7 +101,7 @@ class StageRun:
             *made, mark = part.marked(self.runner.index(0), *given)
             record.ran(self.runner.place_number, f"{self.runner.number}UPDATE" if number else "before", mark)
         self.outer.update(zip(segment.writes, made, strict=True))
-        self.keep(self.runner.stage.wanted_after(number))
+        self.keep(self.runner.stage.cut.wanted_after(number))
 
     def keep(self, wanted: frozenset[Pair]) -> None:
         """Everything else has had its last reader."""
@@ -113,7 +113,7 @@ class StageRun:
     def start(self, carry: int) -> Any:
         """What a sum starts with; the loop donates it."""
         operand = self.runner.starts[carry]
-        moved = isinstance(operand, tuple) and operand in self.runner.stage.moved_starts
+        moved = isinstance(operand, tuple) and operand in self.runner.stage.cut.moved_starts
         return self.outer.pop(operand) if moved else jnp.copy(self.value(operand))
 
     def end_loop(self, sums: dict[int, Any], rows: dict[int, list[Any]]) -> None:
@@ -124,7 +124,7 @@ class StageRun:
                 self.outer[value, spec] = sums[j] if j in sums else self.start(j)
             elif value >= 0 and j in rows:
                 self.outer[value, spec] = self.runner.stacks[j](rows[j])
-        self.keep(self.runner.stage.wanted_after_loop)
+        self.keep(self.runner.stage.cut.wanted_after_loop)
 
     def results(self) -> dict[int, Any]:
         outputs = zip(self.program.results, self.region.flat.outputs, self.region.results, strict=False)

@@ -21,29 +21,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from alpa_lite._jax_compat import Literal
 from alpa_lite.core.collective import Collective
-from alpa_lite.core.conversion import Conversion
 from alpa_lite.core.spec import ShardingSpec
+from alpa_lite.costs.cuts import Cut, Pair, Segment
 from alpa_lite.lowering.lower import Lowering, Region
 from alpa_lite.trace.flatten import FlatJaxpr
-
-Pair = tuple[int, ShardingSpec]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Segment:
-    """Ops ``start`` to ``stop`` of a region.
-
-    Attributes:
-        reads: (value, layout) made before it that it reads.
-        writes: made by it, for later segments or as results of the region.
-        out: conversions of results that are made in it.
-    """
-
-    start: int
-    stop: int
-    reads: tuple[Pair, ...]
-    writes: tuple[Pair, ...]
-    out: tuple[Conversion, ...]
 
 
 @dataclass(frozen=True)
@@ -67,70 +48,32 @@ class CutRegion:
     skipped: frozenset[int] = frozenset()
 
     @cached_property
+    def cut(self) -> Cut:
+        def numbers(values: Sequence[Any]) -> tuple[int, ...]:
+            return tuple(-1 if isinstance(v, Literal) else v for v in values)
+
+        return Cut(
+            inputs=self.flat.inputs,
+            outputs=numbers(self.flat.outputs),
+            ops=[(numbers(op.inputs), op.outputs) for op in self.flat.ops],
+            constants=frozenset(self.flat.constants),
+            decisions=self.lowering.decisions,
+            conversions=self.lowering.conversions,
+            prefix=self.prefix,
+            cuts=self.cuts,
+            in_specs=self.in_specs,
+            out_specs=self.out_specs,
+            skipped=self.skipped,
+        )
+
+    @property
     def results(self) -> tuple[Pair | None, ...]:
         """Per result of the region; None for a literal."""
-        pairs = zip(self.flat.outputs, self.out_specs, strict=True)
-        return tuple(None if isinstance(v, Literal) else (v, spec) for v, spec in pairs)
+        return self.cut.results
 
     @cached_property
     def segments(self) -> tuple[Segment, ...]:
-        ranges = list(zip((0, *self.cuts[:-1]), self.cuts, strict=True))
-        made = [self._made(start, stop) for start, stop in ranges]
-        outs = self._out_conversions(made)
-        wanted = {pair for pair in self.results if pair is not None}
-        wanted |= {pair for i in self.skipped for pair in self._operands(i)}
-        found: list[Segment] = []
-        for (start, stop), own, out in reversed(list(zip(ranges, made, outs, strict=True))):
-            own = own | {(c.value, c.target) for c in out}
-            read = self._read(start, stop, out)
-            pairs = {"reads": _sorted(read - own), "writes": _sorted(own & wanted)}
-            found.append(Segment(start=start, stop=stop, out=out, **pairs))
-            wanted |= read
-        return tuple(reversed(found))
-
-    def _conversions(self, op: int) -> list[Conversion]:
-        return self.lowering.conversions.get(f"{self.prefix}{op}", [])
-
-    def _operands(self, op: int) -> set[Pair]:
-        decision = self.lowering.decisions[f"{self.prefix}{op}"]
-        pairs = zip(self.flat.ops[op].inputs, decision.operands, strict=True)
-        return {(v, spec) for v, spec in pairs if not isinstance(v, Literal)}
-
-    def _results(self, op: int) -> set[Pair]:
-        decision = self.lowering.decisions[f"{self.prefix}{op}"]
-        return {(v, spec) for v, spec in zip(self.flat.ops[op].outputs, decision.results, strict=True) if v >= 0}
-
-    def _run(self, start: int, stop: int) -> list[int]:
-        return [i for i in range(start, stop) if i not in self.skipped]
-
-    def _made(self, start: int, stop: int) -> set[Pair]:
-        made = {(c.value, c.target) for i in self._run(start, stop) for c in self._conversions(i)}
-        return made.union(*(self._results(i) for i in self._run(start, stop)))
-
-    def _read(self, start: int, stop: int, out: tuple[Conversion, ...]) -> set[Pair]:
-        read = {(c.value, c.source) for c in out}
-        read |= {(c.value, c.source) for i in self._run(start, stop) for c in self._conversions(i)}
-        read = read.union(*(self._operands(i) for i in self._run(start, stop)))
-        return {(v, s) for v, s in read if v not in self.flat.constants}
-
-    def _out_conversions(self, made: list[set[Pair]]) -> list[tuple[Conversion, ...]]:
-        """Per segment, what it converts at its end: operands of a skipped op that comes next, and results of the region as
-        soon as their source exists, for others may wait for them."""
-        left = list(self.lowering.conversions.get(f"{self.prefix}out", []))
-        have = set(zip(self.flat.inputs, self.in_specs, strict=True))
-        found, start = [], 0
-        for pairs, stop in zip(made, self.cuts, strict=True):
-            have |= pairs.union(*(self._results(i) for i in self.skipped if start <= i < stop))
-            now = [c for i in self.skipped if i == stop for c in self._conversions(i)]
-            for conversion in left:
-                if (conversion.value, conversion.source) in have:
-                    now.append(conversion)
-                    have.add((conversion.value, conversion.target))
-            left = [c for c in left if c not in now]
-            found.append(tuple(now))
-            start = stop
-        assert not left, f"results that are never made: {left}"
-        return found
+        return self.cut.segments
 
     def structs(self, number: int, sliced: Collection[Pair], trips: int, mesh: Any) -> list[Any]:
         """What ``function`` takes after the index, as shapes with their shardings."""
@@ -147,7 +90,7 @@ class CutRegion:
     def collectives(self, number: int, planned: Sequence[Collective], trips: int) -> tuple[Collective, ...]:
         """Those of ``planned`` that the segment holds, counted for one run of it."""
         segment = self.segments[number]
-        paths = {f"{self.prefix}{i}" for i in self._run(segment.start, segment.stop)}
+        paths = {f"{self.prefix}{i}" for i in self.cut.run(segment.start, segment.stop)}
         placed = [c for path in paths for c in self.lowering.conversions.get(path, ())]
         numbers = {n for c in (*placed, *segment.out) for n in c.collectives if n >= 0}
         inside = {op for op in self.lowering.inside if op in paths}
@@ -215,7 +158,3 @@ def crossing_spec(spec: ShardingSpec, *, stacked: bool = False) -> PartitionSpec
 
 def crossing_sharding(spec: ShardingSpec, mesh: Any) -> NamedSharding:
     return NamedSharding(mesh, crossing_spec(spec))
-
-
-def _sorted(pairs: set[Pair]) -> tuple[Pair, ...]:
-    return tuple(sorted(pairs, key=lambda pair: (pair[0], str(pair[1]))))

@@ -16,10 +16,13 @@ from jax.sharding import AbstractMesh, AxisType
 from alpa_lite._jax_compat import Literal
 from alpa_lite.core.collective import Collective
 from alpa_lite.core.spec import ShardingSpec
+from alpa_lite.costs.cuts import Pair, Segment
+from alpa_lite.costs.stage_cut import StageCut
 from alpa_lite.lowering.lower import Lowering, body_input_specs, body_output_specs
-from alpa_lite.lowering.segments import CutRegion, Pair, Segment
+from alpa_lite.lowering.segments import CutRegion
 from alpa_lite.plan.plan import Plan
 from alpa_lite.schedule import ActionKind
+from alpa_lite.trace.program import value_of
 from alpa_lite.trace.same import same_flat
 from alpa_lite.trace.staged import StagedStep
 from alpa_lite.trace.stages import StageProgram
@@ -66,16 +69,6 @@ class StagePart:
     def collectives(self, planned: Sequence[Collective]) -> tuple[Collective, ...]:
         """Those of the stage that it holds, counted for one run."""
         return self.region.collectives(self.number, planned, self.trips)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoopInputs:
-    """Inputs of the loop's body: the same for all microbatches, sums, slices of stacks, and what other stages send."""
-
-    consts: tuple[Pair, ...]
-    carries: tuple[Pair, ...]
-    slices: tuple[Pair, ...]
-    received: tuple[Pair, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,12 +126,14 @@ class LoweredStage:
         """Everything that the stage runs: segments of the outer region, then the passes."""
         logical, trips = self.lowering.mesh, self.loop.params["length"]
         mesh = AbstractMesh(logical.shape, logical.axis_names, axis_types=(AxisType.Auto,) * len(logical.shape))
-        names = ["before", *(f"update {k}" for k in range(len(self.program.rounds)))]
-        outer = [StagePart(name, self.outer, k, mesh, trips, donated=self.freed(k)) for k, name in enumerate(names)]
-        sliced = frozenset(self.loop_inputs.slices)
-        halves = ("backward, inputs", "backward, weights") if self.halves else ("backward",)
-        carries, words = self.loop_inputs.carries, enumerate(("forward", *halves))
-        return (*outer, *(StagePart(name, self.body, k, mesh, trips, sliced, carries) for k, name in words))
+        cut, inputs = self.cut, self.cut.loop_inputs
+        sliced = frozenset(inputs.slices)
+        outer = [
+            StagePart(name, self.outer, k, mesh, trips, donated=tuple(old for old, _ in cut.freed[k]))
+            for k, name in enumerate(cut.outer_names)
+        ]
+        words = enumerate(cut.pass_names)
+        return (*outer, *(StagePart(name, self.body, k, mesh, trips, sliced, inputs.carries) for k, name in words))
 
     @property
     def passes(self) -> tuple[StagePart, ...]:
@@ -151,15 +146,22 @@ class LoweredStage:
         return numbers.get(kind, range(1, 2 + len(self.halves)))
 
     @cached_property
-    def loop_inputs(self) -> LoopInputs:
-        consts, carries = self.loop.params["num_consts"], self.loop.params["num_carry"]
-        inputs = tuple(zip(self.body.flat.inputs, self.body.in_specs, strict=True))
-        last = len(inputs) - sum(c.when == "loop" for c in self.program.received)
-        return LoopInputs(
-            consts=inputs[:consts],
-            carries=inputs[consts : consts + carries],
-            slices=inputs[consts + carries : last],
-            received=inputs[last:],
+    def cut(self) -> StageCut:
+        """Where values go, without JAX."""
+        program, body = self.program, self.loop.bodies[0]
+        return StageCut(
+            mesh=self.lowering.mesh,
+            outer=self.outer.cut,
+            body=self.body.cut,
+            outer_values=[value_of(a) for a in program.flat.avals],
+            body_values=[value_of(a) for a in body.avals],
+            loop=program.loop,
+            num_consts=self.loop.params["num_consts"],
+            num_carry=self.loop.params["num_carry"],
+            num_args=len(program.args),
+            received=tuple(c.when for c in program.received),
+            num_sent=sum(c.when == "loop" for c in program.sent),
+            replaced=self.replaced,
         )
 
     def operands(self, start: int, stop: int) -> tuple[Any, ...]:
@@ -167,58 +169,6 @@ class LoweredStage:
         specs = self.lowering.decisions[f"{self.program.loop}"].operands
         given = zip(self.loop.inputs[start:stop], specs[start:stop], strict=True)
         return tuple(v if isinstance(v, Literal) else (v, spec) for v, spec in given)
-
-    def wanted_after(self, number: int) -> frozenset[Pair]:
-        """What later segments of the outer region than ``number``, the loop or the step's results read."""
-        return self.wanted_after_loop | self.loop_reads if number == 0 else self._wanted(number)
-
-    @cached_property
-    def wanted_after_loop(self) -> frozenset[Pair]:
-        return self._wanted(0)
-
-    def _wanted(self, number: int) -> frozenset[Pair]:
-        reads = (pair for segment in self.outer.segments[number + 1 :] for pair in segment.reads)
-        return frozenset((*reads, *(pair for pair in self.outer.results if pair is not None)))
-
-    @cached_property
-    def loop_reads(self) -> frozenset[Pair]:
-        last = len(self.loop.inputs) - len(self.loop_inputs.received)
-        return frozenset(pair for pair in self.operands(0, last) if not isinstance(pair, Literal))
-
-    @cached_property
-    def moved_starts(self) -> frozenset[Pair]:
-        """What segment 0 makes for a sum to start from and nothing else reads: the sum may take its buffer."""
-        inputs = self.loop_inputs
-        first, last = len(inputs.consts), len(inputs.consts) + len(inputs.carries)
-        starts = [pair for pair in self.operands(first, last) if not isinstance(pair, Literal)]
-        others = {*self.operands(0, first), *self.operands(last, last + len(inputs.slices)), *self.wanted_after_loop}
-        made = set(self.outer.segments[0].writes) - others
-        return frozenset(pair for pair in starts if pair in made and starts.count(pair) == 1)
-
-    def kept_after(self, number: int) -> frozenset[Pair]:
-        """What pass ``number`` makes of a microbatch for its later passes."""
-        return self._kept[number]
-
-    @cached_property
-    def _kept(self) -> tuple[frozenset[Pair], ...]:
-        return tuple(map(self._kept_after, range(len(self.body.segments))))
-
-    def _kept_after(self, number: int) -> frozenset[Pair]:
-        segments = self.body.segments
-        later = {pair for segment in segments[number + 1 :] for pair in segment.reads}
-        return frozenset(set(segments[number].writes) & later - set(self.loop_inputs.carries))
-
-    def freed(self, number: int) -> tuple[Pair, ...]:
-        """Donated state that segment ``number`` of the outer region is the last to read, and whose next value it makes."""
-        segments = self.outer.segments
-        later = {pair for segment in segments[number + 1 :] for pair in segment.reads}
-        found = []
-        for position, result in self.replaced:
-            pair, out = (self.outer.flat.inputs[position], self.in_specs[position]), self.outer.results[result]
-            last = pair in segments[number].reads and pair not in later
-            if last and out is not None and out[1] == pair[1] and out in segments[number].writes:
-                found.append(pair)
-        return tuple(found)
 
 
 def lowered_stages(staged: StagedStep, plan: Plan) -> tuple[LoweredStage, ...]:

@@ -172,7 +172,7 @@ def _same_plan(
 ) -> PlannedStage:
     """The plan of an equal stage for this one."""
     result = renamed(stage.result, stage.program, program)
-    costs = stage_costs(part, program, result, flying)
+    costs = stage_costs(part, program, result, flying, on_cpu=stage.cluster.device.platform == "cpu")
     return replace(stage, part=part, program=program, place=place, result=result, costs=costs)
 
 
@@ -205,7 +205,7 @@ def _plan_stage(
             results.append(result)
             if result.realised is None:
                 break
-            costs = stage_costs(part, program, result, flying)
+            costs = stage_costs(part, program, result, flying, on_cpu=cluster.device.platform == "cpu")
             least = min(least, costs.memory.peak)
             if costs.memory.peak <= task.budget:
                 stage = PlannedStage(

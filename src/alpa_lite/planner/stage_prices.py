@@ -198,7 +198,8 @@ class RunPrices:
             return None
         if result.realised is None or result.peak is None:
             return None
-        costs = stage_costs(part, task.program, result, InFlight(stage=0, inputs=1, residuals=1))
+        one, on_cpu = InFlight(stage=0, inputs=1, residuals=1), cluster.device.platform == "cpu"
+        costs = stage_costs(part, task.program, result, one, on_cpu=on_cpu)
         return RunPrice(
             time_s=costs.forward_s + costs.backward_s,
             once_s=costs.once_s,

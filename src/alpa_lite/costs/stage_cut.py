@@ -1,0 +1,137 @@
+"""A stage's part of a step, cut into what a pipeline runs at different times, and how long each value is wanted.
+
+The outer region is what comes before the loop over microbatches (segment 0) and the rounds of the update. The loop's body is the
+forward pass and the backward pass, or the halves of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from alpa_lite.core.mesh import DeviceMesh
+from alpa_lite.core.program import Value
+from alpa_lite.costs.cuts import Cut, Pair
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopInputs:
+    """Inputs of the loop's body: the same for all microbatches, sums, slices of stacks, and what other stages send."""
+
+    consts: tuple[Pair, ...]
+    carries: tuple[Pair, ...]
+    slices: tuple[Pair, ...]
+    received: tuple[Pair, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageCut:
+    """One stage under its plan.
+
+    Attributes:
+        mesh: of its submesh.
+        outer, body: the regions.
+        outer_values, body_values: shapes and types of their values.
+        loop: number of the loop in the outer region; it reads ``num_consts`` and ``num_carry`` values, then stacks.
+        num_args: how many of the outer region's inputs are arguments of the step; the others are received.
+        received: when each of these comes: "start", "loop" or "end".
+        num_sent: how many results of the body are sent to other stages; they are the last ones.
+        replaced: (position of an argument, position of the result that may take its buffer) of donated state.
+    """
+
+    mesh: DeviceMesh
+    outer: Cut
+    body: Cut
+    outer_values: Sequence[Value]
+    body_values: Sequence[Value]
+    loop: int
+    num_consts: int
+    num_carry: int
+    num_args: int
+    received: tuple[str, ...]
+    num_sent: int
+    replaced: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def outer_names(self) -> tuple[str, ...]:
+        """Of the outer region's segments."""
+        return ("before", *(f"update {k}" for k in range(len(self.outer.cuts) - 1)))
+
+    @property
+    def pass_names(self) -> tuple[str, ...]:
+        """Of the body's segments."""
+        halves = ("backward, inputs", "backward, weights") if len(self.body.cuts) == 3 else ("backward",)
+        return ("forward", *halves)
+
+    @cached_property
+    def loop_inputs(self) -> LoopInputs:
+        inputs = tuple(zip(self.body.inputs, self.body.in_specs, strict=True))
+        first, sums = self.num_consts, self.num_consts + self.num_carry
+        last = len(inputs) - self.received.count("loop")
+        return LoopInputs(
+            consts=inputs[:first], carries=inputs[first:sums], slices=inputs[sums:last], received=inputs[last:]
+        )
+
+    def operands(self, start: int, stop: int) -> tuple[Pair | None, ...]:
+        """Inputs of the loop in the region around it: (value, layout), None for a literal."""
+        specs = self.outer.decisions[f"{self.loop}"].operands[start:stop]
+        given = zip(self.outer.ops[self.loop][0][start:stop], specs, strict=True)
+        return tuple(None if v < 0 else (v, spec) for v, spec in given)
+
+    def wanted_after(self, number: int) -> frozenset[Pair]:
+        """What later segments of the outer region than ``number``, the loop or the step's results read."""
+        return self.wanted_after_loop | self._loop_reads if number == 0 else self._wanted(number)
+
+    @cached_property
+    def wanted_after_loop(self) -> frozenset[Pair]:
+        return self._wanted(0)
+
+    def _wanted(self, number: int) -> frozenset[Pair]:
+        reads = (pair for segment in self.outer.segments[number + 1 :] for pair in segment.reads)
+        return frozenset((*reads, *(pair for pair in self.outer.results if pair is not None)))
+
+    @cached_property
+    def _loop_reads(self) -> frozenset[Pair]:
+        last = len(self.body.inputs) - len(self.loop_inputs.received)
+        return frozenset(pair for pair in self.operands(0, last) if pair is not None)
+
+    @cached_property
+    def moved_starts(self) -> frozenset[Pair]:
+        """What segment 0 makes for a sum to start from and nothing else reads: the sum may take its buffer."""
+        inputs = self.loop_inputs
+        first, last = len(inputs.consts), len(inputs.consts) + len(inputs.carries)
+        starts = [pair for pair in self.operands(first, last) if pair is not None]
+        others = {*self.operands(0, first), *self.operands(last, last + len(inputs.slices)), *self.wanted_after_loop}
+        made = set(self.outer.segments[0].writes) - others
+        return frozenset(pair for pair in starts if pair in made and starts.count(pair) == 1)
+
+    @cached_property
+    def kept(self) -> tuple[frozenset[Pair], ...]:
+        """Per pass, what it makes of a microbatch for the later passes."""
+        segments, found = self.body.segments, []
+        for number, segment in enumerate(segments):
+            later = {pair for other in segments[number + 1 :] for pair in other.reads}
+            found.append(frozenset(set(segment.writes) & later - set(self.loop_inputs.carries)))
+        return tuple(found)
+
+    @cached_property
+    def freed(self) -> tuple[tuple[tuple[Pair, Pair], ...], ...]:
+        """Per segment of the outer region: donated state that it is the last to read, with its next value, which it makes."""
+        segments = self.outer.segments
+        found: list[tuple[tuple[Pair, Pair], ...]] = []
+        for number, segment in enumerate(segments):
+            later = {pair for other in segments[number + 1 :] for pair in other.reads}
+            pairs = []
+            for position, result in self.replaced:
+                pair, out = (self.outer.inputs[position], self.outer.in_specs[position]), self.outer.results[result]
+                last = pair in segment.reads and pair not in later
+                if last and out is not None and out[1] == pair[1] and out in segment.writes:
+                    pairs.append((pair, out))
+            found.append(tuple(pairs))
+        return tuple(found)
+
+    def size(self, pair: Pair, *, inside: bool) -> int:
+        """Bytes per device of a value of the body (``inside``) or of the outer region."""
+        value = (self.body_values if inside else self.outer_values)[pair[0]]
+        return pair[1].local_size_bytes(value.shape, value.itemsize, self.mesh)

@@ -18,6 +18,7 @@ from benchmarks.report import Row, load_rows, machine, save_rows, table
 
 BENCHMARKS = (
     "plan_time",
+    "stage_time",
     "solve_time",
     "step_time",
     "call_overhead",

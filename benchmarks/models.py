@@ -1,7 +1,8 @@
 """The large models of the benchmarks, as plain JAX training steps on abstract arguments: nothing here allocates.
 
 ``MODELS`` names them: GPT-2 124M, GPT 350M and 1.3B (Alpa's shapes: 1024 tokens, vocabulary 51,200; GPT-2's 50,257 is
-padded to 50,304, the usual multiple of 128, because only divisible dims are split) and Llama-3 8B (8192 tokens).
+padded to 50,304, the usual multiple of 128, because only divisible dims are split) and Llama-3 8B (8192 tokens); for stages
+also GPT 39B (as in Alpa's table) and Llama-3 405B.
 
 All of them compute in bfloat16 (``published`` in float16) on float32 master parameters with AdamW. Two choices decide the memory:
 
@@ -100,6 +101,7 @@ MODELS: dict[str, Config] = {
     "gpt2-124m": gpt_config(12, 768, 12, vocab=50_304),
     "gpt-350m": gpt_config(24, 1024, 16),
     "gpt-1.3b": gpt_config(24, 2048, 32),
+    "gpt-39b": replace(gpt_config(48, 8192, 64), batch_size=1024, compute=jnp.float16),  # V100s have no bfloat16
     "llama3-8b": Config(
         family="llama",
         num_layers=32,
@@ -110,6 +112,17 @@ MODELS: dict[str, Config] = {
         vocab=128_256,
         seq_len=8192,
         batch_size=16,
+    ),
+    "llama3-405b": Config(
+        family="llama",
+        num_layers=126,
+        width=16_384,
+        hidden=53_248,
+        num_heads=128,
+        num_kv_heads=8,
+        vocab=128_256,
+        seq_len=8192,
+        batch_size=2048,
     ),
 }
 

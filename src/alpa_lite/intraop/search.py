@@ -29,7 +29,8 @@ _ANYTHING = 1e300  # a slack that keeps out what is forbidden alone
 _QUICK_ENTRIES = 1_000_000  # of the tables of an elimination that takes less time than any sweep
 
 
-def search_core(search: Search, problem: IntraOpProblem, seed: int, rel_gap: float) -> None:
+def search_core(search: Search, problem: IntraOpProblem, seed: int, rel_gap: float, *, proof: bool = True) -> None:
+    """An answer and a bound; without ``proof`` the gap that sweeps leave is not closed."""
     core = search.core
     if not core.num_nodes:
         search.bound = core.constant
@@ -51,7 +52,7 @@ def search_core(search: Search, problem: IntraOpProblem, seed: int, rel_gap: flo
     wanted = search.tolerance(rel_gap if small else _LARGE_GAP)
     if core.memory is not None and search.gap > wanted and not search.too_dear:
         _price_memory(search, messages, _PRICE_STEPS if tied.is_trivial else _UNTIED_PRICE_STEPS)
-    if search.gap > search.tolerance(rel_gap) and (small or search.picks is None):
+    if search.gap > search.tolerance(rel_gap) and ((small and proof) or search.picks is None):
         prove(search, messages, seed, rel_gap)
 
 

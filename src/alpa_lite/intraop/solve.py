@@ -51,6 +51,7 @@ def solve(
     rel_gap: float = 1e-6,
     cutoff: float = math.inf,
     unit: float = 1.0,
+    proof: bool = True,
 ) -> Solution:
     """Finds the cheapest choice within the memory limit.
 
@@ -63,6 +64,7 @@ def solve(
         rel_gap: gap at which an answer counts as optimal.
         cutoff: on large problems the search ends once no answer below this is possible (another mesh is better).
         unit: where all costs are whole, how much of a difference matters.
+        proof: whether a gap that sweeps leave is closed; without, the answer may be "feasible" and some percent too dear.
 
     Returns:
         The answer with its bound; ``status`` is "optimal", "feasible", "infeasible" or "no-solution".
@@ -82,7 +84,7 @@ def solve(
         if progress is not None:
             progress(f"core of {core.num_nodes} nodes, {len(core.costs)} edges")
         search = Search.of(core, start + time_limit_s, math.inf if is_small(core) else cutoff, unit)
-        search_core(search, problem, seed, rel_gap)
+        search_core(search, problem, seed, rel_gap, proof=proof)
         floor = max(floor, search.bound)
         if search.proven_infeasible:
             message = "the memory limit cannot be kept" if memory else "every choice contains a forbidden combination"

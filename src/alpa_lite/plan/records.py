@@ -190,8 +190,9 @@ class StageCount:
     Attributes:
         num_stages: 1 is no pipeline.
         objective: of one step, in the plan's unit; None where there is no cut.
-        bubble_share: of the time of all devices, how much they wait.
-        status: "planned" (exactly, by the simulator), "estimated" (from the table of stage costs), or why there is none.
+        bubble_share: of the time of all devices, how much they wait; None where it is not known.
+        status: "planned" (exactly, by the simulator), "estimated" (from the table of stage costs), "no less" (a bound by what was
+            solved of that table), or why there is none.
     """
 
     num_stages: int

@@ -129,17 +129,17 @@ def _span(numbers: tuple[int, ...]) -> str:
 
 def _stage_counts(plan: Plan) -> Section:
     """Why this number of stages and no other."""
-    best = min((c.objective for c in plan.stage_counts if c.objective is not None), default=0.0)
+    best = next((c.objective for c in plan.stage_counts if c.num_stages == len(plan.stages)), None) or 0.0
 
     def row(count: StageCount) -> tuple[str, ...]:
         chosen = "chosen" if count.num_stages == len(plan.stages) else ""
-        if count.objective is None or count.bubble_share is None:
+        if count.objective is None:
             return (str(count.num_stages), "-", "-", "-", count.status, chosen)
         over = f"{count.objective / best - 1:.1%}" if best else "-"
-        cost = format_cost(count.objective, plan.unit)
-        return (str(count.num_stages), cost, over, f"{count.bubble_share:.1%}", count.status, chosen)
+        bubble = "-" if count.bubble_share is None else f"{count.bubble_share:.1%}"
+        return (str(count.num_stages), format_cost(count.objective, plan.unit), over, bubble, count.status, chosen)
 
-    columns = ("stages", "per step", "over best", "bubble", "status", "")
+    columns = ("stages", "per step", "over this", "bubble", "status", "")
     return Section(
         title="Numbers of stages", columns=columns, rows=tuple(map(row, plan.stage_counts)), right=(0, 1, 2, 3)
     )

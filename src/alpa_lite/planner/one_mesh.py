@@ -42,6 +42,7 @@ class MeshTask:
     """What is to be planned: everything but the mesh and its prices.
 
     ``ignored_pin_ops`` are paths of ``al.pin`` ops that do not count (when a clash is explained). ``shared`` is of the program.
+    Without ``proof`` a price is enough, some percent too dear at most times.
     """
 
     program: Program
@@ -52,6 +53,7 @@ class MeshTask:
     budget: float
     shared: Shared
     ignored_pin_ops: frozenset[str] = frozenset()
+    proof: bool = True
 
 
 def plan_on_mesh(task: MeshTask, cluster: Cluster, mesh: DeviceMesh, *, cutoff: float = math.inf) -> MeshResult:
@@ -81,7 +83,7 @@ def plan_on_mesh(task: MeshTask, cluster: Cluster, mesh: DeviceMesh, *, cutoff: 
             problem = replace(problem, usages=tuple(pricer.weight_usages(weights)), num_times=1)
         problem = replace(problem, classes=node_classes(problem))
         check_problem(problem)
-        solution = solve_in_units(problem, costs, task.options, cutoff)
+        solution = solve_in_units(problem, costs, task.options, cutoff, proof=task.proof)
         return _write_out(task, costs, graph, problem, solution, begin)
 
     return within_budget(solved, task.budget)
@@ -101,7 +103,9 @@ def task_costs(task: MeshTask, cluster: Cluster, mesh: DeviceMesh) -> CostModel:
     )
 
 
-def solve_in_units(problem: IntraOpProblem, costs: CostModel, options: PlanOptions, cutoff: float) -> Solution:
+def solve_in_units(
+    problem: IntraOpProblem, costs: CostModel, options: PlanOptions, cutoff: float, *, proof: bool = True
+) -> Solution:
     """Solve; where slices are free and prices whole, of equally dear choices the one with the fewest slices.
 
     Each slice then has the price ``TIE``. All prices are brought to whole numbers, which the solver proves to the
@@ -115,6 +119,7 @@ def solve_in_units(problem: IntraOpProblem, costs: CostModel, options: PlanOptio
         seed=options.seed,
         cutoff=cutoff * scale,
         unit=scale,
+        proof=proof,
     )
     if scale == 1.0:
         return solution

@@ -5,6 +5,7 @@ What the search found is kept with the plan: per number of stages what a step ta
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -20,7 +21,7 @@ from alpa_lite.planner.plan_step import Versions, budget_bytes
 from alpa_lite.planner.stage_layers import boundary_bytes
 from alpa_lite.planner.stage_prices import RunPrices
 from alpa_lite.planner.stage_remat import plan_with_remat
-from alpa_lite.planner.stage_search import FoundCut, StageSearch, counts_to_compare, row_of
+from alpa_lite.planner.stage_search import FoundCut, StageSearch, counts_to_compare
 from alpa_lite.trace.program import Traced
 from alpa_lite.trace.remat_step import RecomputedStages, all_recomputed
 from alpa_lite.trace.stage_runs import LayerRuns
@@ -94,25 +95,37 @@ class _Searched:
         best = self.search.best()
         if best is None or self.layered.num_layers == 1:
             return self.task.one_stage()
+        self.plan(best)
         counts = counts_to_compare(self.layered.num_layers, self.task.cluster.num_devices, best.cut.num_stages)
-        found = self.search.by_count(counts)
-        self.rows = {count: row_of(count, cut) for count, cut in found.items()}
-        ranked = sorted((cut for cut in found.values() if cut), key=lambda cut: cut.slicing.objective)
-        for cut in ranked[:_CANDIDATES]:
-            self.plan(cut)
-        if 1 not in self.plans and self.may_be_one_stage():
-            self.plan_one_stage()
+        others = {count: self.search.bound_s(count) for count in counts if count not in self.rows}
+        for count, bound in others.items():
+            status = "no less" if math.isfinite(bound) else "no cut fits the memory"
+            objective = bound if math.isfinite(bound) else None
+            self.rows[count] = StageCount(num_stages=count, objective=objective, status=status)
+        ranked = sorted((count for count in others if count > 1), key=lambda count: (others[count], count))
+        for tried, count in enumerate(ranked, start=1):  # as many as it takes where memory refuses them
+            if tried >= _CANDIDATES and self.plans:
+                break
+            if others[count] < self.least() and (cut := self.search.best(count)) is not None:
+                self.plan(cut)
+        if 1 not in self.plans and (not self.plans or others.get(1, math.inf) < self.least()):
+            self.may_be_one_stage()
         if not self.plans:
-            return self.task.one_stage()
+            return self.task.one_stage()  # which says what is missing
         plan = min(self.plans.values(), key=lambda plan: (plan.objective, len(plan.stages)))
         return replace(plan, stage_counts=tuple(self.rows[count] for count in sorted(self.rows)))
 
-    def may_be_one_stage(self) -> bool:
-        """Whether no pipeline may be the best, by the estimate."""
-        estimate = self.rows[1].objective if 1 in self.rows else None
-        return not self.plans or (
-            estimate is not None and estimate < min(plan.objective for plan in self.plans.values())
-        )
+    def least(self) -> float:
+        return min((plan.objective for plan in self.plans.values()), default=math.inf)
+
+    def may_be_one_stage(self) -> None:
+        """No pipeline, unless its estimate is above a pipeline that is planned."""
+        cut = self.search.best(1)
+        estimate = math.inf if cut is None else cut.slicing.objective
+        if not self.plans or estimate < self.least():
+            self.plan_one_stage()
+        elif cut is not None:
+            self.rows[1] = StageCount(num_stages=1, objective=estimate, bubble_share=0.0, status="estimated")
 
     def plan(self, found: FoundCut) -> None:
         """Plan a cut exactly; where it does not fit the memory, the next best one into as many stages."""
@@ -162,8 +175,6 @@ class _Searched:
         try:
             self.keep(1, self.task.one_stage())
         except MemoryBudgetError:
-            if not self.plans:
-                raise
             self.rows[1] = StageCount(num_stages=1, status="no plan fits the memory")
 
     def keep(self, count: int, plan: Plan) -> None:

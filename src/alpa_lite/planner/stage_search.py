@@ -1,20 +1,20 @@
 """Which cut of a step into stages is best: prices as far as they matter -> exact slicing -> candidates for exact planning.
 
 The table starts as bounds (``stage_table``). The best slicing is found, what it touches and is not solved yet is solved, and so
-on, until all of it is solved: then no cut is better by the formula of ``al.interop.slice_stages``. The same is done for some
-other numbers of stages, for the answer to "why one stage or sixteen". The formula bounds what a schedule takes; each candidate
-is therefore simulated, and the best of them are planned exactly by the caller.
+on, until all of it is solved: then no cut is better by the formula of ``al.interop.slice_stages``. For other numbers of stages
+the table then has a bound, which is the answer to "why one stage or sixteen" where it lies above the best. The formula bounds
+what a schedule takes, so the caller plans candidates exactly and simulates them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from alpa_lite.errors import SlicingError
 from alpa_lite.interop import StageSlicing, slice_stages
-from alpa_lite.plan.records import StageCount
 from alpa_lite.planner.stage_cut import StageCut
 from alpa_lite.planner.stage_prices import RunPrices
 from alpa_lite.planner.stage_table import Cell, StageTable
@@ -73,9 +73,10 @@ class StageSearch:
             self.table.solve(missing)
         raise AssertionError("the search of stages does not end")
 
-    def by_count(self, counts: Iterable[int]) -> dict[int, FoundCut | None]:
-        """The best cut for each number of stages."""
-        return {count: self.best(count) for count in counts}
+    def bound_s(self, num_stages: int) -> float:
+        """What no cut into so many stages is below, by what is solved so far; inf where there is none."""
+        slicing = self._slice(num_stages)
+        return math.inf if slicing is None else slicing.objective
 
     def forbid(self, found: FoundCut) -> None:
         """A cut that was planned exactly and has no plan: none of its stages stands so again."""
@@ -123,15 +124,3 @@ def counts_to_compare(num_layers: int, num_devices: int, best: int) -> list[int]
     most = min(num_layers, num_devices)
     powers = [1 << k for k in range(most.bit_length())]
     return sorted({n for n in (*powers, best - 1, best, best + 1) if 1 <= n <= most})
-
-
-def row_of(count: int, found: FoundCut | None) -> StageCount:
-    """A line of the plan's table of stage counts, by the table of stage costs."""
-    if found is None:
-        return StageCount(num_stages=count, status="no cut fits the memory")
-    return StageCount(
-        num_stages=count,
-        objective=found.slicing.objective,
-        bubble_share=found.slicing.bubble_share,
-        status="estimated",
-    )

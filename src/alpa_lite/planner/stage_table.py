@@ -3,7 +3,8 @@
 In come prices (``stage_prices``), out come arrays. A price that was not solved yet stands as a bound that it cannot be below:
 
 - a single layer: its matmuls at full efficiency on all devices of the submesh, and no fewer seconds times devices than on
-  the smaller submeshes where it was solved (more devices exchange more);
+  the smaller submeshes where it was solved (more devices exchange more); what has no fewer matmuls than the most common layer
+  takes no less time than that one;
 - a run: the sum of its layers, each free to choose alone;
 - a plan within a share of the memory: the cheapest plan without one; its memory as if it took none.
 
@@ -137,8 +138,8 @@ class StageTable:
         bound = sum((count * self._single(c) for c, count in Counter(kind).items()), start=self._nothing())
         if not self.prices.composed(kind):
             return np.where(np.isnan(known := self._known(kind)), bound, known) if len(kind) > 1 else bound
-        # The sum of single layers, and for all neighbours what they cost more together.
-        for pair, count in Counter(pairwise(kind)).items():
+        # The sum of single layers, and for equal neighbours what they cost more together.
+        for pair, count in Counter(pair for pair in pairwise(kind) if pair[0] == pair[1]).items():
             alone = self._single(pair[0]) + self._single(pair[1])
             with np.errstate(invalid="ignore"):
                 more = self._known(pair) - alone
@@ -162,15 +163,26 @@ class StageTable:
         part, task = self.prices.parts[layer_class,]
         least_s = _least_time_s(task.program, part.loop, self.prices)  # of all devices together
         known, bound = self._known((layer_class,)), self._nothing()
+        like, share = self._like_common(layer_class, least_s)
         for m, choices in enumerate(self.choices):
             half = len(choices) // 2
             times = known[m, :half, TIME]
             bound[m, : len(choices), TIME] = least_s / self.sizes[m]
             if not np.isnan(times).any() and np.isfinite(times).any():
                 least_s = max(least_s, float(times.min()) * self.sizes[m])
+            bound[m, :half, TIME] = np.fmax(bound[m, :half, TIME], share * like[m, :half, TIME])
             solved = ~np.isnan(times)
             bound[m, half : 2 * half, :2][solved] = known[m, :half, :2][solved]
         return np.where(np.isnan(known), bound, known)
+
+    def _like_common(self, layer_class: int, least_s: float) -> tuple[Array, float]:
+        """Prices of the most common layer, and which part of them another layer takes at least, by its FLOPs."""
+        common = Counter(self.prices.runs.classes).most_common(1)[0][0]
+        part, task = self.prices.parts[common,]
+        whole_s = _least_time_s(task.program, part.loop, self.prices)
+        share = min(1.0, least_s / whole_s) if whole_s and layer_class != common else 0.0
+        found = self._known((common,))
+        return np.where(np.isfinite(found), found, 0.0), share
 
     def _is_solved(self, cell: Cell) -> bool:
         return not np.isnan(self._known(cell.kind)[cell.submesh, cell.choice, TIME])

@@ -20,6 +20,7 @@ from alpa_lite.intraop.decision_graph import DecisionGraph, End, Link, Node
 from alpa_lite.intraop.decisions import CONTRACTIONS, gathers_to
 from alpa_lite.intraop.problem import Edge, IntraOpProblem, Usage
 from alpa_lite.intraop.slots import EdgeSlot, NodeSlot, Slots, slots_of
+from alpa_lite.intraop.strategies import StrategySet
 
 if TYPE_CHECKING:
     from alpa_lite.costs.model import CostModel
@@ -39,6 +40,8 @@ class Pricer:
     slots: Slots
     _priced: tuple[list[np.ndarray], list[np.ndarray]] | None = None
     _size_cache: dict[tuple[object, ...], np.ndarray] = field(default_factory=dict)
+    _splits: dict[int, np.ndarray] = field(default_factory=dict)
+    _tiles: dict[tuple[object, ...], np.ndarray] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -116,20 +119,15 @@ class Pricer:
     ) -> np.ndarray:
         strategies = node.strategies
         assert strategies is not None
+        heavy = op.primitive in CONTRACTIONS
+        moved = any(reads) or any(writes)
         sizes = np.zeros(len(strategies))
         tensors = [*zip(op.inputs, strategies.operands, reads, strict=True)]
         tensors += [*zip(op.outputs, strategies.results, writes, strict=True)]
-        whole = np.zeros(len(strategies))
         for value, specs, weight in tensors:
-            if value >= 0:
-                local = self.local_bytes(program, value, specs)
-                sizes += weight * local
-                whole += local
-        heavy = op.primitive in CONTRACTIONS
-        moved = any(reads) or any(writes)
-        flops = (
-            op.flops / strategies.split(self.graph.conversions.mesh) if moved or heavy else np.zeros(len(strategies))
-        )
+            if value >= 0 and weight:
+                sizes += weight * self.local_bytes(program, value, specs)
+        flops = op.flops / self.split(strategies) if moved or heavy else np.zeros(len(strategies))
         value = next((v for v in (*op.inputs, *op.outputs) if v >= 0), -1)
         dtype = program.values[value].dtype if value >= 0 else "float32"
         cost = np.asarray(self.costs.compute(flops, sizes, dtype, heavy), dtype=np.float64).copy()
@@ -143,6 +141,13 @@ class Pricer:
                 ordered = self.graph.conversions.mesh.sort_axes(axes)
                 cost[i] += self.costs.collective(CollectiveKind.ALL_REDUCE, ordered, size)
         return cost
+
+    def split(self, strategies: StrategySet) -> np.ndarray:
+        """Per strategy, over how many devices the work is split; ops of one kind share their strategies."""
+        found = self._splits.get(id(strategies))
+        if found is None:
+            found = self._splits[id(strategies)] = strategies.split(self.graph.conversions.mesh)
+        return found
 
     def _repeated(self, op: Op, program: Program, node: Node) -> np.ndarray:
         """What the convention charges for a contraction that some axes repeat in full."""
@@ -163,7 +168,11 @@ class Pricer:
     def local_bytes(self, program: Program, value: int, specs: np.ndarray) -> np.ndarray:
         """Bytes of one device's tile, per choice."""
         v = program.values[value]
-        return self.tile_bytes(v.shape, v.itemsize, specs)
+        key = (v.shape, v.itemsize, id(specs))
+        found = self._tiles.get(key)
+        if found is None:
+            found = self._tiles[key] = self.tile_bytes(v.shape, v.itemsize, specs)
+        return found
 
     def tile_bytes(self, shape: tuple[int, ...], itemsize: int, specs: np.ndarray) -> np.ndarray:
         space = self.graph.conversions.space(len(shape))

@@ -295,15 +295,15 @@ def _local_shape(
 
 def _divides(task: MeshTask, mesh: DeviceMesh, axis: str, written: Realised) -> int:
     """The greatest common divisor of all sizes that the axis splits, other axes of the same dims taken out; 0 if none."""
-    seen: set[tuple[tuple[int, ...], ShardingSpec]] = set()
+    seen: dict[tuple[tuple[int, ...], int], ShardingSpec] = {}  # ops of one kind share their specs' objects
     values = task.program.values
     ends = [(task.program.inputs, written.in_specs), (task.program.outputs, written.out_specs)]
     for (_, owner, op), decision in zip(task.program.walk(), written.decisions, strict=True):
         seen.update(_shaped(owner, op.inputs, decision.operands))
         seen.update(_shaped(owner, op.outputs, decision.results))
-    seen.update((values[v].shape, s) for vs, specs in ends for v, s in zip(vs, specs, strict=True) if v >= 0)
+    seen.update(((values[v].shape, id(s)), s) for vs, specs in ends for v, s in zip(vs, specs, strict=True) if v >= 0)
     divisor = 0
-    for shape, spec in seen:
+    for (shape, _), spec in seen.items():
         for size, axes in zip(shape, spec.dims, strict=True):
             if axis in axes:
                 divisor = math.gcd(divisor, size // mesh.axes_size(tuple(a for a in axes if a != axis)))
@@ -312,8 +312,8 @@ def _divides(task: MeshTask, mesh: DeviceMesh, axis: str, written: Realised) -> 
 
 def _shaped(
     owner: Program, values: tuple[int, ...], specs: tuple[ShardingSpec, ...]
-) -> Iterator[tuple[tuple[int, ...], ShardingSpec]]:
-    return ((owner.values[v].shape, s) for v, s in zip(values, specs, strict=True) if v >= 0)
+) -> Iterator[tuple[tuple[tuple[int, ...], int], ShardingSpec]]:
+    return (((owner.values[v].shape, id(s)), s) for v, s in zip(values, specs, strict=True) if v >= 0)
 
 
 def _constant(shape: tuple[Formula, ...]) -> bool:

@@ -115,15 +115,17 @@ class SymbolicPlan:
     def regimes(self) -> tuple[Regime, ...]:
         """The different plans, each with its numbers and its formulas, by smallest number."""
         if self._regimes is None:
-            alike: dict[object, list[int]] = {}
-            known: dict[int, object] = {}  # numbers that split nothing share one written-out plan
+            alike: list[tuple[Realised, list[int]]] = []
             for n in self.values:
                 written = self._written(n)
                 if written is not None:
-                    decided = known.get(id(written)) or known.setdefault(id(written), _decided(written))
-                    alike.setdefault(decided, []).append(n)
-            planned = tuple(n for numbers in alike.values() for n in numbers)
-            self._regimes = tuple(self._regime(tuple(numbers), planned) for numbers in alike.values())
+                    numbers = next((found for other, found in alike if _same_decisions(written, other)), None)
+                    if numbers is None:
+                        alike.append((written, [n]))
+                    else:
+                        numbers.append(n)
+            planned = tuple(n for _, numbers in alike for n in numbers)
+            self._regimes = tuple(self._regime(tuple(numbers), planned) for _, numbers in alike)
         return self._regimes
 
     def _regime(self, numbers: tuple[int, ...], planned: tuple[int, ...]) -> Regime:
@@ -289,11 +291,18 @@ class SymbolicPlan:
         return "\n".join([*lines, *(f"\n{regime}" for regime in self.regimes)])
 
 
-def _decided(written: Realised) -> object:
-    """Everything in a written-out plan that is a decision: equal for two numbers with one plan."""
-    steps = tuple((c.op, c.value, c.steps, c.made_by, c.readers) for c in written.conversions)
-    choices = tuple((d.path, d.operands, d.results) for d in written.decisions)
-    return written.in_specs, written.out_specs, choices, steps
+def _same_decisions(a: Realised, b: Realised) -> bool:
+    """Whether two written-out plans agree in everything that is a decision: two numbers with one plan do."""
+    if a is b:  # numbers that split nothing share one written-out plan
+        return True
+    if (a.in_specs, a.out_specs) != (b.in_specs, b.out_specs) or len(a.conversions) != len(b.conversions):
+        return False
+    choices = zip(a.decisions, b.decisions, strict=True)
+    steps = zip(a.conversions, b.conversions, strict=True)
+    return all(
+        (c.op, c.value, c.steps, c.made_by, c.readers) == (d.op, d.value, d.steps, d.made_by, d.readers)
+        for c, d in steps
+    ) and all((c.path, c.operands, c.results) == (d.path, d.operands, d.results) for c, d in choices)
 
 
 def _is_free(task: MeshTask) -> bool:

@@ -17,6 +17,7 @@ from alpa_lite.intraop.tie import Tie, tie, tied_core
 
 _LARGE_GAP = 1.5e-3  # good enough where a proof is out of reach
 _TIED_FROM = 200  # core nodes from which on copies are treated alike
+_ROUGH_GAP = 1e-2  # for answers without proof
 _TIED_GAP = 5e-4  # for the tied problem, which only gives an incumbent
 _EARLY_SWEEPS = 15  # on the tied problem
 _TRIED_SWEEPS = 2  # on the untied one, from its messages
@@ -30,8 +31,8 @@ _QUICK_ENTRIES = 1_000_000  # of the tables of an elimination that takes less ti
 
 
 def search_core(search: Search, problem: IntraOpProblem, seed: int, rel_gap: float, *, proof: bool = True) -> None:
-    """An answer and a bound; without ``proof`` the gap that sweeps leave is not closed."""
-    core = search.core
+    """An answer and a bound; without ``proof`` a gap of ``_ROUGH_GAP`` will do, and what sweeps leave is not closed."""
+    core, rel_gap = search.core, rel_gap if proof else max(rel_gap, _ROUGH_GAP)
     if not core.num_nodes:
         search.bound = core.constant
         if core.fits([]):

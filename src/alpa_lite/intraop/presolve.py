@@ -145,7 +145,8 @@ def _dominated(graph: CostGraph) -> set[int]:
     dirty: set[int] = set()
     for i in graph.alive():
         matrices = tuple(sorted(graph.adjacent[i].values()))
-        index = graph.tables.undominated(graph.unary[i], matrices, tuple(sorted({n for _, _, n in graph.usages[i]})))
+        usages = tuple(sorted({n for _, _, n in graph.usages[i]})) if graph.usages[i] else ()
+        index = graph.tables.undominated(graph.unary[i], matrices, usages)
         if index >= 0:
             graph.keep_states(i, index)
             dirty |= {i, *graph.adjacent[i]}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable
+from functools import lru_cache
 from hashlib import blake2b
 
 import numpy as np
@@ -15,6 +16,7 @@ import numpy as np
 from alpa_lite.intraop.problem import Array
 
 _COMPARED_BYTES = 2048  # arrays up to this size are told by their bytes, larger ones by a digest
+_JOINED_AT_ONCE = 4096  # sums that are formed together; more at a time leave the cache
 _DOMINANCE_CAP = 4_000_000  # largest k*k*l for which pairwise differences of rows are formed
 
 
@@ -170,12 +172,11 @@ class Tables:
         worse = costs[:, None] - costs[None, :]  # worse[s, t] > 0: s costs more than t in any case
         for m in matrices:
             worse = worse + self.arrays[self._remember(("margin", m), lambda m=m: _row_margins(self.arrays[m]))]
-        beaten = worse >= 0
+        others, lower_index = _masks(k)
+        beaten = (worse >= 0) & others
         for u in usages:
             size = self.arrays[u]
             beaten &= size[:, None] >= size[None, :]
-        np.fill_diagonal(beaten, False)
-        lower_index = np.arange(k)[None, :] < np.arange(k)[:, None]
         beaten &= ~beaten.T | lower_index  # of equals the lowest index stays
         kept: Array = np.asarray(~beaten.any(1))
         return kept
@@ -185,7 +186,16 @@ def min_plus(a: Array, b: Array) -> Array:
     """``min_x a[y, x] + b[x, z]``."""
     if a.shape[0] > b.shape[1]:
         return min_plus(b.T, a.T).T
+    if a.size * b.shape[1] <= _JOINED_AT_ONCE:
+        return np.asarray((a[:, :, None] + b[None]).min(1))
     return np.stack([(row[:, None] + b).min(0) for row in a])
+
+
+@lru_cache(maxsize=64)
+def _masks(k: int) -> tuple[Array, Array]:
+    """bool[k, k]: which two states differ, and where the second has the lower number."""
+    numbers = np.arange(k)
+    return numbers[:, None] != numbers[None, :], numbers[None, :] < numbers[:, None]
 
 
 def _row_margins(m: Array) -> Array:

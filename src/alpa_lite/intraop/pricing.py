@@ -84,19 +84,35 @@ class Pricer:
     def priced(self) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """Costs per node slot and per edge slot."""
         if self._priced is None:
-            nodes = [self.node_cost(slot) for slot in self.slots.node_slots]
+            ops = self.op_costs([slot for slot in self.slots.node_slots if slot.node.op is not None])
+            nodes = [ops[id(slot)] if id(slot) in ops else self.node_cost(slot) for slot in self.slots.node_slots]
             self._priced = nodes, [self.edge_cost(slot) for slot in self.slots.edge_slots]
         return self._priced
 
     # -- nodes ---------------------------------------------------------------------------------------------------
 
     def node_cost(self, slot: NodeSlot) -> np.ndarray:
-        node = slot.node
-        if node.op is not None and node.program is not None:
-            return self._op_cost(node.op, node.program, node, slot.reads, slot.writes) * node.weight
-        if slot.link is not None:
-            return self.copy_cost(node, slot.link)
-        return self.port_cost(slot)
+        """Of a copy, or of an argument or result."""
+        return self.port_cost(slot) if slot.link is None else self.copy_cost(slot.node, slot.link)
+
+    def op_costs(self, slots: Sequence[NodeSlot]) -> dict[int, np.ndarray]:
+        """Costs of ops by the identity of their slots; the convention is asked once for all ops of a kind."""
+        kinds: dict[tuple[str, bool], list[tuple[NodeSlot, np.ndarray, np.ndarray]]] = {}
+        for slot in slots:
+            op, program = slot.node.op, slot.node.program
+            assert op is not None and program is not None
+            value = next((v for v in (*op.inputs, *op.outputs) if v >= 0), -1)
+            dtype = program.values[value].dtype if value >= 0 else "float32"
+            kinds.setdefault((dtype, op.primitive in CONTRACTIONS), []).append((slot, *self._work(op, program, slot)))
+        found: dict[int, np.ndarray] = {}
+        for (dtype, heavy), works in kinds.items():
+            flops, sizes = (np.concatenate([work[part] for work in works]) for part in (1, 2))
+            costs = np.array(self.costs.compute(flops, sizes, dtype, heavy), dtype=np.float64)
+            begin = 0
+            for slot, share, _ in works:
+                found[id(slot)] = self._with_extras(slot.node, costs[begin : begin + len(share)]) * slot.node.weight
+                begin += len(share)
+        return found
 
     def copy_cost(self, node: Node, link: Link) -> np.ndarray:
         if node.pairs is None:
@@ -114,24 +130,24 @@ class Pricer:
         whole = np.array([space.specs[i].is_replicated for i in node.specs])
         return whole * self.costs.replication_penalty
 
-    def _op_cost(
-        self, op: Op, program: Program, node: Node, reads: tuple[float, ...], writes: tuple[float, ...]
-    ) -> np.ndarray:
-        strategies = node.strategies
+    def _work(self, op: Op, program: Program, slot: NodeSlot) -> tuple[np.ndarray, np.ndarray]:
+        """FLOPs and moved bytes of one device, per strategy."""
+        strategies = slot.node.strategies
         assert strategies is not None
-        heavy = op.primitive in CONTRACTIONS
-        moved = any(reads) or any(writes)
         sizes = np.zeros(len(strategies))
-        tensors = [*zip(op.inputs, strategies.operands, reads, strict=True)]
-        tensors += [*zip(op.outputs, strategies.results, writes, strict=True)]
+        tensors = [*zip(op.inputs, strategies.operands, slot.reads, strict=True)]
+        tensors += [*zip(op.outputs, strategies.results, slot.writes, strict=True)]
         for value, specs, weight in tensors:
             if value >= 0 and weight:
                 sizes += weight * self.local_bytes(program, value, specs)
-        flops = op.flops / self.split(strategies) if moved or heavy else np.zeros(len(strategies))
-        value = next((v for v in (*op.inputs, *op.outputs) if v >= 0), -1)
-        dtype = program.values[value].dtype if value >= 0 else "float32"
-        cost = np.asarray(self.costs.compute(flops, sizes, dtype, heavy), dtype=np.float64).copy()
-        if heavy:
+        works = any(slot.reads) or any(slot.writes) or op.primitive in CONTRACTIONS
+        return (op.flops / self.split(strategies) if works else np.zeros(len(strategies))), sizes
+
+    def _with_extras(self, node: Node, cost: np.ndarray) -> np.ndarray:
+        """With what repeating a contraction costs, and the all-reduces inside the op; changes ``cost``."""
+        op, program, strategies = node.op, node.program, node.strategies
+        assert op is not None and program is not None and strategies is not None
+        if op.primitive in CONTRACTIONS:
             cost += self._repeated(op, program, node)
         for i, axes in enumerate(strategies.reduce_axes):
             if axes:

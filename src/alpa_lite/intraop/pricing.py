@@ -106,7 +106,8 @@ class Pricer:
             kinds.setdefault((dtype, op.primitive in CONTRACTIONS), []).append((slot, *self._work(op, program, slot)))
         found: dict[int, np.ndarray] = {}
         for (dtype, heavy), works in kinds.items():
-            flops, sizes = (np.concatenate([work[part] for work in works]) for part in (1, 2))
+            flops = np.concatenate([share for _, share, _ in works])
+            sizes = np.concatenate([moved for _, _, moved in works])
             costs = np.array(self.costs.compute(flops, sizes, dtype, heavy), dtype=np.float64)
             begin = 0
             for slot, share, _ in works:

@@ -161,7 +161,7 @@ def test_chunks_share_a_submesh():
 
 def test_chunks_fit_the_budget_together():
     peak = parallel(4, "interleaved-1f1b", 2).plan(*arguments()).memory.peak
-    options = {"num_stages": 4, "schedule": "interleaved-1f1b", "num_chunks": 2, "num_microbatches": 4}
+    options = {"num_stages": 4, "schedule": "interleaved-1f1b", "num_chunks": 2, "num_microbatches": 4, "remat": "none"}
 
     def plan(budget: float) -> al.Plan:
         chosen = al.PlanOptions(**options, memory_budget_bytes=budget)

@@ -6,9 +6,7 @@ Every case runs in a process of its own that does nothing but plan, so that its 
 
 from __future__ import annotations
 
-import json
 import math
-import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
@@ -22,6 +20,7 @@ import jax
 
 import alpa_lite as al
 from benchmarks import models
+from benchmarks.fresh import answered, child
 from benchmarks.report import Row, finish, peak_rss_gb
 
 
@@ -82,17 +81,10 @@ def compile_case(case: Case) -> dict[str, Any]:
     return {"seconds": time.perf_counter() - start_s, "peak_rss_gb": peak_rss_gb()}
 
 
-def child(verb: str, name: str) -> dict[str, Any]:
-    """Runs ``plan`` or ``compile`` of a case in a fresh process and returns its figures."""
-    command = [sys.executable, __file__, f"--{verb}", name]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 def measure(name: str) -> tuple[list[Row], dict[str, Any]]:
     """Rows of one case, and the planner's figures."""
     case = CASES[name]
-    planned, compiled = child("plan", name), child("compile", name)
+    planned, compiled = child(__file__, "plan", name), child(__file__, "compile", name)
     target = "" if case.target_s is None else f"<= {case.target_s:g} s, <= 1x"
     rows = [
         Row(
@@ -111,9 +103,8 @@ def measure(name: str) -> tuple[list[Row], dict[str, Any]]:
 
 def main() -> None:
     argv = sys.argv[1:]
-    if argv and argv[0] in ("--plan", "--compile"):
-        run = plan_case if argv[0] == "--plan" else compile_case
-        print(json.dumps(run(CASES[argv[1]])))
+    verbs = {"plan": lambda name: plan_case(CASES[name]), "compile": lambda name: compile_case(CASES[name])}
+    if answered(argv, verbs):
         return
     names = [name for name in argv if name in CASES] or list(CASES)
     rows: list[Row] = []

@@ -6,8 +6,6 @@ Layers are unrolled and recomputed (``models.pipelined``). Every case runs in a 
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
 import time
 from dataclasses import dataclass
@@ -19,6 +17,7 @@ if __package__ in (None, ""):  # run as a script: make `benchmarks` importable
 
 import alpa_lite as al
 from benchmarks import models
+from benchmarks.fresh import answered, child
 from benchmarks.report import Row, finish, peak_rss_gb
 
 
@@ -55,14 +54,8 @@ def plan_case(case: Case) -> dict[str, Any]:
     }
 
 
-def child(name: str) -> dict[str, Any]:
-    """Plans a case in a fresh process and returns its figures."""
-    done = subprocess.run([sys.executable, __file__, "--plan", name], check=True, stdout=subprocess.PIPE, text=True)
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 def measure(name: str) -> list[Row]:
-    case, found = CASES[name], child(name)
+    case, found = CASES[name], child(__file__, "plan", name)
     what = f"{name} on {case.cluster}: {found['stages']} stages, {found['objective']:.3g} s per step"
     target = f"<= {case.target_s:g} s"
     return [
@@ -80,8 +73,7 @@ def measure(name: str) -> list[Row]:
 
 def main() -> None:
     argv = sys.argv[1:]
-    if argv and argv[0] == "--plan":
-        print(json.dumps(plan_case(CASES[argv[1]])))
+    if answered(argv, {"plan": lambda name: plan_case(CASES[name])}):
         return
     names = [name for name in argv if name in CASES] or list(CASES)
     finish([row for name in names for row in measure(name)], argv)

@@ -32,8 +32,12 @@ def step_of(stages: dict[int, int], *, boundaries: bool, wrap: Any = lambda f: f
             x = al.layer_boundary(x) if boundaries and i < DEPTH - 1 else x
         return jnp.mean(x**2)
 
+    return sgd(wrap(loss))
+
+
+def sgd(loss: Any) -> Any:
     def train_step(params: Any, x: Any) -> Any:
-        value, grads = al.value_and_grad(wrap(loss))(params, x)
+        value, grads = al.value_and_grad(loss)(params, x)
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
 
     return train_step
@@ -82,11 +86,7 @@ def test_right_behind_a_boundary_the_layer_that_begins_there():
             x = al.pin_stage(x, 1) if i == 0 else x
         return jnp.mean(x**2)
 
-    def step(params: Any, x: Any) -> Any:
-        value, grads = al.value_and_grad(loss)(params, x)
-        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
-
-    assert homes(planned(step)) == [0, 1, 1, 1]
+    assert homes(planned(sgd(loss))) == [0, 1, 1, 1]
 
 
 def test_a_parameter_pins_the_first_layer_that_reads_it():
@@ -97,11 +97,7 @@ def test_a_parameter_pins_the_first_layer_that_reads_it():
             x = al.layer_boundary(x) if i < DEPTH - 1 else x
         return jnp.mean(x**2)
 
-    def step(params: Any, x: Any) -> Any:
-        value, grads = al.value_and_grad(loss)(params, x)
-        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
-
-    assert homes(planned(step)) == [0, 0, 0, 1]
+    assert homes(planned(sgd(loss))) == [0, 0, 0, 1]
 
 
 @pytest.mark.parametrize("boundaries", [True, False])
@@ -120,11 +116,7 @@ def test_recomputed_layers_are_pinned():
             x = al.layer_boundary(x) if i < DEPTH - 1 else x
         return jnp.mean(x**2)
 
-    def step(params: Any, x: Any) -> Any:
-        value, grads = al.value_and_grad(loss)(params, x)
-        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
-
-    assert homes(planned(step)) == [0, 0, 0, 1]
+    assert homes(planned(sgd(loss))) == [0, 0, 0, 1]
 
 
 def test_outside_of_stages_it_is_an_identity():

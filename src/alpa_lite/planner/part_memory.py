@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from alpa_lite._jax_compat import CPU_KEEPS_BARRIERS
 from alpa_lite.core.conversion import Conversion
@@ -39,28 +40,30 @@ def cut_stage(part: StageProgram, program: Program, mesh: DeviceMesh, written: R
     first, sums = loop.num_consts, loop.num_consts + loop.num_carry
     operands, results = decisions[path].operands, decisions[path].results
     halves = () if part.weight_half is None else (part.weight_half,)
-    return StageCut(
-        mesh=mesh,
-        outer=Cut(
-            inputs=program.inputs,
-            outputs=program.outputs,
-            ops=[(op.inputs, op.outputs) for op in program.ops],
-            constants=frozenset(program.constants),
+
+    def region(of: Program, **where: Any) -> Cut:
+        return Cut(
+            inputs=of.inputs,
+            outputs=of.outputs,
+            ops=[(op.inputs, op.outputs) for op in of.ops],
+            constants=frozenset(of.constants),
             decisions=decisions,
             conversions=conversions,
+            **where,
+        )
+
+    return StageCut(
+        mesh=mesh,
+        outer=region(
+            program,
             prefix="",
             cuts=(part.loop, *part.rounds),
             in_specs=written.in_specs,
             out_specs=written.out_specs,
             skipped=frozenset({part.loop}),
         ),
-        body=Cut(
-            inputs=body.inputs,
-            outputs=body.outputs,
-            ops=[(op.inputs, op.outputs) for op in body.ops],
-            constants=frozenset(body.constants),
-            decisions=decisions,
-            conversions=conversions,
+        body=region(
+            body,
             prefix=f"{path}.0.",
             cuts=(part.num_forward, *halves, len(body.ops)),
             in_specs=(*operands[:sums], *map(_slice, operands[sums:])),

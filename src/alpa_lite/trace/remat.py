@@ -18,6 +18,7 @@ from jax import lax
 from alpa_lite._jax_compat import Literal
 from alpa_lite.trace.flatten import FlatJaxpr, FlatOp, drop_dead
 from alpa_lite.trace.layers import Layered, final_sums
+from alpa_lite.trace.renumbered import values_of
 
 _BARRIER = "optimization_barrier"
 
@@ -77,7 +78,7 @@ class _Rewrite:
         for i, op in enumerate(self.flat.ops):
             if not self.layered.backward[i]:
                 layer = self.layered.layer[i]
-                found.update(v for v in _values(op) if v in self.made_by and self._layer_of(v) != layer)
+                found.update(v for v in values_of(op) if v in self.made_by and self._layer_of(v) != layer)
         return found
 
     def _layer_of(self, value: int) -> int:
@@ -105,7 +106,7 @@ class _Rewrite:
     def recompute(self, k: int) -> tuple[list[_Unit], dict[int, int]]:
         """The barrier and the clones of one layer, and what its backward ops read in place of what."""
         readers = [i for i, op in enumerate(self.flat.ops) if self._is(i, k, backward=True) and not self.sums[i]]
-        wanted = [v for i in readers for v in _values(self.flat.ops[i])]
+        wanted = [v for i in readers for v in values_of(self.flat.ops[i])]
         clones = self._needed(wanted, k)
         if not clones:
             return [], {}
@@ -149,7 +150,7 @@ class _Rewrite:
                 continue
             if not self.flat.ops[made].has_effects:
                 found.add(made)
-                stack += _values(self.flat.ops[made])
+                stack += values_of(self.flat.ops[made])
         return sorted(found)
 
     def _entries(self, clones: list[int]) -> list[int]:
@@ -159,7 +160,7 @@ class _Rewrite:
         found: dict[int, None] = {}
         cloned = {o for i in clones for o in self.flat.ops[i].outputs} - self.crossing
         for i in clones:
-            given = _values(self.flat.ops[i])
+            given = values_of(self.flat.ops[i])
             start = [v for v in given if v not in cloned and v not in self.fixed]
             if not start and not any(v in waiting for v in given):
                 start = [v for v in given if v not in cloned]
@@ -170,10 +171,6 @@ class _Rewrite:
     def _new(self, like: int) -> int:
         self.avals.append(self.avals[like])
         return len(self.avals) - 1
-
-
-def _values(op: FlatOp) -> list[int]:
-    return [i for i in op.inputs if not isinstance(i, Literal)]
 
 
 def _reading(op: FlatOp, renamed: dict[int, int]) -> FlatOp:
@@ -187,7 +184,7 @@ def _reading(op: FlatOp, renamed: dict[int, int]) -> FlatOp:
 def _ordered(units: list[_Unit]) -> list[_Unit]:
     """The units by their places, each after those that it reads."""
     maker = {o: n for n, unit in enumerate(units) for op in unit.ops for o in op.outputs if o >= 0}
-    before = [{maker[v] for op in unit.ops for v in _values(op) if v in maker} for unit in units]
+    before = [{maker[v] for op in unit.ops for v in values_of(op) if v in maker} for unit in units]
     after: list[list[int]] = [[] for _ in units]
     for n, needs in enumerate(before):
         for m in needs:

@@ -1,29 +1,22 @@
 """A traced step and a stage for every layer -> one program per stage.
 
-The step is ops before the microbatch loop, the loop, and ops after it. Every op belongs to a stage:
-
-- ops of the loop to the stage of their layer; cheap ones that read no state (masks, positions) to every stage that wants them;
-- ops before the loop to every stage that wants them;
-- ops after the loop (the update) to the stage of the largest gradient or state that they read.
-
-A stage's program is the step restricted to its ops, as a step of its own: what it reads of other stages are further
-arguments, what others read of it are further results. Inside the loop these are stacked over microbatches, so that the
-program means the same as the stage does in a pipeline. The loop's body holds the forward ops first, then the backward ops.
+Where ops belong is told by ``stage_homes``. A stage's program is the step restricted to its ops, as a step of its own: what it
+reads of other stages are further arguments, what others read of it are further results. Inside the loop these are stacked
+over microbatches, so that the program means the same as the stage does in a pipeline. The loop's body holds the forward ops
+first, then the backward ops.
 """
 
 from __future__ import annotations
 
-import math
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
-from alpa_lite._jax_compat import Literal, scan_layout, stacked_aval
+from alpa_lite._jax_compat import Literal, stacked_aval
 from alpa_lite.trace.flatten import FlatJaxpr, FlatOp
 from alpa_lite.trace.layers import Layered
-
-_HEAVY = frozenset({"dot_general", "conv_general_dilated", "scan", "while", "cond", "shard_map", "user_op"})
+from alpa_lite.trace.renumbered import Renumbered, values_of
+from alpa_lite.trace.stage_homes import StageHomes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +81,7 @@ def split_step(
         stage_of_layer: rising.
         aliases: (argument, result) positions of state.
     """
-    return _Split(flat, loop, layered, tuple(stage_of_layer), dict(aliases)).run()
+    return _Split(StageHomes(flat, loop, layered, tuple(stage_of_layer), dict(aliases))).run()
 
 
 def stages_of_step(
@@ -100,7 +93,7 @@ def stages_of_step(
     wanted: Iterable[int],
 ) -> tuple[StageProgram, ...]:
     """As ``split_step``, the ``wanted`` stages alone."""
-    return _Split(flat, loop, layered, tuple(stage_of_layer), dict(aliases)).run(wanted)
+    return _Split(StageHomes(flat, loop, layered, tuple(stage_of_layer), dict(aliases))).run(wanted)
 
 
 @dataclass(slots=True)
@@ -117,136 +110,29 @@ class _Needs:
 
 
 class _Split:
-    def __init__(
-        self,
-        flat: FlatJaxpr,
-        loop: int,
-        layered: Layered,
-        stage_of_layer: tuple[int, ...],
-        aliases: dict[int, int],
-    ) -> None:
-        self.flat, self.loop_index, self.layered = flat, loop, layered
-        self.loop, self.body = flat.ops[loop], layered.flat
-        self.num_stages = stage_of_layer[-1] + 1
-        self.stage_of_layer = stage_of_layer
-        self.body_stage = [stage_of_layer[k] for k in layered.layer]
-        self.num_consts, self.num_carry = scan_layout(self.loop.params)
-        self.maker = {o: i for i, op in enumerate(flat.ops) for o in op.outputs if o >= 0}
-        self.body_maker = {o: i for i, op in enumerate(self.body.ops) for o in op.outputs if o >= 0}
-        self.position = {v: i for i, v in enumerate(flat.inputs)}
-        self.body_position = {v: i for i, v in enumerate(self.body.inputs)}
-        self.aliases = aliases
-        self.shareable = self._shareable()
-        self.result_stage = [self._stage_in_body(o) for o in self.body.outputs]
-        self.outer_stage: dict[int, int] = self._outer_stages()
-        self.owner = self._owners()
-        self.round_of = self._rounds()
-        self.num_rounds = 1 + max(self.round_of.values(), default=0)
-        self.needs = [_Needs() for _ in range(self.num_stages)]
+    """What every stage computes, and its program."""
 
-    # -- where things belong ----------------------------------------------------------------------------------------
-
-    def _shareable(self) -> list[bool]:
-        """Per body op: cheap, and made of nothing but literals and arguments that are no state."""
-        state = self._made_of_state()
-        carried = set(self.body.inputs[self.num_consts : self.num_consts + self.num_carry])
-        consts = self.body.inputs[: self.num_consts]
-        dear = carried | {v for v, outer in zip(consts, self.loop.inputs, strict=False) if outer in state}
-        found: list[bool] = []
-        for op, back in zip(self.body.ops, self.layered.backward, strict=True):
-            made = [v for v in _values(op) if v in self.body_maker]
-            cheap = op.name not in _HEAVY and not back and not op.has_effects
-            cheap = cheap and not any(v in dear for v in _values(op))
-            found.append(cheap and all(found[self.body_maker[v]] for v in made))
-        return found
-
-    def _made_of_state(self) -> set[Any]:
-        """Outer values that state goes into, before the loop."""
-        found: set[Any] = {self.flat.inputs[i] for i in self.aliases}
-        for op in self.flat.ops[: self.loop_index]:
-            if any(v in found for v in _values(op)):
-                found.update(op.outputs)
-        return found
-
-    def _stage_in_body(self, value: Any) -> int:
-        """Of the op that makes it; what needs no op is left to the last stage, where losses are."""
-        made = None if isinstance(value, Literal) else self.body_maker.get(value)
-        return self.num_stages - 1 if made is None else self.body_stage[made]
-
-    def _outer_stages(self) -> dict[int, int]:
-        """Stages of the ops after the loop."""
-        size = [math.prod(getattr(a, "shape", ())) for a in self.flat.avals]
-        home: dict[int, int] = {}
-        for value, stage in zip(self.loop.outputs, self.result_stage, strict=True):
-            if value >= 0:
-                home[value] = stage
-        body_readers = _readers(enumerate(self.body.ops))
-        for outer, inner in zip(self.loop.inputs[: self.num_consts], self.body.inputs, strict=False):
-            readers = [self.body_stage[i] for i in body_readers[inner]]
-            if not isinstance(outer, Literal) and readers and outer in self.position:
-                home.setdefault(outer, min(readers))
-        after = range(self.loop_index + 1, len(self.flat.ops))
-        stages: dict[int, int] = {}
-        for i in after:
-            known = [v for v in _values(self.flat.ops[i]) if v in home]
-            if known:
-                stages[i] = home[max(known, key=lambda v: size[v])]
-                home.update((o, stages[i]) for o in self.flat.ops[i].outputs if o >= 0)
-        readers_after = _readers((i, self.flat.ops[i]) for i in after)
-        for i in reversed(after):
-            if i not in stages:
-                readers = [stages[r] for o in self.flat.ops[i].outputs for r in readers_after[o] if r in stages]
-                stages[i] = min(readers, default=0)
-        return stages
-
-    def _rounds(self) -> dict[int, int]:
-        """Of the ops after the loop: one more than that of what they read from another stage, and not before it is read.
-
-        So the old value of a moment is read in the round that makes the new one, which may then take its buffer.
-        """
-        found = dict.fromkeys(self.outer_stage, 0)
-        for i in sorted(self.outer_stage):
-            for value in _values(self.flat.ops[i]):
-                made = self.maker.get(value)
-                if made is not None and made >= self.loop_index:
-                    found[i] = max(found[i], found.get(made, 0) + (self._home(value) != self.outer_stage[i]))
-        readers = _readers((i, self.flat.ops[i]) for i in sorted(self.outer_stage))
-        for i in sorted(self.outer_stage, reverse=True):
-            stage = self.outer_stage[i]
-            wanted = [found[r] - (self.outer_stage[r] != stage) for o in self.flat.ops[i].outputs for r in readers[o]]
-            found[i] = max(found[i], min(wanted, default=0))
-        return found
-
-    def _owners(self) -> dict[int, int]:
-        """Position of a state argument -> the stage that makes its next value."""
-        found = {}
-        for argument, result in self.aliases.items():
-            value = self.flat.outputs[result]
-            made = None if isinstance(value, Literal) else self.maker.get(value)
-            if made == self.loop_index:
-                found[argument] = self.result_stage[self.loop.outputs.index(value)]
-            elif made is not None and made in self.outer_stage:
-                found[argument] = self.outer_stage[made]
-            else:
-                found[argument] = 0
-        return found
-
-    # -- what every stage computes ----------------------------------------------------------------------------------
+    def __init__(self, homes: StageHomes) -> None:
+        self.homes = homes
+        self.flat, self.loop_index, self.layered = homes.flat, homes.loop_index, homes.layered
+        self.loop, self.body = homes.loop, homes.body
+        self.num_consts, self.num_carry = homes.num_consts, homes.num_carry
+        self.needs = [_Needs() for _ in range(homes.num_stages)]
 
     def run(self, wanted: Iterable[int] | None = None) -> tuple[StageProgram, ...]:
         for i in range(len(self.body.ops)):
-            if not self.shareable[i]:
-                self._want_body_op(self.body_stage[i], i)
+            if not self.homes.shareable[i]:
+                self._want_body_op(self.homes.body_stage[i], i)
         for j, value in enumerate(self.body.outputs):
-            stage = self.result_stage[j]
+            stage = self.homes.result_stage[j]
             (self.needs[stage].carries if j < self.num_carry else self.needs[stage].stacked).append(j)
             self._want_body(stage, value)
-        for i, stage in self.outer_stage.items():
+        for i, stage in self.homes.outer_stage.items():
             self._want_outer_op(stage, i)
         self.results: list[list[int]] = [[] for _ in self.needs]
-        owned = {r: self.owner[a] for a, r in self.aliases.items()}
+        owned = {r: self.homes.owner[a] for a, r in self.homes.aliases.items()}
         for position, value in enumerate(self.flat.outputs):
-            stage = owned.get(position, self._home(value))
+            stage = owned.get(position, self.homes.home(value))
             self.results[stage].append(position)
             self._want_outer(stage, value)
         for stage, need in enumerate(self.needs):
@@ -256,29 +142,23 @@ class _Split:
         self._want_state_from_owners()
         read = set().union(*(need.args for need in self.needs))
         self.needs[0].args.update(set(range(len(self.flat.inputs))) - read)  # what nothing reads lies somewhere
-        return tuple(self._build(stage) for stage in (range(self.num_stages) if wanted is None else wanted))
-
-    def _home(self, value: Any) -> int:
-        made = None if isinstance(value, Literal) else self.maker.get(value)
-        if made == self.loop_index:
-            return self.result_stage[self.loop.outputs.index(value)]
-        return 0 if made is None else self.outer_stage.get(made, 0)
+        return tuple(self._build(stage) for stage in (range(self.homes.num_stages) if wanted is None else wanted))
 
     def _want_body_op(self, stage: int, i: int) -> None:
         need = self.needs[stage]
         if i in need.body_ops:
             return
         need.body_ops.add(i)
-        for value in _values(self.body.ops[i]):
+        for value in values_of(self.body.ops[i]):
             self._want_body(stage, value)
 
     def _want_body(self, stage: int, value: Any) -> None:
-        if isinstance(value, Literal) or value in self.body_position or value in self.body.constants:
+        if isinstance(value, Literal) or value in self.homes.body_position or value in self.body.constants:
             return
-        made = self.body_maker[value]
-        if self.shareable[made]:
+        made = self.homes.body_maker[value]
+        if self.homes.shareable[made]:
             self._want_body_op(stage, made)
-        elif self.body_stage[made] != stage:
+        elif self.homes.body_stage[made] != stage:
             self.needs[stage].body_received.add(value)
 
     def _want_outer_op(self, stage: int, i: int) -> None:
@@ -286,19 +166,19 @@ class _Split:
         if i in need.outer_ops:
             return
         need.outer_ops.add(i)
-        for value in _values(self.flat.ops[i]):
+        for value in values_of(self.flat.ops[i]):
             self._want_outer(stage, value)
 
     def _want_outer(self, stage: int, value: Any) -> None:
         """An argument, a result of the loop, of an op before it (made wherever it is wanted) or after it."""
         if isinstance(value, Literal) or value in self.flat.constants:
             return
-        made = self.maker.get(value)
+        made = self.homes.maker.get(value)
         if made is None:
-            self.needs[stage].args.add(self.position[value])
+            self.needs[stage].args.add(self.homes.position[value])
         elif made < self.loop_index:
             self._want_outer_op(stage, made)
-        elif self._home(value) != stage:
+        elif self.homes.home(value) != stage:
             self.needs[stage].outer_received.add(value)
 
     def _want_inputs_of_bodies(self) -> None:
@@ -308,13 +188,13 @@ class _Split:
 
     def _body_inputs(self, need: _Needs) -> list[int]:
         """Positions of the constants and slices that the stage's ops of the loop, or its results, read."""
-        read = {v for i in need.body_ops for v in _values(self.body.ops[i])}
+        read = {v for i in need.body_ops for v in values_of(self.body.ops[i])}
         read |= {o for j in (*need.carries, *need.stacked) if not isinstance(o := self.body.outputs[j], Literal)}
         first, last = self.num_consts, self.num_consts + self.num_carry
         return [p for p, v in enumerate(self.body.inputs) if v in read and not first <= p < last]
 
     def _want_state_from_owners(self) -> None:
-        for argument, owner in self.owner.items():
+        for argument, owner in self.homes.owner.items():
             if any(argument in need.args for need in self.needs):
                 self.needs[owner].args.add(argument)
 
@@ -322,13 +202,13 @@ class _Split:
 
     def _build(self, stage: int) -> StageProgram:
         need = self.needs[stage]
-        taken = [a for a in need.args if self.owner.get(a, stage) != stage]
+        taken = [a for a in need.args if self.homes.owner.get(a, stage) != stage]
         args = sorted(need.args - set(taken))
         start = [self._crossing(self.flat.inputs[a], "start") for a in sorted(taken)]
         loop = [self._crossing(v, "loop") for v in sorted(need.body_received)]
         end = [self._crossing(v, "end") for v in sorted(need.outer_received)]
         sent = self._sent(stage)
-        builder = _Renumbered(self.flat.avals)
+        builder = Renumbered(self.flat.avals)
         inputs = [builder.value(self.flat.inputs[a]) for a in args]
         inputs += [builder.value(c.value) for c in start]
         stacks = [builder.fresh(stacked_aval(self.body.avals[c.value], self.loop.params["length"])) for c in loop]
@@ -337,10 +217,10 @@ class _Split:
         made_stacks, loop_op, num_forward = self._loop(
             need, builder, loop, stacks, [c for c in sent if c.when == "loop"]
         )
-        late = sorted((self.round_of[i], i) for i in need.outer_ops if i > self.loop_index)
+        late = sorted((self.homes.round_of[i], i) for i in need.outer_ops if i > self.loop_index)
         after = [builder.op(self.flat.ops[i]) for _, i in late]
         first = len(before) + 1
-        rounds = tuple(first + sum(r <= last for r, _ in late) for last in range(self.num_rounds))
+        rounds = tuple(first + sum(r <= last for r, _ in late) for last in range(self.homes.num_rounds))
         outputs = [builder.read(self.flat.outputs[r]) for r in self.results[stage]]
         by_loop = dict(zip((c.value for c in sent if c.when == "loop"), made_stacks, strict=True))
         outputs += [by_loop[c.value] if c.when == "loop" else builder.value(c.value) for c in sent]
@@ -354,21 +234,21 @@ class _Split:
             loop=len(before),
             num_forward=num_forward,
             rounds=rounds,
-            layers=tuple(k for k, s in enumerate(self.stage_of_layer) if s == stage),
+            layers=tuple(k for k, s in enumerate(self.homes.stage_of_layer) if s == stage),
         )
 
     def _crossing(self, value: int, when: str) -> Crossing:
         if when == "loop":
-            source = self.body_stage[self.body_maker[value]]
+            source = self.homes.body_stage[self.homes.body_maker[value]]
             readers = [s for s, n in enumerate(self.needs) if value in n.body_received]
         elif when == "start":
-            argument = self.position[value]
-            source = self.owner[argument]
+            argument = self.homes.position[value]
+            source = self.homes.owner[argument]
             readers = [s for s, n in enumerate(self.needs) if argument in n.args and s != source]
         else:
-            source = self._home(value)
+            source = self.homes.home(value)
             readers = [s for s, n in enumerate(self.needs) if value in n.outer_received]
-        argument = self.position[value] if when == "start" else -1
+        argument = self.homes.position[value] if when == "start" else -1
         return Crossing(value=value, source=source, readers=tuple(readers), when=when, argument=argument)
 
     def _sent(self, stage: int) -> tuple[Crossing, ...]:
@@ -379,14 +259,14 @@ class _Split:
         return tuple(c for c in found if c.source == stage)
 
     def _loop(
-        self, need: _Needs, outer: _Renumbered, received: list[Crossing], stacks: list[int], sent: list[Crossing]
+        self, need: _Needs, outer: Renumbered, received: list[Crossing], stacks: list[int], sent: list[Crossing]
     ) -> tuple[list[int], FlatOp, int]:
         """The loop over the stage's part of the body; also the stacks that it sends and how many ops are forward."""
         first, last = self.num_consts, self.num_consts + self.num_carry
         positions = self._body_inputs(need)
         consts, slices = [p for p in positions if p < first], [p for p in positions if p >= last]
         carries = [first + j for j in need.carries]
-        inner = _Renumbered(self.body.avals)
+        inner = Renumbered(self.body.avals)
         inputs = [inner.value(self.body.inputs[p]) for p in (*consts, *carries, *slices)]
         inputs += [inner.value(c.value) for c in received]
         order = sorted(need.body_ops, key=lambda i: (self.layered.backward[i], i))
@@ -412,46 +292,3 @@ class _Split:
         op.outputs = [o if u else -1 for o, u in zip(everything, used, strict=True)]
         op.traceback = self.loop.traceback
         return made, op, sum(not self.layered.backward[i] for i in order)
-
-
-class _Renumbered:
-    """Gives the values of a part of a jaxpr numbers of their own."""
-
-    def __init__(self, avals: list[Any]) -> None:
-        self.old, self.avals = avals, []
-        self.number: dict[int, int] = {}
-
-    def fresh(self, aval: Any) -> int:
-        self.avals.append(aval)
-        return len(self.avals) - 1
-
-    def value(self, value: int) -> int:
-        if value not in self.number:
-            self.number[value] = self.fresh(self.old[value])
-        return self.number[value]
-
-    def read(self, value: Any) -> Any:
-        return value if isinstance(value, Literal) else self.value(value)
-
-    def op(self, op: FlatOp) -> FlatOp:
-        params = dict(op.params)
-        if op.name == "optimization_barrier" and "group" in params:
-            params["group"] = tuple(self.value(v) for v in params["group"])
-        fresh = replace(op, inputs=[self.read(i) for i in op.inputs], params=params)
-        everything = [self.value(o) for o in op.all_outputs]
-        fresh.all_outputs = tuple(everything)
-        fresh.outputs = [n if o >= 0 else -1 for n, o in zip(everything, op.outputs, strict=True)]
-        return fresh
-
-
-def _readers(ops: Iterable[tuple[int, FlatOp]]) -> defaultdict[int, list[int]]:
-    """Value -> the numbers of the ops that read it."""
-    found: defaultdict[int, list[int]] = defaultdict(list)
-    for i, op in ops:
-        for value in _values(op):
-            found[value].append(i)
-    return found
-
-
-def _values(op: FlatOp) -> list[int]:
-    return [i for i in op.inputs if not isinstance(i, Literal)]

@@ -84,7 +84,7 @@ def test_bounds_hold_and_answers_fit_when_time_is_up_at_once(seed: int) -> None:
 def test_time_limit_returns_the_best_so_far() -> None:
     problem = layered(6)
     start = time.process_time()
-    solution = solve(problem, time_limit_s=0.05)
+    solution = solve(problem, time_limit_s=1e-3)  # over before a first answer is there, on any machine
     assert time.process_time() - start < 5
     assert (solution.status, solution.limit_used) == ("feasible", "time")
     assert 0 < solution.lower_bound < solution.objective < math.inf

@@ -152,8 +152,9 @@ class _Held:
             del self.microbatches[microbatch]
 
     def end_loop(self) -> None:
-        """Sums and stacked results are what later segments read."""
+        """Sums and stacked results are what later segments read; what was sent has left, microbatch by microbatch."""
         self.sums, self.rows = False, 0
         specs = self.cut.outer.decisions[f"{self.cut.loop}"].results
-        made = {(v, s) for v, s in zip(self.cut.outer.ops[self.cut.loop][1], specs, strict=True) if v >= 0}
+        results = list(zip(self.cut.outer.ops[self.cut.loop][1], specs, strict=True))
+        made = {(v, s) for v, s in results[: len(results) - self.cut.num_sent] if v >= 0}
         self.outer = self.given | ((self.outer | made) & self.cut.wanted_after_loop)

@@ -37,12 +37,24 @@ def load_target(text: str) -> PlanTarget:
     module = _file(place, text) if place.endswith(".py") else _module(place, text)
     make = getattr(module, name, None)
     if not callable(make):
-        found = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
+        own = [n for n, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
+        found = [n for n in own if not n.startswith("_") and _takes_nothing(vars(module)[n])]
         raise TargetError(
             f"the target {text!r}: {place} has no callable {name!r}. A target names a function that takes nothing and "
-            f"returns (fn, args) or al.PlanTarget(...). There are {', '.join(found[:8]) or 'none'}. Correct the name."
+            f"returns (fn, args) or al.PlanTarget(...). There are such functions: {', '.join(found[:8]) or 'none'}. "
+            "Correct the name."
         )
     return _checked(make, text)
+
+
+def _takes_nothing(value: Any) -> bool:
+    try:
+        return callable(value) and all(
+            p.default is not p.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+            for p in inspect.signature(value).parameters.values()
+        )
+    except ValueError:  # a builtin without a signature
+        return False
 
 
 def _checked(make: Callable[[], Any], text: str) -> PlanTarget:

@@ -50,7 +50,7 @@ def temporaries(graph: InstructionGraph, donated: frozenset[int] = frozenset()) 
     _Run(graph, buffers, donated).run(0)
     shared = _outside_results(sorted(buffers, key=lambda b: (-b.size_bytes, not b.result, b.lo - b.hi)))
     times = max((b.hi for b in shared), default=1)
-    _, time, _ = peak_usage(((b.lo, b.hi, b.size_bytes) for b in shared), times)
+    _, time = peak_usage([b.lo for b in shared], [b.hi for b in shared], [b.size_bytes for b in shared], times)
     alive = tuple(b for b in shared if b.lo <= time < b.hi)
     return SharedBlock(size_bytes=_best_fit(shared), time=time, alive=alive)
 

@@ -111,14 +111,18 @@ def with_moves(line: Timeline, schedule: Schedule) -> Timeline:
 
 def _number(program: Program, prefix: str, out: Timeline, order: Iterable[int]) -> None:
     inside = _breadth_first if out.order.on_cpu else late_order
+    ops, start, end, time = program.ops, out.start, out.end, out.num_times
     for index in order:
-        op, path = program.ops[index], f"{prefix}{index}"
-        out.start[path] = out.num_times
-        out.num_times += 1
-        for b, body in enumerate(op.bodies):
-            _number(body, f"{path}.{b}.", out, inside(body))
-        out.end[path] = out.num_times
-    out.region_end[prefix] = out.num_times
+        path = f"{prefix}{index}"
+        start[path] = time
+        time += 1
+        if ops[index].bodies:
+            out.num_times = time
+            for b, body in enumerate(ops[index].bodies):
+                _number(body, f"{path}.{b}.", out, inside(body))
+            time = out.num_times
+        end[path] = time
+    out.num_times = out.region_end[prefix] = time
 
 
 def _breadth_first(program: Program) -> list[int]:
@@ -156,41 +160,39 @@ def _live(
     stacked: frozenset[int] = frozenset(),
 ) -> None:
     """Intervals of one region that runs during [lo, hi). ``stacked``: results that XLA:GPU writes out as they are made."""
-    fused = facts.of(fused_values, program, gpu=not out.order.on_cpu, stacked=stacked)
-    last: dict[int, int] = {v: hi for v in program.outputs if v >= 0 and v not in stacked}
-    for index in range(len(program.ops) - 1, -1, -1):
-        op = program.ops[index]
-        path = f"{prefix}{index}"
-        reader_end = out.start[path] if reuses_operand(op, program, fused) else out.end[path]
+    # Work per value is in lists, which programs with thousands of values notice.
+    last: list[int] = [-1] * len(program.values)
+    for value in program.outputs:
+        if value >= 0 and value not in stacked:
+            last[value] = hi
+    lives = facts.of(_lives, program, gpu=not out.order.on_cpu, stacked=stacked, outer=not prefix)
+    start, end, read_end = out.start, out.end, out.read_end
+    for op in reversed(lives):
+        path = prefix + op.name
+        begin = start[path]
+        reader_end = begin if op.reuses else end[path]
         # A fused result is computed where it is read, and a view is its operand's buffer: operands must last until then.
+        for o in op.passed:
+            reader_end = max(reader_end, last[o])
+        read_end[path] = reader_end
+        for i in op.reads:
+            if last[i] < reader_end:
+                last[i] = reader_end
+        for i in op.carried:  # a loop goes on in the buffer that its carry starts in
+            last[i] = max(last[i], begin)
+    made, latest = out.made, out.num_times - 1
+    made.update({(prefix, v): lo for v in (*program.inputs, *program.constants)})
+    for op in lives:
+        path = prefix + op.name
+        begin, finish = start[path], min(end[path], latest)
+        for b, (body, written) in enumerate(op.bodies):
+            _live(body, f"{path}.{b}.", begin + 1, end[path], out, facts, written)
         for o in op.outputs:
-            if o >= 0 and (fused[o] or is_view(op)):
-                reader_end = max(reader_end, last.get(o, 0))
-        out.read_end[path] = reader_end
-        carries = range(op.num_consts, op.num_consts + op.num_carry)
-        for position, i in enumerate(op.inputs):
-            if i >= 0:
-                # A loop goes on in the buffer that its carry starts in.
-                last[i] = max(last.get(i, 0), out.start[path] if position in carries else reader_end)
-    outside = set(program.outputs) if not prefix else set()
-    outside.update(program.inputs)
-    outside.update(program.constants)
-    out.made.update({(prefix, v): lo for v in (*program.inputs, *program.constants)})
-    for index, op in enumerate(program.ops):
-        path = f"{prefix}{index}"
-        for b, body in enumerate(op.bodies):
-            written: frozenset[int] = frozenset()
-            if op.primitive == "scan" and not out.order.on_cpu:
-                written = frozenset(body.outputs[op.num_carry :]) - {*body.outputs[: op.num_carry], *body.inputs, -1}
-            _live(body, f"{path}.{b}.", out.start[path] + 1, out.end[path], out, facts, written)
-        for position, o in enumerate(op.outputs):
+            made[prefix, o] = finish
+        for o, stacks in op.stored:
             # What a scan stacks up is written into a buffer of zeros, which depends on nothing.
-            stacks = op.primitive == "scan" and position >= op.num_carry
-            begin = lo if stacks and out.fills_early else out.start[path]
-            out.made[(prefix, o)] = min(out.end[path], out.num_times - 1)
-            if o < 0 or fused[o] or o in outside or is_view(op):
-                continue
-            out.intervals.append(Interval(prefix, o, begin, max(last.get(o, 0), out.start[path] + 1)))
+            from_zeros = stacks and out.fills_early
+            out.intervals.append(Interval(prefix, o, lo if from_zeros else begin, max(last[o], begin + 1)))
     if not out.order.on_cpu:
         for index in facts.of(reordering_ops, program):
             start = out.start[f"{prefix}{index}"]
@@ -198,15 +200,73 @@ def _live(
         for index, value in facts.of(reordered_stacks, program):
             start = out.start[f"{prefix}{index}"]
             out.intervals.append(Interval(prefix, value, start, start + 1, copy=True))
-    out.last_read.update({(prefix, v): t for v, t in last.items()})
+    out.last_read.update({(prefix, v): t for v, t in enumerate(last) if t >= 0})
 
 
-def peak_usage(sizes: Iterable[tuple[int, int, int]], num_times: int, base: int = 0) -> tuple[int, int, np.ndarray]:
-    """(peak bytes, its time, bytes at every time) of (lo, hi, size) items on top of ``base``."""
-    delta = np.zeros(num_times + 1, dtype=np.int64)
-    for lo, hi, size in sizes:
-        delta[lo] += size
-        delta[min(hi, num_times)] -= size
+@dataclass(frozen=True, slots=True)
+class _Life:
+    """What one op does to the lives of values, whenever it runs.
+
+    Attributes:
+        name: its index, as text.
+        reuses: its result may lie where a dying operand did.
+        passed: results that are computed where they are read, or are views.
+        reads: values that must last until it is done; ``carried``: until it begins.
+        outputs: all results that exist.
+        stored: results with buffers, and whether a loop stacks them up.
+        bodies: of a loop or branch, each with the results that are written out as they are made.
+    """
+
+    name: str
+    reuses: bool
+    passed: tuple[int, ...]
+    reads: tuple[int, ...]
+    carried: tuple[int, ...]
+    outputs: tuple[int, ...]
+    stored: tuple[tuple[int, bool], ...]
+    bodies: tuple[tuple[Program, frozenset[int]], ...]
+
+
+def _lives(program: Program, *, gpu: bool, stacked: frozenset[int], outer: bool) -> list[_Life]:
+    """Of every op of a region; ``outer``: of the whole program, whose results have buffers of their own."""
+    fused = fused_values(program, gpu=gpu, stacked=stacked)
+    outside = {*program.inputs, *program.constants, *(program.outputs if outer else ())}
+    found = []
+    for index, op in enumerate(program.ops):
+        first, behind, view = op.num_consts, op.num_consts + op.num_carry, is_view(op)
+        carried = op.inputs[first:behind]
+        bodies = []
+        for body in op.bodies:
+            written: frozenset[int] = frozenset()
+            if op.primitive == "scan" and gpu:
+                written = frozenset(body.outputs[op.num_carry :]) - {*body.outputs[: op.num_carry], *body.inputs, -1}
+            bodies.append((body, written))
+        found.append(
+            _Life(
+                name=str(index),
+                reuses=reuses_operand(op, program, fused),
+                passed=tuple(o for o in op.outputs if o >= 0 and (fused[o] or view)),
+                reads=tuple(i for i in (*op.inputs[:first], *op.inputs[behind:]) if i >= 0),
+                carried=tuple(i for i in carried if i >= 0),
+                outputs=op.outputs,
+                stored=tuple(
+                    (o, op.primitive == "scan" and position >= op.num_carry)
+                    for position, o in enumerate(op.outputs)
+                    if not (o < 0 or fused[o] or o in outside or view)
+                ),
+                bodies=tuple(bodies),
+            )
+        )
+    return found
+
+
+def peak_usage(
+    lo: Sequence[int], hi: Sequence[int], sizes: Sequence[int], num_times: int, base: int = 0
+) -> tuple[int, int]:
+    """(peak bytes, its time) of ``sizes[i]`` bytes at times [``lo[i]``, ``hi[i]``) on top of ``base``."""
+    delta, bytes_ = np.zeros(num_times + 1, dtype=np.int64), np.array(sizes, dtype=np.int64)
+    np.add.at(delta, np.array(lo, dtype=np.int64), bytes_)
+    np.subtract.at(delta, np.minimum(np.array(hi, dtype=np.int64), num_times), bytes_)
     usage = np.cumsum(delta[:-1]) + base
     time = int(usage.argmax())
-    return int(usage[time]), time, usage
+    return int(usage[time]), time

@@ -13,9 +13,11 @@ from __future__ import annotations
 import heapq
 import math
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
+
+import numpy as np
 
 from alpa_lite.core.conversion import Conversion
 from alpa_lite.core.mesh import DeviceMesh
@@ -105,18 +107,68 @@ class Schedule:
     overlaps: bool = False
 
 
-@dataclass(slots=True)
-class _Node:
-    """An op (``index`` >= 0) or a conversion."""
+@dataclass(frozen=True, slots=True)
+class _Ops:
+    """What follows from the program alone: its own ops, without any conversions between them.
 
-    index: int
-    cost: float
-    is_collective: bool = False
-    move: Move | None = None
-    reads: list[int] = field(default_factory=list)
-    users: int = 0
-    depth: float = 0.0
-    position: int = 0
+    Attributes:
+        maker: value -> index of the op that makes it.
+        reads: per op, indices of the ops that it reads from, rising.
+        users: per op, how many ops read from it.
+        position: per op, its place in ``early_updates``, or the latest of those that it needs.
+        kernels: per op, a number that ops with equal kernels share; -1 of those that keep no device busy.
+    """
+
+    maker: dict[int, int]
+    reads: list[list[int]]
+    users: list[int]
+    position: list[int]
+    kernels: list[int]
+
+
+def _ops_of(program: Program) -> _Ops:
+    fused = fused_values(program, gpu=True)
+    maker = {o: index for index, op in enumerate(program.ops) for o in op.outputs if o >= 0}
+    reads = [sorted({maker[i] for i in op.inputs if i in maker}) for op in program.ops]
+    users = [0] * len(reads)
+    position = [0] * len(reads)
+    for place, index in enumerate(early_updates(program)):
+        position[index] = place
+    kernels = []
+    known: dict[tuple[object, ...], int] = {}
+    for index, op in enumerate(program.ops):
+        for read in reads[index]:
+            users[read] += 1
+            position[index] = max(position[index], position[read])
+        free = op.bodies or is_view(op) or all(o < 0 or fused[o] for o in op.outputs)
+        values = tuple(program.values[v] if v >= 0 else None for v in (*op.inputs, *op.outputs))
+        kernels.append(-1 if free else known.setdefault((op.key, op.primitive, id(op.rule), values), len(known)))
+    return _Ops(maker, reads, users, position, kernels)
+
+
+@dataclass(slots=True)
+class _Graph:
+    """The program's own ops, then the conversions between them, by number.
+
+    Attributes:
+        num_ops: conversions are numbered from here on.
+        cost: seconds, if there are collectives to fill.
+        reads: numbers of what a node reads from.
+        users: how many nodes read from a node.
+        collective: whether a node is one.
+        moves: which conversions.
+        position: place of a node in the order that it came in, after all that it reads.
+        depth: seconds of the collectives on the longest way to a node, with its own.
+    """
+
+    num_ops: int
+    cost: list[float]
+    reads: list[list[int]]
+    users: list[int]
+    collective: list[bool]
+    moves: list[Move]
+    position: list[int]
+    depth: list[float]
 
 
 def overlap_order(
@@ -127,15 +179,7 @@ def overlap_order(
     facts: Facts | None = None,
 ) -> Schedule:
     """When the ops of this program (not of its bodies) and the conversions between them run. ``facts``: of the program."""
-    nodes = _graph(program, mesh, decisions, conversions, Facts(program) if facts is None else facts)
-    for node in nodes:
-        for read in node.reads:
-            nodes[read].users += 1
-    for number in _topological(nodes):
-        node = nodes[number]
-        node.depth = max((nodes[r].depth for r in node.reads), default=0.0) + node.is_collective * node.cost
-        node.position = max(node.position, max((nodes[r].position for r in node.reads), default=0))
-    return _schedule(nodes)
+    return _schedule(_graph(program, mesh, decisions, conversions, Facts(program) if facts is None else facts))
 
 
 def _graph(
@@ -144,40 +188,119 @@ def _graph(
     decisions: Sequence[OpDecision],
     conversions: Sequence[Conversion],
     facts: Facts,
-) -> list[_Node]:
-    ours = {int(d.path): d for d in decisions if "." not in d.path}
+) -> _Graph:
+    ours = [d for d in decisions if "." not in d.path]
     mine = [c for c in conversions if "." not in c.op]
-    if any(step.kind is not None for c in mine for step in c.steps):
-        nodes = [_Node(i, _seconds(op, program, facts, mesh, ours[i])) for i, op in enumerate(program.ops)]
+    known = facts.of(_ops_of, program)
+    num_ops = len(ours)
+    collective = [False] * num_ops + [any(step.kind is not None for step in c.steps) for c in mine]
+    if any(collective):
+        cost = _op_seconds(program, facts, known.kernels, mesh, ours)
     else:  # there is no time to fill
-        nodes = [_Node(i, 0.0) for i in range(len(program.ops))]
-    for position, index in enumerate(facts.of(early_updates, program)):
-        nodes[index].position = position
-    maker: dict[_Layout, int] = {}
-    for index in range(len(program.ops)):
-        for value, spec in zip(program.ops[index].outputs, ours[index].results, strict=True):
-            maker[(value, spec)] = index
-    for conversion in mine:
-        maker.setdefault((conversion.value, conversion.target), len(nodes))
-        moves = any(step.kind is not None for step in conversion.steps)
-        move = Move(conversion.op, conversion.value, conversion.target)
-        nodes.append(_Node(-1, _conversion_seconds(conversion, program, mesh), is_collective=moves, move=move))
-    for number, conversion in enumerate(mine, len(program.ops)):
-        source = maker.get((conversion.value, conversion.source))
-        nodes[number].reads = [] if source is None else [source]
+        cost = [0.0] * num_ops
+    graph = _Graph(
+        num_ops=num_ops,
+        cost=cost + [_conversion_seconds(c, program, mesh) for c in mine],
+        reads=known.reads + [[] for _ in mine],
+        users=known.users + [0] * len(mine),
+        collective=collective,
+        moves=[Move(c.op, c.value, c.target) for c in mine],
+        position=known.position + [0] * len(mine),
+        depth=[0.0] * (num_ops + len(mine)),
+    )
+    _insert(graph, program, ours, mine, known.maker)
+    _deepen(graph)
+    return graph
+
+
+def _insert(
+    graph: _Graph,
+    program: Program,
+    decisions: Sequence[OpDecision],
+    conversions: Sequence[Conversion],
+    maker: Mapping[int, int],
+) -> None:
+    """Joins conversions to what makes their tensors and to what reads them as they are converted; the rest reads on as it did."""
+    layouts: dict[_Layout, int] = {}
+    converted = {c.value for c in conversions}
+    for value in converted & maker.keys():
+        index = maker[value]
+        layouts[value, decisions[index].results[program.ops[index].outputs.index(value)]] = index
+    for number, conversion in enumerate(conversions, graph.num_ops):
+        layouts.setdefault((conversion.value, conversion.target), number)
+    for number, conversion in enumerate(conversions, graph.num_ops):
+        source = layouts.get((conversion.value, conversion.source))
+        if source is not None:
+            graph.reads[number] = [source]
+            graph.users[source] += 1
+    if not converted:
+        return
     for index, op in enumerate(program.ops):
-        read = {maker[key] for key in zip(op.inputs, ours[index].operands, strict=True) if key in maker}
-        nodes[index].reads = sorted(read)
+        if converted.isdisjoint(op.inputs):
+            continue
+        for read in graph.reads[index]:
+            graph.users[read] -= 1
+        read = set()
+        for value, spec in zip(op.inputs, decisions[index].operands, strict=True):
+            found = layouts.get((value, spec)) if value in converted else maker.get(value)
+            if found is not None:
+                read.add(found)
+        graph.reads[index] = sorted(read)
+        for number in read:
+            graph.users[number] += 1
+
+
+def _deepen(graph: _Graph) -> None:
+    """Depths of all nodes, and the positions of conversions: those of the ops whose results they convert."""
+    reads, depth, cost, position, num_ops = graph.reads, graph.depth, graph.cost, graph.position, graph.num_ops
+    done = [False] * (len(reads) - num_ops)
+
+    def finish(number: int) -> None:
+        """Of a conversion, after those before it."""
+        chain = []
+        while number >= num_ops and not done[number - num_ops]:
+            done[number - num_ops] = True
+            chain.append(number)
+            number = reads[number][0] if reads[number] else -1
+        for c in reversed(chain):
+            source = reads[c][0] if reads[c] else -1
+            depth[c] = (depth[source] if source >= 0 else 0.0) + graph.collective[c] * cost[c]
+            position[c] = position[source] if source >= 0 else 0
+
+    if any(graph.collective):
+        for index in range(num_ops):
+            deepest = 0.0
+            for read in reads[index]:
+                if read >= num_ops:
+                    finish(read)
+                if depth[read] > deepest:
+                    deepest = depth[read]
+            depth[index] = deepest
+    for number in range(num_ops, len(reads)):
+        finish(number)
+
+
+def _op_seconds(
+    program: Program, facts: Facts, kernels: Sequence[int], mesh: DeviceMesh, decisions: Sequence[OpDecision]
+) -> list[float]:
+    """How long XLA:GPU believes that ops keep a device busy; layers that repeat are asked once."""
+    known: dict[tuple[int, int, int], float] = {}
+    found = []
+    for op, kernel, decision in zip(program.ops, kernels, decisions, strict=True):
+        if kernel < 0:  # other kernels do it on the way
+            found.append(0.0)
+            continue
+        key = kernel, id(decision.operands), id(decision.results)
+        seconds = known.get(key)
+        if seconds is None:
+            seconds = known[key] = _seconds(op, program, mesh, decision)
+        found.append(seconds)
     for index in facts.of(joined_updates, program):
-        nodes[index].cost = max(0.0, nodes[index].cost - LATENCY_SECONDS)
-    return nodes
+        found[index] = max(0.0, found[index] - LATENCY_SECONDS)
+    return found
 
 
-def _seconds(op: Op, program: Program, facts: Facts, mesh: DeviceMesh, decision: OpDecision) -> float:
-    """How long XLA:GPU believes that an op keeps a device busy; nothing for what other kernels do on the way."""
-    fused = facts.of(fused_values, program, gpu=True)
-    if op.bodies or is_view(op) or all(o < 0 or fused[o] for o in op.outputs):
-        return 0.0
+def _seconds(op: Op, program: Program, mesh: DeviceMesh, decision: OpDecision) -> float:
     if op.primitive == "conv_general_dilated":
         return LIBRARY_CALL_SECONDS
     product = local_matmul(op, program, decision.operands, mesh)
@@ -202,64 +325,46 @@ def _conversion_seconds(conversion: Conversion, program: Program, mesh: DeviceMe
     )
 
 
-def _topological(nodes: Sequence[_Node]) -> list[int]:
-    missing = [len(node.reads) for node in nodes]
-    users: dict[int, list[int]] = defaultdict(list)
-    for number, node in enumerate(nodes):
-        for read in node.reads:
-            users[read].append(number)
-    order = [number for number, count in enumerate(missing) if not count]
-    for number in order:
-        for user in users[number]:
-            missing[user] -= 1
-            if not missing[user]:
-                order.append(user)
-    return order
-
-
-def _schedule(nodes: Sequence[_Node]) -> Schedule:
+def _schedule(graph: _Graph) -> Schedule:
     """List scheduling from the end. A collective in flight ends (seen backwards) once its time has been filled."""
-    left = [node.users for node in nodes]
-    ready: list[tuple[float, int, int]] = []
-    waiting: list[tuple[float, int, int]] = []
+    depth, cost, reads, collective, num_ops = graph.depth, graph.cost, graph.reads, graph.collective, graph.num_ops
+    # Deepest first, of these the last one in the order that nodes came in.
+    by_rank = np.lexsort((-np.array(graph.position, dtype=np.int64), -np.array(depth))).tolist()
+    rank = [0] * len(by_rank)
+    for place, number in enumerate(by_rank):
+        rank[number] = place
+    left = graph.users
+    ready: list[int] = []
+    waiting: list[int] = []
+    for number, count in enumerate(left):
+        if not count:
+            (waiting if collective[number] else ready).append(rank[number])
+    heapq.heapify(ready)
+    heapq.heapify(waiting)
     order: list[int] = []
     done: dict[Move, int] = {}
     starts: dict[Move, int] = {}
     clock, flying, lands = 0.0, -1, 0.0
-
-    def offer(number: int) -> None:
-        node = nodes[number]
-        heapq.heappush(waiting if node.is_collective else ready, (-node.depth, -node.position, number))
-
-    def place(number: int) -> None:
-        node = nodes[number]
-        if node.move is None:
-            order.append(node.index)
-        else:
-            starts[node.move] = len(order)
-            done.setdefault(node.move, len(order))
-        for read in node.reads:
-            left[read] -= 1
-            if not left[read]:
-                offer(read)
-
-    for number, count in enumerate(left):
-        if not count:
-            offer(number)
     while ready or waiting or flying >= 0:
         if flying < 0 and waiting:
-            flying = heapq.heappop(waiting)[2]
-            move = nodes[flying].move
-            assert move is not None
-            done[move] = len(order)
-            lands = clock + nodes[flying].cost
-        elif flying >= 0 and (not ready or (clock >= lands and (waiting or -ready[0][0] <= nodes[flying].depth))):
+            flying = by_rank[heapq.heappop(waiting)]
+            done[graph.moves[flying - num_ops]] = len(order)
+            lands = clock + cost[flying]
+            continue
+        if flying >= 0 and (not ready or (clock >= lands and (waiting or depth[by_rank[ready[0]]] <= depth[flying]))):
             clock = max(clock, lands)
-            place(flying)
-            flying = -1
+            number, flying = flying, -1
         else:
-            number = heapq.heappop(ready)[2]
-            clock += nodes[number].cost
-            place(number)
+            number = by_rank[heapq.heappop(ready)]
+            clock += cost[number]
+        if number < num_ops:
+            order.append(number)
+        else:
+            starts[graph.moves[number - num_ops]] = len(order)
+            done.setdefault(graph.moves[number - num_ops], len(order))
+        for read in reads[number]:
+            left[read] -= 1
+            if not left[read]:
+                heapq.heappush(waiting if collective[read] else ready, rank[read])
     moves = {move: (len(order) - starts[move], len(order) - end) for move, end in done.items()}
-    return Schedule(order[::-1], moves, any(node.is_collective for node in nodes))
+    return Schedule(order[::-1], moves, any(collective))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ from alpa_lite.core.program import Op, Program
 from alpa_lite.core.spec import ShardingSpec
 from alpa_lite.costs.buffers import SharedBlock, temporaries
 from alpa_lite.costs.dim_order import is_turned, sums_rows
-from alpa_lite.costs.facts import Facts, Located, located
+from alpa_lite.costs.facts import Facts, located
 from alpa_lite.costs.fusion import fused_values, joins_consumers, takes_producers
 from alpa_lite.costs.instructions import instruction_graph
 from alpa_lite.costs.memory import Timeline, peak_usage
@@ -28,6 +28,7 @@ from alpa_lite.costs.split_matmul import (
     sum_is_repeated,
     workspace_bytes,
 )
+from alpa_lite.costs.tensors import category_of, products_of, reads_of, regions_of, tensors_of
 from alpa_lite.plan.records import LeafRole, MemoryProfile, OpDecision
 
 
@@ -98,22 +99,36 @@ def memory_profile(
             barriers_copy=barriers_copy,
         )
         block = temporaries(graph, donated_results(program))
-        peak, time, alive = base + block.size_bytes, block.time, _block_tensors(block, shapes)
+        peak, time, alive = base + block.size_bytes, block.time, _blocktensors_of(block, shapes)
     else:
         facts = Facts(program) if facts is None else facts
         stored = _stored(facts, line, decisions, conversions, shapes)
         stored += _turned(facts, line, conversions)
         workspace = _workspace(facts, line, mesh, decisions, conversions, stored)
         workspace += _saved_arguments(program, line, mesh, in_specs)
-        shards = {spec: mesh.axes_size(spec.sharded_axes) for spec in {t.spec for t in stored}}
-        sized = [(t, t.whole_bytes // shards[t.spec]) for t in stored] + [(t, t.whole_bytes) for t in workspace]
-        peak, time, _ = peak_usage(((t.lo, t.hi, s) for t, s in sized), line.num_times, base)
-        living = [(t, s) for t, s in sized if t.lo <= time < t.hi and s]
+        peak, time, living = _peak(stored, workspace, mesh, line.num_times, base)
         alive = [Tensor(name=t.name, size_bytes=s, category=t.category) for t, s in living]
     alive.sort(key=lambda t: (-t.size_bytes, t.name))
     at_peak = {word: sum(t.size_bytes for t in alive if t.category == word) for word in _TEMPORARY}
     profile = MemoryProfile(**totals, **at_peak, peak=peak)
     return PeakReport(profile=profile, time=time, alive=tuple(alive), stored=tuple(stored))
+
+
+def _peak(
+    stored: Sequence[Stored], workspace: Sequence[Stored], mesh: DeviceMesh, num_times: int, base: int
+) -> tuple[int, int, list[tuple[Stored, int]]]:
+    """Peak bytes, its time, and what is alive then with its bytes on a device; sizes in ``workspace`` are those already."""
+    shards: dict[int, int] = {}  # by identity: thousands of tensors share a few layouts
+    sizes = []
+    for t in stored:
+        parts = shards.get(id(t.spec))
+        if parts is None:
+            parts = shards[id(t.spec)] = mesh.axes_size(t.spec.sharded_axes)
+        sizes.append(t.whole_bytes // parts)
+    everything = [*stored, *workspace]
+    sizes += [t.whole_bytes for t in workspace]
+    peak, time = peak_usage([t.lo for t in everything], [t.hi for t in everything], sizes, num_times, base)
+    return peak, time, [(t, s) for t, s in zip(everything, sizes, strict=True) if t.lo <= time < t.hi and s]
 
 
 def donated_results(program: Program) -> frozenset[int]:
@@ -142,12 +157,12 @@ def step_totals(
     return totals
 
 
-def _block_tensors(block: SharedBlock, parameter_shapes: set[tuple[int, ...]]) -> list[Tensor]:
+def _blocktensors_of(block: SharedBlock, parameter_shapes: set[tuple[int, ...]]) -> list[Tensor]:
     """What lies in XLA:CPU's block of temporaries when most of it is used, and the gaps in between."""
     alive = []
     for buffer in block.alive:
         made = buffer.instruction
-        category = _category(made.scope, made.shape in parameter_shapes)
+        category = category_of(made.scope, made.shape in parameter_shapes)
         alive.append(Tensor(name=made.name, size_bytes=buffer.size_bytes, category=category))
     gaps = block.size_bytes - sum(t.size_bytes for t in alive)
     return [*alive, Tensor(name="gaps between buffers", size_bytes=gaps, category="temporaries")] if gaps else alive
@@ -161,30 +176,29 @@ def _stored(
     parameter_shapes: set[tuple[int, ...]],
 ) -> list[Stored]:
     """Everything that is neither argument nor result."""
-    regions, scopes = facts.of(_regions, facts.program)
-    ops = facts.of(located, facts.program)
-    made = _made_specs(ops, decisions)
+    regions = facts.of(regions_of, facts.program)
+    tensors = facts.of(tensors_of, facts.program, parameter_shapes=frozenset(parameter_shapes))
+    converted = {(_region_of(c.op), c.value) for c in conversions}
     items: list[Stored] = []
-    last = _last_reads(ops, line, decisions, conversions)
-    unstored = _unstored_layouts(regions, ops, decisions, conversions)
+    last = _last_reads(facts, line, decisions, conversions, converted)
+    unstored = _unstored_layouts(facts, regions, decisions, conversions, converted)
     for conversion in reversed(conversions):
         key = (_region_of(conversion.op), conversion.value)
         if (*key, conversion.target) in unstored:  # computed where it is read, from a source that lasts until then
             source = (*key, conversion.source)
             last[source] = max(last.get(source, 0), last.get((*key, conversion.target), 0))
-    converted = {(_region_of(c.op), c.value) for c in conversions}
     for interval in line.intervals:
-        owner = regions[interval.region]
-        spec = made.get((interval.region, interval.value))
-        if spec is not None and (interval.region, interval.value, spec) not in unstored:
-            size = owner.values[interval.value].size_bytes
-            scope = scopes.get((interval.region, interval.value), "")
-            category = _category(scope, owner.values[interval.value].shape in parameter_shapes)
-            key = (interval.region, interval.value)
+        key = (interval.region, interval.value)
+        tensor = tensors.get(key)
+        if tensor is None:
+            continue
+        spec, lo, hi = decisions[tensor.op].results[tensor.result], interval.lo, interval.hi
+        if key in converted:
+            if (*key, spec) in unstored:
+                continue
             # A tensor that is converted dies in its first layout once the last reader of that layout is done.
-            hi = last.get((*key, spec), 0) if key in converted and not interval.copy else interval.hi
-            name = f"{interval.region}%{interval.value}"
-            items.append(Stored(interval.lo, max(hi, interval.lo + 1), size, spec, name, category))
+            hi = hi if interval.copy else last.get((*key, spec), 0)
+        items.append(Stored(lo, max(hi, lo + 1), tensor.size_bytes, spec, tensor.name, tensor.category))
     kept = [c for c in conversions if (_region_of(c.op), c.value, c.target) not in unstored]
     return items + _converted(regions, line, kept, last)
 
@@ -199,19 +213,18 @@ def _workspace(
 ) -> list[Stored]:
     """What the partial products of split matmuls need beside their results; sizes are those on one device."""
     converted = {(_region_of(c.op), c.value) for c in conversions}
-    made = {t.name: t for t in reversed(stored)}
+    ops, made = facts.of(located, facts.program), {t.name: t for t in reversed(stored)}
     found = []
-    parts_of: dict[Matmul, int] = {}  # layers repeat
-    for (prefix, _, region, op), decision in zip(facts.of(located, facts.program), decisions, strict=True):
-        product = local_matmul(op, region, decision.operands, mesh)
-        if product is None:
+    known: dict[tuple[int, int], tuple[Matmul | None, int]] = {}  # layers repeat
+    for index, kind in facts.of(products_of, facts.program):
+        (prefix, path, region, op), operands = ops[index], decisions[index].operands
+        if (kind, id(operands)) not in known:
+            product = local_matmul(op, region, operands, mesh)
+            known[kind, id(operands)] = product, 1 if product is None else number_of_parts(product)
+        product, parts = known[kind, id(operands)]
+        if product is None or parts == 1:
             continue
-        if product not in parts_of:
-            parts_of[product] = number_of_parts(product)
-        parts = parts_of[product]
-        if parts == 1:
-            continue
-        value, begin = op.outputs[0], line.start[decision.path]
+        value, begin = op.outputs[0], line.start[path]
         fused, readers = facts.of(fused_values, region, gpu=True), facts.of(readers_of, region)
         kernels = kernels_that_read(region, fused, readers, value)
         total = workspace_bytes(product, parts)
@@ -228,7 +241,7 @@ def _workspace(
 
 def _turned(facts: Facts, line: Timeline, conversions: Sequence[Conversion]) -> list[Stored]:
     """Second copies of tensors, in the order of the kernels of a norm, for as long as its reductions need them."""
-    regions, _ = facts.of(_regions, facts.program)
+    regions = facts.of(regions_of, facts.program)
     found = []
     for conversion in conversions:
         prefix = _region_of(conversion.op)
@@ -274,34 +287,6 @@ def _saved_arguments(
 _TEMPORARY = ("gradients", "activations", "temporaries")
 
 
-def _category(scope: str, parameter_shaped: bool) -> str:
-    if "transpose(" in scope:
-        return "gradients" if parameter_shaped else "temporaries"
-    return "activations" if "jvp(" in scope else "temporaries"
-
-
-def _regions(program: Program) -> tuple[dict[str, Program], dict[tuple[str, int], str]]:
-    regions = {"": program}
-    scopes: dict[tuple[str, int], str] = {}
-    for path, _, op in program.walk():
-        prefix = path.rpartition(".")[0]
-        prefix = f"{prefix}." if prefix else ""
-        for o in op.outputs:
-            scopes[(prefix, o)] = op.scope
-        for b, body in enumerate(op.bodies):
-            regions[f"{path}.{b}."] = body
-    return regions, scopes
-
-
-def _made_specs(ops: Sequence[Located], decisions: Sequence[OpDecision]) -> dict[tuple[str, int], ShardingSpec]:
-    made: dict[tuple[str, int], ShardingSpec] = {}
-    for (prefix, _, _, op), decision in zip(ops, decisions, strict=True):
-        for value, spec in zip(op.outputs, decision.results, strict=True):
-            if value >= 0:
-                made[(prefix, value)] = spec
-    return made
-
-
 def _bytes(program: Program, value: int, spec: ShardingSpec, mesh: DeviceMesh) -> int:
     v = program.values[value]
     shards = mesh.axes_size(spec.sharded_axes)
@@ -329,24 +314,30 @@ def _converted(
 
 
 def _unstored_layouts(
+    facts: Facts,
     regions: dict[str, Program],
-    ops: Sequence[Located],
     decisions: Sequence[OpDecision],
     conversions: Sequence[Conversion],
+    converted: Collection[tuple[str, int]],
 ) -> set[tuple[str, int, ShardingSpec]]:
     """Layouts without a buffer because of slices: cutting out a tile moves no data, so XLA fuses it like any indexing.
 
     A sliced layout is computed by its readers if all of them can; a tensor that is only ever read through one slice, and
     made by an op that can be computed inside the slice, is made as the slice at once.
     """
+    ops = facts.of(located, facts.program)
+    reads, tensors = (
+        facts.of(reads_of, facts.program),
+        facts.of(tensors_of, facts.program, parameter_shapes=frozenset()),
+    )
     readers: dict[tuple[str, int, ShardingSpec], list[bool]] = defaultdict(list)
     makers: dict[tuple[str, int], tuple[Op, ShardingSpec]] = {}
-    for (region, _, _, op), decision in zip(ops, decisions, strict=True):
-        takes = takes_producers(op)
-        for value, spec in zip(op.inputs, decision.operands, strict=True):
-            readers[(region, value, spec)].append(takes)
-        for value, spec in zip(op.outputs, decision.results, strict=True):
-            makers[(region, value)] = (op, spec)
+    for key in converted:
+        for index, operand in reads.get(key, ()):
+            readers[*key, decisions[index].operands[operand]].append(takes_producers(ops[index][3]))
+        if key in tensors:
+            index, result = tensors[key][:2]
+            makers[key] = ops[index][3], decisions[index].results[result]
     found = set()
     for conversion in reversed(conversions):
         region, value = _region_of(conversion.op), conversion.value
@@ -386,16 +377,19 @@ def _times_of(conversion: Conversion, line: Timeline) -> tuple[int, int]:
 
 
 def _last_reads(
-    ops: Sequence[Located], line: Timeline, decisions: Sequence[OpDecision], conversions: Sequence[Conversion]
+    facts: Facts,
+    line: Timeline,
+    decisions: Sequence[OpDecision],
+    conversions: Sequence[Conversion],
+    converted: Collection[tuple[str, int]],
 ) -> dict[tuple[str, int, ShardingSpec], int]:
-    """Time after the last reader of every (region, value, spec)."""
+    """Time after the last reader of every (region, value, spec) of the values that are converted."""
+    ops, readers = facts.of(located, facts.program), facts.of(reads_of, facts.program)
     last: dict[tuple[str, int, ShardingSpec], int] = {}
-    for (region, path, _, op), decision in zip(ops, decisions, strict=True):
-        end = line.read_end[path]
-        for value, spec in zip(op.inputs, decision.operands, strict=True):
-            if value >= 0:
-                key = (region, value, spec)
-                last[key] = max(last.get(key, 0), end)
+    for region, value in converted:
+        for index, operand in readers.get((region, value), ()):
+            key = (region, value, decisions[index].operands[operand])
+            last[key] = max(last.get(key, 0), line.read_end[ops[index][1]])
     for conversion in conversions:
         key = (_region_of(conversion.op), conversion.value, conversion.source)
         last[key] = max(last.get(key, 0), _times_of(conversion, line)[1] + 1)

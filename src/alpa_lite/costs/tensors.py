@@ -1,0 +1,66 @@
+"""What of a memory profile follows from the program alone: what its tensors are called, who makes and who reads them.
+
+Ops are numbered as ``facts.located`` lists them; a tensor is a (region, value) pair.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from alpa_lite.core.program import Program
+from alpa_lite.costs.facts import located
+
+
+def category_of(scope: str, parameter_shaped: bool) -> str:
+    if "transpose(" in scope:
+        return "gradients" if parameter_shaped else "temporaries"
+    return "activations" if "jvp(" in scope else "temporaries"
+
+
+def regions_of(program: Program) -> dict[str, Program]:
+    found = {"": program}
+    found.update((f"{path}.{b}.", body) for path, _, op in program.walk() for b, body in enumerate(op.bodies))
+    return found
+
+
+class MadeTensor(NamedTuple):
+    """A tensor that op number ``op`` (of ``located``) makes as its result number ``result``."""
+
+    op: int
+    result: int
+    size_bytes: int
+    name: str
+    category: str
+
+
+def tensors_of(program: Program, *, parameter_shapes: frozenset[tuple[int, ...]]) -> dict[tuple[str, int], MadeTensor]:
+    """(Region, value) -> what is made by ops."""
+    found = {}
+    for index, (prefix, _, owner, op) in enumerate(located(program)):
+        for result, o in enumerate(op.outputs):
+            if o >= 0:
+                value = owner.values[o]
+                category = category_of(op.scope, value.shape in parameter_shapes)
+                found[prefix, o] = MadeTensor(index, result, value.size_bytes, f"{prefix}%{o}", category)
+    return found
+
+
+def reads_of(program: Program) -> dict[tuple[str, int], list[tuple[int, int]]]:
+    """(Region, value) -> (number of an op, operand) for each time that it is read."""
+    found: dict[tuple[str, int], list[tuple[int, int]]] = {}
+    for index, (prefix, _, _, op) in enumerate(located(program)):
+        for operand, i in enumerate(op.inputs):
+            if i >= 0:
+                found.setdefault((prefix, i), []).append((index, operand))
+    return found
+
+
+def products_of(program: Program) -> list[tuple[int, int]]:
+    """Numbers of the ops that are matmuls, and a number that equal ones share."""
+    kinds: dict[tuple[object, ...], int] = {}
+    found = []
+    for index, (_, _, owner, op) in enumerate(located(program)):
+        if op.primitive == "dot_general":
+            values = tuple(owner.values[v] if v >= 0 else None for v in (*op.inputs, *op.outputs))
+            found.append((index, kinds.setdefault((id(op.rule), values), len(kinds))))
+    return found

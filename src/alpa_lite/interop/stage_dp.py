@@ -9,24 +9,28 @@ still to place on d devices in s stages (submesh w for the first of them, where 
 
 Alpa's dynamic program (OSDI 2022, section 5.2) has the same recurrence. It is run here on few arcs: the recurrence
 without s, with memory only as far as the fewest later stages go, is a lower bound (``_suffix_sums``). It is taken from both
-ends of the pipeline, and an arc stays only if the bound through it is within the sum that can still matter (``_arcs``).
-Nothing is lost, so the result is exact.
+ends of the pipeline, and an arc stays only if the bound through it is within the sum that can still matter (``_arcs``): first
+one just above the bound, where it has an answer, then the limit itself. Nothing is lost, so the result is exact.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from alpa_lite.interop.problem import TIE, Cells, Floats, Ints, SliceProblem, stage_rows
 
 Stage = tuple[int, int, int, int]
+Counts = NDArray[np.int32]
 
-_NEVER = 1 << 30  # a number of stages that stands for "cannot"
+_NEVER = 1 << 28  # a number of stages that stands for "cannot"
+_NEAR = 1e-11  # a share that is more than rounding
+_SHARE = 1 / 16  # of the way from the bound to the limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,12 +54,11 @@ class Slicing:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Arcs:
-    """One row per (cell, devices left, next submesh), sorted by tail; the last two nodes are the end and nowhere."""
+    """One row per (cell, units left, next column), sorted by tail; the last two nodes are the end and nowhere."""
 
     cell: Ints
     transfer_s: Floats
     head: Ints
-    next_submesh: Ints
     starts: Ints  # first arc of each node
     roots: Ints
 
@@ -79,157 +82,200 @@ def best_within(problem: SliceProblem, cells: Cells, limits: Limits) -> Slicing 
     unit = math.gcd(*np.unique(cells.size).tolist())
     if problem.num_devices % unit:
         return None
+    grid = _grid(problem, cells, cost_s, limits, unit)
+    start, after, fewest = _suffix_sums(grid, grid.tolerated)
+    least_s = float(start[0, :, -1].min())
+    if not least_s <= raised(limits.sum_s):
+        return None
+    before = _suffix_sums(_mirrored(grid), None)[1]
+    # Few arcs lie on slicings near the bound, and mostly one of these keeps the memory: then no other matters.
+    near = [least_s * (1 + _NEAR), least_s + _SHARE * (limits.sum_s - least_s)]
+    for most_s in (*(s for s in near if s < limits.sum_s), raised(limits.sum_s)):
+        arcs = _arcs(problem, cells, grid, start, after, fewest, before, most_s)
+        found = None if arcs is None else _fewest_seconds(problem, cells, cost_s, arcs)
+        if arcs is not None and found is not None and found[0] <= most_s:
+            return _first_in_order(problem, cells, cost_s, arcs, *found)
+    return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Grid:
+    """The possible stages as arrays (first layer, last layer, column); columns are the submeshes that occur.
+
+    Attributes:
+        least_s: least time over the choices; inf where there is no such stage.
+        cell: row of ``Cells``, -1 where there is none.
+        tolerated: most later stages over the choices; None where memory is ample, which is cheaper.
+        submeshes: of the columns.
+        sizes: of the columns, in units.
+        transfer_s: (layers - 1, columns, columns), or None.
+        num_units: devices of the cluster, in units.
+        reach: layers of the longest stage.
+    """
+
+    least_s: Floats
+    cell: Ints
+    tolerated: Counts | None
+    submeshes: Ints
+    sizes: Ints
+    transfer_s: Floats | None
+    num_units: int
+    reach: int
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.least_s)
+
+    @property
+    def width(self) -> int:
+        """How many submeshes are told apart before it is known which of them a stage gets."""
+        return 1 if self.transfer_s is None else len(self.sizes)
+
+
+def _grid(problem: SliceProblem, cells: Cells, cost_s: Floats, limits: Limits, unit: int) -> _Grid:
+    submeshes, column = np.unique(cells.submesh, return_inverse=True)
+    shape = (problem.num_layers, problem.num_layers, len(submeshes))
+    least_s, cell = np.full(shape, np.inf), np.full(shape, -1)
+    tolerated = np.full(shape, -1, dtype=np.int32)
+    where = cells.first, cells.last, column
+    least_s[where], cell[where] = cost_s.min(axis=1), np.arange(len(column))
+    tolerated[where] = np.where(cost_s < np.inf, cells.tolerated, -1).max(axis=1)
     transfer_s = problem.transfer_s
     if transfer_s is not None:
+        transfer_s = transfer_s[:, submeshes][:, :, submeshes]
         transfer_s = np.where(transfer_s <= raised(limits.time_s), transfer_s, np.inf)
-    arcs = _arcs(problem, cells, cost_s, transfer_s, unit, raised(limits.sum_s))
-    if arcs is None:
-        return None
-    found = _fewest_seconds(problem, cells, cost_s, arcs)
-    if found is None or found[0] > raised(limits.sum_s):
-        return None
-    return _first_in_order(problem, cells, cost_s, arcs, *found)
+    return _Grid(
+        least_s=least_s,
+        cell=cell,
+        tolerated=tolerated if tolerated[where].min() < problem.num_layers else None,
+        submeshes=submeshes,
+        sizes=np.array(problem.submesh_sizes)[submeshes] // unit,
+        transfer_s=transfer_s,
+        num_units=problem.num_devices // unit,
+        reach=int((cells.last - cells.first).max()) + 1,
+    )
 
 
-def _suffix_sums(
-    cells: Cells,
-    least_s: Floats,
-    transfer_s: Floats | None,
-    shape: tuple[int, int, int],
-    unit: int,
-    tolerated: Ints | None = None,
-) -> tuple[Floats, Floats, Ints]:
-    """Lower bounds, by layer, submesh and devices left: of all from a stage on, and of all after a stage.
+def _mirrored(grid: _Grid) -> _Grid:
+    """The same pipeline from its end to its start."""
+    moved = grid.transfer_s
+    return replace(
+        grid,
+        least_s=grid.least_s[::-1, ::-1].transpose(1, 0, 2),
+        transfer_s=None if moved is None else moved[::-1].transpose(0, 2, 1),
+    )
 
-    The third result is the fewest stages that can follow, exactly, for cells that tolerate so many (None = any number):
-    fewer later stages only help those before, so the smallest count of a suffix is all that memory has to know of it.
-    Without transfers the submesh makes no difference, and its dim has the size 1.
+
+def _suffix_sums(grid: _Grid, tolerated: Counts | None) -> tuple[Floats, Floats, Counts | None]:
+    """Lower bounds, by layer, column and units left: of all from a stage on, and of all after a stage.
+
+    The third result, with ``tolerated``, is the fewest stages that can follow, exactly: fewer later stages only help those
+    before, so the smallest count of a suffix is all that memory has to know of it.
+    Without transfers the submesh makes no difference, and its dim in the second and third result has the size 1.
     """
-    layers, width, devices = shape
-    start = np.full((layers + 1, width, devices), np.inf)
-    after = np.full((layers + 1, width, devices), np.inf)
-    fewest_start = np.full(start.shape, _NEVER)
-    fewest = np.full(start.shape, _NEVER)
+    layers, width, units = grid.num_layers, grid.width, grid.num_units + 1
+    start = np.full((layers + 1, len(grid.sizes), units), np.inf)
+    after = np.full((layers + 1, width, units), np.inf)
     after[layers, :, 0] = 0.0
-    fewest[layers, :, 0] = 0
-    order = np.lexsort((cells.submesh, -cells.first))
-    bounds = np.flatnonzero(np.diff(cells.first[order] * (cells.submesh.max() + 1) + cells.submesh[order])) + 1
-    groups = np.split(order, bounds)
-    done = layers
-    for group in groups:
-        first, submesh, size = (int(axis[group[0]]) for axis in (cells.first, cells.submesh, cells.size // unit))
-        while done > first:  # every stage that starts at `done` or later has been seen
-            _leave(start, after, transfer_s, done)
-            _leave(fewest_start, fewest, None if transfer_s is None else _NEVER * np.isinf(transfer_s), done)
-            done -= 1
-        w = submesh if width > 1 else 0
-        rest = after[cells.last[group] + 1, w, : devices - size] + least_s[group, None]
-        if tolerated is not None:
-            later = fewest[cells.last[group] + 1, w, : devices - size]
-            fits = later <= tolerated[group, None]
-            rest = np.where(fits, rest, np.inf)
-            counts = fewest_start[first, w, size:]
-            np.minimum(counts, np.where(fits, later + 1, _NEVER).min(axis=0), out=counts)
-        np.minimum(start[first, w, size:], rest.min(axis=0), out=start[first, w, size:])
-    for layer in range(done, -1, -1):
-        _leave(start, after, transfer_s, layer)
+    rest = np.full(start.shape, np.inf)  # ``after`` by the units left before the stage
+    rest[layers] = _shifted(after[layers], grid.sizes, np.inf)
+    fewest = later = None
+    if tolerated is not None:
+        fewest, later = np.full(after.shape, _NEVER, np.int32), np.full(start.shape, _NEVER, np.int32)
+        fewest[layers, :, 0] = 0
+        later[layers] = _shifted(fewest[layers], grid.sizes, _NEVER)
+    for first in range(layers - 1, -1, -1):
+        end = min(layers, first + grid.reach)
+        moved_s = None if grid.transfer_s is None or first == 0 else grid.transfer_s[first - 1]
+        sums = rest[first + 1 : end + 1] + grid.least_s[first, first:end, :, None]
+        if tolerated is not None and fewest is not None and later is not None:
+            follow = later[first + 1 : end + 1]
+            fits = follow <= tolerated[first, first:end, :, None]
+            sums = np.where(fits, sums, np.inf)
+            counts = np.where(fits, follow + 1, _NEVER).min(axis=0)
+            fewest[first] = np.minimum(
+                _entered(counts, None if moved_s is None else _NEVER * np.isinf(moved_s)), _NEVER
+            )
+            later[first] = _shifted(fewest[first], grid.sizes, _NEVER)
+        start[first] = sums.min(axis=0)
+        after[first] = _entered(start[first], moved_s)
+        rest[first] = _shifted(after[first], grid.sizes, np.inf)
     return start, after, fewest
 
 
-def _leave(start: Any, after: Any, transfer: Any, layer: int) -> None:
-    """Fills ``after`` at one layer: the cheapest next submesh, with the transfer to it."""
-    if layer == len(after) - 1:
-        return
+def _shifted(values: Any, sizes: Ints, missing: Any) -> Any:
+    """(column, units): what is left after a stage of the column's size, by what is left before it."""
+    units = np.arange(values.shape[1]) - sizes[:, None]
+    rows = np.arange(len(sizes))[:, None] if len(values) > 1 else np.zeros((1, 1), dtype=np.int64)
+    return np.where(units >= 0, values[rows, np.maximum(units, 0)], missing)
+
+
+def _entered(start: Any, transfer: Any) -> Any:
+    """By the submesh before, the cheapest next one with the transfer to it, where there is one."""
     if transfer is None:
-        after[layer] = start[layer]
-    elif layer > 0:
-        after[layer] = (transfer[layer - 1][:, :, None] + start[layer][None]).min(axis=1)
-    else:
-        after[layer] = start[layer].min(axis=0)
-
-
-def _mirrored(cells: Cells, transfer_s: Floats | None, layers: int) -> tuple[Cells, Floats | None]:
-    """The same pipeline from its end to its start."""
-    turned = Cells(
-        first=layers - 1 - cells.last,
-        last=layers - 1 - cells.first,
-        submesh=cells.submesh,
-        size=cells.size,
-        cost_s=cells.cost_s,
-        tolerated=cells.tolerated,
-        once_s=cells.once_s,
-    )
-    return turned, None if transfer_s is None else transfer_s[::-1].transpose(0, 2, 1)
+        return start.min(axis=0)
+    return (transfer[:, :, None] + start[None]).min(axis=1)
 
 
 def _arcs(
-    problem: SliceProblem, cells: Cells, cost_s: Floats, transfer_s: Floats | None, unit: int, most_s: float
+    problem: SliceProblem,
+    cells: Cells,
+    grid: _Grid,
+    start: Floats,
+    after: Floats,
+    fewest: Counts | None,
+    before: Floats,
+    most_s: float,
 ) -> _Arcs | None:
-    """The stages with the devices left before them that can lie on a slicing with a sum within ``most_s``."""
-    layers, devices = problem.num_layers, problem.num_devices // unit + 1
-    width = 1 if transfer_s is None else len(problem.submesh_sizes)
-    shape = (layers, width, devices)
-    least_s = cost_s.min(axis=1)
-    tolerated = np.where(cost_s < np.inf, cells.tolerated, -1).max(axis=1)
-    scarce = tolerated if tolerated.min() < layers else None  # the common case of ample memory is cheaper
-    start, after, fewest = _suffix_sums(cells, least_s, transfer_s, shape, unit, scarce)
-    if not after[0].min(axis=0)[-1] <= most_s:
-        return None
-    turned, turned_transfer = _mirrored(cells, transfer_s, layers)
-    before = _suffix_sums(turned, least_s, turned_transfer, shape, unit)[1]
-    rows, lefts, sums = [], [], []
-    bounds = np.flatnonzero(np.diff(cells.first * len(problem.submesh_sizes) + cells.submesh)) + 1
-    for group in np.split(np.arange(len(cells.first)), bounds):
-        first, submesh, size = (int(axis[group[0]]) for axis in (cells.first, cells.submesh, cells.size // unit))
-        w = submesh if width > 1 else 0
-        so_far = before[layers - first, w, : devices - size][::-1] + least_s[group, None]
-        bound = so_far + after[cells.last[group] + 1, w, : devices - size]
+    """The stages with the units left before them that can lie on a slicing with a sum within ``most_s``."""
+    layers = grid.num_layers
+    found_cells, lefts, sums = [], [], []
+    rest = np.stack([_shifted(values, grid.sizes, np.inf) for values in after[1:]])
+    later = None if fewest is None else np.stack([_shifted(counts, grid.sizes, _NEVER) for counts in fewest[1:]])
+    for first in range(layers):
+        end = min(layers, first + grid.reach)
+        so_far = before[layers - first][:, None, ::-1].transpose(1, 0, 2) + grid.least_s[first, first:end, :, None]
+        bound = so_far + rest[first:end]
         fits = (bound <= most_s) & (bound < np.inf)
-        if scarce is not None:
-            fits &= fewest[cells.last[group] + 1, w, : devices - size] <= scarce[group, None]
-        row, left = np.nonzero(fits)
-        rows.append(group[row])
-        lefts.append(left + size)
-        sums.append(so_far[row, left])
-    cell, left, so_far = np.concatenate(rows), np.concatenate(lefts), np.concatenate(sums)
-    next_submesh = np.zeros(len(cell), dtype=np.int64)
+        if later is not None and grid.tolerated is not None:
+            fits &= later[first:end] <= grid.tolerated[first, first:end, :, None]
+        last, column, left = np.nonzero(fits)
+        found_cells.append(grid.cell[first, first + last, column])
+        lefts.append(left)
+        sums.append(so_far[last, column, left])
+    cell, left, so_far = np.concatenate(found_cells), np.concatenate(lefts), np.concatenate(sums)
+    next_column = np.zeros(len(cell), dtype=np.int64)
     moved_s = np.zeros(len(cell))
-    if transfer_s is not None:
-        keep, next_submesh, moved_s = _with_next(cells, cell, left, so_far, transfer_s, start, unit, most_s)
+    if grid.transfer_s is not None:
+        keep, next_column, moved_s = _with_next(cells, grid, cell, left, so_far, start, most_s)
         cell, left = cell[keep], left[keep]
-    return _linked(cells, cell, left, next_submesh, moved_s, shape, unit)
+    return _linked(cells, grid, cell, left, next_column, moved_s)
 
 
 def _with_next(
-    cells: Cells, cell: Ints, left: Ints, so_far: Floats, transfer_s: Floats, start: Floats, unit: int, most_s: float
+    cells: Cells, grid: _Grid, cell: Ints, left: Ints, so_far: Floats, start: Floats, most_s: float
 ) -> tuple[Ints, Ints, Floats]:
-    """Each arc once per submesh that the next stage may have: rows of the arcs, next submesh, transfer time."""
-    layers = len(start) - 1
-    following, rest = cells.last[cell] + 1, left - cells.size[cell] // unit
-    moved_s = np.zeros((len(cell), transfer_s.shape[1]))
-    inner = following < layers
-    moved_s[inner] = transfer_s[cells.last[cell[inner]], cells.submesh[cell[inner]]]
+    """Each arc once per column that the next stage may have: rows of the arcs, next column, transfer time."""
+    assert grid.transfer_s is not None
+    column = np.searchsorted(grid.submeshes, cells.submesh[cell])
+    following, rest = cells.last[cell] + 1, left - grid.sizes[column]
+    moved_s = np.zeros((len(cell), len(grid.sizes)))
+    inner = following < grid.num_layers
+    moved_s[inner] = grid.transfer_s[cells.last[cell[inner]], column[inner]]
     bound = so_far[:, None] + moved_s + np.where(inner[:, None], start[following, :, rest], 0.0)
     fits = (bound <= most_s) & (bound < np.inf)
     fits[~inner, 1:] = False  # after the last stage there is one end
-    keep, next_submesh = np.nonzero(fits)
-    return keep, next_submesh, moved_s[keep, next_submesh]
+    keep, next_column = np.nonzero(fits)
+    return keep, next_column, moved_s[keep, next_column]
 
 
-def _linked(
-    cells: Cells,
-    cell: Ints,
-    left: Ints,
-    next_submesh: Ints,
-    moved_s: Floats,
-    shape: tuple[int, int, int],
-    unit: int,
-) -> _Arcs | None:
+def _linked(cells: Cells, grid: _Grid, cell: Ints, left: Ints, next_column: Ints, moved_s: Floats) -> _Arcs | None:
     """Sorts arcs by the node that they leave, and looks up the node that they enter."""
-    layers, width, devices = shape
-    own = cells.submesh[cell] if width > 1 else 0
+    layers, width, devices = grid.num_layers, grid.width, grid.num_units + 1
+    column = np.searchsorted(grid.submeshes, cells.submesh[cell])
+    own = column if width > 1 else 0
     tail = (cells.first[cell] * width + own) * devices + left
-    head = ((cells.last[cell] + 1) * width + next_submesh) * devices + left - cells.size[cell] // unit
+    head = ((cells.last[cell] + 1) * width + next_column) * devices + left - grid.sizes[column]
     order = np.argsort(tail, kind="stable")
     nodes, starts = np.unique(tail[order], return_index=True)
     roots = np.flatnonzero((nodes < width * devices) & (nodes % devices == devices - 1))
@@ -242,7 +288,6 @@ def _linked(
         cell=cell[order],
         transfer_s=moved_s[order],
         head=entered[order],
-        next_submesh=next_submesh[order],
         starts=starts,
         roots=roots,
     )

@@ -17,7 +17,7 @@ from alpa_lite.api.given import argnames, argnums, checked_options
 from alpa_lite.cluster.cluster import Cluster as ClusterData
 from alpa_lite.cluster.symbolic import SymbolicCluster
 from alpa_lite.core.program import Program
-from alpa_lite.errors import AlpaLiteError, MemoryBudgetError, MicrobatchError, user_line
+from alpa_lite.errors import AlpaLiteError, LayerError, MemoryBudgetError, MicrobatchError, user_line
 from alpa_lite.plan.pins import ResolvedPins
 from alpa_lite.plan.plan import Plan
 from alpa_lite.planner.collector import collector_paused
@@ -204,7 +204,7 @@ class Request:
     ) -> tuple[Traced, Plan]:
         """The best number of stages. A step that is one stage in the end is traced without the layers that were found."""
         chosen: list[object] = []
-        cuts = searched_layers(cluster)
+        cuts = searched_layers(cluster, self.options.stage_count or 1, self.source)
 
         def layers(*given: Any) -> Sequence[int]:
             chosen.append(cuts)
@@ -329,12 +329,31 @@ class Request:
                 f"num_stages={self.options.num_stages} and num_microbatches='auto' were given. With several stages the number "
                 f"must be known. At {self.source}. Give num_microbatches, e.g. 4 times the number of stages."
             )
-        if self.options.stage_count is not None:
+        if self.options.has_stages and self.options.submeshes == "auto":
+            self._check_searched(cluster)
+        elif self.options.stage_count is not None:
             given_submeshes(self.options, cluster, self.source)
         elif self.options.schedule not in SEARCHED_SCHEDULES:
             raise AlpaLiteError(
                 f"schedule={self.options.schedule!r} was given without a number of stages. The search for one knows "
                 f"{', '.join(map(repr, SEARCHED_SCHEDULES))}. At {self.source}. Give num_stages=... beside it."
+            )
+
+    def _check_searched(self, cluster: ClusterData) -> None:
+        """Refuse what a search of submeshes for so many stages does not know."""
+        options, count = self.options, self.options.stage_count
+        assert count is not None
+        if count > cluster.num_devices:
+            raise LayerError(
+                f"num_stages={count} was given for the {cluster.num_devices} devices of {cluster}. A stage has at least one. At "
+                f"{self.source}. Ask for at most {cluster.num_devices} stages."
+            )
+        if not is_searched(options, cluster):
+            raise AlpaLiteError(
+                f"submeshes='auto' was given with num_microbatches={options.num_microbatches}, schedule={options.schedule!r} and "
+                f"costs={options.costs!r}. The search needs at least 2 microbatches, a schedule of "
+                f"{', '.join(map(repr, SEARCHED_SCHEDULES))}, and costs in seconds. At {self.source}. Change these, or give "
+                "submeshes=((hosts, devices per host), ...)."
             )
 
     def _pins_and_notes(

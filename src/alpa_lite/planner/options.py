@@ -46,7 +46,7 @@ class PlanOptions:
             part of the cluster; ``mesh_shape`` is then that of every stage. "auto" searches stages, submeshes and layers where
             ``num_microbatches`` is given and ``mesh_shape`` is not; else it is one stage.
         submeshes: one (hosts, devices per host) per stage, e.g. ((1, 2), (1, 6)): part of one host, or whole hosts, together
-            all devices.
+            all devices. "auto" beside ``num_stages``: searched, with layers and meshes, for that number of stages.
         stage_layers: how many layers each stage has, e.g. (4, 2, 2); None gives each stage work by its number of devices.
         stage_mesh_shapes: one mesh shape per stage, None where it is searched, e.g. ((2, 1), None).
         schedule: in which order stages take microbatches: "gpipe" (all forward, then all backward), "1f1b" (fewest in flight),
@@ -74,7 +74,7 @@ class PlanOptions:
     padding: Literal["auto", "off"] = "auto"
     annotations: Literal["report", "pin"] = "report"
     num_stages: int | Literal["auto"] = "auto"
-    submeshes: tuple[tuple[int, int], ...] | None = None
+    submeshes: tuple[tuple[int, int], ...] | Literal["auto"] | None = None
     stage_layers: tuple[int, ...] | None = None
     stage_mesh_shapes: tuple[tuple[int, ...] | None, ...] | None = None
     num_microbatches: int | Literal["auto"] = 1
@@ -97,7 +97,7 @@ class PlanOptions:
             ("stage_mesh_shapes", ((2, 1), (4, 1))),
         ):
             value = getattr(self, name)
-            if value is None:
+            if value is None or (name, value) == ("submeshes", "auto"):
                 continue
             if isinstance(value, str) or not isinstance(value, Iterable):
                 raise AlpaLiteError(f"PlanOptions: {name}={value!r} was given; it must be a tuple, e.g. {example}.")
@@ -215,6 +215,11 @@ class PlanOptions:
         """The number of stages that is asked for, in whatever way; None if none is."""
         names = "num_stages", "submeshes", "stage_layers", "stage_mesh_shapes"
         return stage_count([(name, getattr(self, name)) for name in names])
+
+    @property
+    def fixed_submeshes(self) -> tuple[tuple[int, int], ...] | None:
+        """The submeshes that are given, not searched."""
+        return None if self.submeshes == "auto" else self.submeshes
 
     @property
     def symbol(self) -> str | None:

@@ -142,7 +142,7 @@ def _planned(
     # What fits with more microbatches in flight fits with fewer, and equal stages stay one program.
     if key not in known or not _holds(known[key][0], count):
         tell(f"planning stage {number} of {step.num_stages}, {len(program.ops)} ops")
-        mine = replace(options, mesh_shape=shape, stage_mesh_shapes=None)
+        mine = replace(options, mesh_shape=shape, submeshes=None, stage_mesh_shapes=None)
         known[key] = count, _plan_stage(part, program, submesh, place, own, mine, count, limit)
     return _same_plan(known[key][1], part, program, place, count)
 

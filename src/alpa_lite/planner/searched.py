@@ -18,7 +18,7 @@ from alpa_lite.planner.options import PlanOptions
 from alpa_lite.planner.pinned_stages import check_stage_pins
 from alpa_lite.planner.pipeline import plan_pipeline
 from alpa_lite.planner.plan_step import Versions, budget_bytes
-from alpa_lite.planner.stage_layers import boundary_bytes
+from alpa_lite.planner.stage_layers import boundary_bytes, check_enough_layers
 from alpa_lite.planner.stage_prices import RunPrices
 from alpa_lite.planner.stage_remat import plan_with_remat
 from alpa_lite.planner.stage_search import FoundCut, StageSearch, counts_to_compare
@@ -26,6 +26,7 @@ from alpa_lite.trace.program import Traced
 from alpa_lite.trace.remat_step import RecomputedStages, all_recomputed
 from alpa_lite.trace.stage_runs import LayerRuns
 from alpa_lite.trace.staged import StagedStep, layers_of, staged_step
+from alpa_lite.units import format_bytes
 
 SEARCHED_SCHEDULES = ("gpipe", "1f1b", "eager-1f1b")
 _CANDIDATES = 2  # numbers of stages that are planned exactly
@@ -54,9 +55,9 @@ class SearchTask:
 
 
 def is_searched(options: PlanOptions, cluster: Cluster) -> bool:
-    """Whether stages are searched: microbatches are given, and neither stages nor a mesh for all devices."""
+    """Whether stages are searched: microbatches are given, and neither stages with their submeshes nor a mesh for all devices."""
     return (
-        options.stage_count is None
+        (options.stage_count is None or (options.has_stages and options.submeshes == "auto"))
         and isinstance(options.num_microbatches, int)
         and options.num_microbatches > 1
         and options.mesh_shape is None
@@ -67,12 +68,15 @@ def is_searched(options: PlanOptions, cluster: Cluster) -> bool:
 
 
 def plan_with_stages_searched(task: SearchTask) -> Plan:
-    """The best plan over numbers of stages, with the table of them.
+    """The best plan over numbers of stages, or of the number asked for, with the table of them.
 
     Raises:
         MemoryBudgetError, PinError, PinClashError, SolverError: as for one mesh, where no cut has a plan either.
+        MemoryBudgetError: no cut into the number of stages asked for has a plan within the memory.
+        LayerError: there are fewer layers than stages asked for.
     """
-    return _Searched(task).run()
+    search, count = _Searched(task), task.options.stage_count
+    return search.run() if count is None else search.run_fixed(count)
 
 
 class _Searched:
@@ -114,6 +118,20 @@ class _Searched:
             return self.task.one_stage()  # which says what is missing
         plan = min(self.plans.values(), key=lambda plan: (plan.objective, len(plan.stages)))
         return replace(plan, stage_counts=tuple(self.rows[count] for count in sorted(self.rows)))
+
+    def run_fixed(self, count: int) -> Plan:
+        source = self.task.pins.source
+        check_enough_layers(count, self.layered, source)
+        if (found := self.search.best(count)) is not None:
+            self.plan(found)
+        if count not in self.plans:
+            raise MemoryBudgetError(
+                f"no cut of {self.layered.num_layers} layers into {count} stages on {self.task.cluster} was found that fits "
+                f"{format_bytes(self.search.budget)} per device. All of the cluster's devices must be used. At {source}. Ask for "
+                "another number of stages, or num_stages='auto'; raise memory_budget_bytes; or give stage_layers and submeshes, "
+                "whose refusal names the largest tensors."
+            )
+        return replace(self.plans[count], stage_counts=(self.rows[count],))
 
     def least(self) -> float:
         return min((plan.objective for plan in self.plans.values()), default=math.inf)

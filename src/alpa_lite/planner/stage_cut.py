@@ -139,23 +139,24 @@ def given_submeshes(options: PlanOptions, cluster: Cluster, source: str) -> tupl
         LayerError: they are no parts of the cluster, do not use all its devices, or cannot lie on its hosts.
     """
     places = stage_places(options)
-    if options.submeshes is None:
+    given = options.fixed_submeshes
+    if given is None:
         return (_equal_submesh(cluster, 1 + max(places), source),) * len(places)
-    distinct = _distinct(options.submeshes, places)
-    if tuple(distinct[place] for place in places) != options.submeshes:
+    distinct = _distinct(given, places)
+    if tuple(distinct[place] for place in places) != given:
         raise LayerError(
-            f"submeshes={options.submeshes} and the schedule puts the stages on the submeshes {places}. Stages of one submesh "
+            f"submeshes={given} and the schedule puts the stages on the submeshes {places}. Stages of one submesh "
             f"have the same entry. At {source}. Give them equal entries, or another schedule."
         )
     try:
         place_submeshes(distinct, cluster.num_hosts, cluster.devices_per_host)
     except SlicingError as error:
         raise LayerError(
-            f"submeshes={options.submeshes} for the cluster {cluster}: {error.args[0].split('. ')[0]}. Each must be (1, devices "
+            f"submeshes={given} for the cluster {cluster}: {error.args[0].split('. ')[0]}. Each must be (1, devices "
             f"of one host) or (hosts, {cluster.devices_per_host}), together all {cluster.num_devices} devices, each host full. "
             f"At {source}. Give one (hosts, devices per host) per stage that does so."
         ) from error
-    return options.submeshes
+    return given
 
 
 def _equal_submesh(cluster: Cluster, num_stages: int, source: str) -> tuple[int, int]:

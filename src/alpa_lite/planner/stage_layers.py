@@ -48,17 +48,17 @@ def layer_cuts(
     return chosen
 
 
-def searched_layers(cluster: Cluster) -> LayerCuts:
-    """How a function without boundaries of its own is cut where the number of stages is searched.
+def searched_layers(cluster: Cluster, num_stages: int = 1, source: str = "") -> LayerCuts:
+    """How a function without boundaries of its own is cut where stages, at least ``num_stages``, are searched.
 
     Where it pins values to stages, into as many layers as these are.
     """
-    most = min(_MOST_LAYERS, max(_FEWEST_LAYERS, cluster.num_devices))
+    most = max(num_stages, min(_MOST_LAYERS, max(_FEWEST_LAYERS, cluster.num_devices)))
 
     def chosen(flops: Sequence[float], cut_bytes: Sequence[float], pins: Sequence[StagePin] = ()) -> Sequence[int]:
         if pins:
-            return layer_cuts(1 + max(pin.stage for pin in pins))(flops, cut_bytes, pins)
-        return layer_cuts(most, at_least=1)(flops, cut_bytes)
+            return layer_cuts(max(num_stages, 1 + max(pin.stage for pin in pins)))(flops, cut_bytes, pins)
+        return layer_cuts(most, at_least=num_stages, source=source)(flops, cut_bytes)
 
     return chosen
 
@@ -73,7 +73,7 @@ def layers_asked(options: PlanOptions, source: str) -> LayerCuts | None:
         return None
     if options.stage_layers is not None:
         return layer_cuts(sum(options.stage_layers), options.stage_layers, source=source)
-    sizes = [math.prod(submesh) for submesh in options.submeshes or ((1, 1),) * count]
+    sizes = [math.prod(submesh) for submesh in options.fixed_submeshes or ((1, 1),) * count]
     return layer_cuts(sum(sizes) // math.gcd(*sizes), (1,) * count, count, source)
 
 
@@ -81,6 +81,15 @@ def layers_to_recompute(num_layers: int = _RECOMPUTED_LAYERS, at_least: int | No
     """How a function without boundaries of its own is cut for recomputation on one mesh, where pins to stages mean nothing."""
     whole = layer_cuts(num_layers, at_least=at_least)
     return lambda flops, cut_bytes, pins=(): whole(flops, cut_bytes)
+
+
+def check_enough_layers(num_stages: int, layered: Layered, source: str) -> None:
+    """Refuse more stages than layers, with a LayerError."""
+    if num_stages > layered.num_layers:
+        raise LayerError(
+            f"num_stages={num_stages} for a step of {layered.num_layers} layers. A stage has at least one layer. At {source}. "
+            f"Mark more layers with al.layer_boundary, or ask for at most {layered.num_layers} stages."
+        )
 
 
 def balanced_stages(layered: Layered, body: Program, num_devices: Sequence[int], source: str) -> tuple[int, ...]:
@@ -96,11 +105,7 @@ def balanced_stages(layered: Layered, body: Program, num_devices: Sequence[int],
         LayerError: there are fewer layers than stages, or pins to stages that cannot be kept.
     """
     num_stages = len(num_devices)
-    if num_stages > layered.num_layers:
-        raise LayerError(
-            f"num_stages={num_stages} for a step of {layered.num_layers} layers. A stage has at least one layer. At {source}. "
-            f"Mark more layers with al.layer_boundary, or ask for at most {layered.num_layers} stages."
-        )
+    check_enough_layers(num_stages, layered, source)
     assert [op.primitive for op in body.ops] == [op.name for op in layered.flat.ops]
     flops = [0.0] * layered.num_layers
     for op, layer in zip(body.ops, layered.layer, strict=True):

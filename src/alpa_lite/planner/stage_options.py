@@ -25,7 +25,13 @@ def stage_faults(
             "equal parts of the cluster."
         )
         return
-    if submeshes is not None and not (submeshes and all(_is_shape(s) and len(s) == 2 for s in submeshes)):
+    if submeshes == "auto" and (stage_layers, stage_mesh_shapes, mesh_shape) != (None, None, None):
+        yield (
+            "submeshes='auto' was given beside stage_layers, stage_mesh_shapes or mesh_shape. It searches layers and meshes too. "
+            "Leave these out, or give submeshes."
+        )
+        return
+    if submeshes not in (None, "auto") and not (submeshes and all(_is_shape(s) and len(s) == 2 for s in submeshes)):
         yield (
             f"submeshes={submeshes!r} was given; it must have one (hosts, devices per host) per stage, all at least 1, e.g. "
             "((1, 2), (1, 6))."

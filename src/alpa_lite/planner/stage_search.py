@@ -51,7 +51,7 @@ class StageSearch:
         layer_stage: Mapping[int, int] | None = None,
     ) -> None:
         """``budget`` is in bytes per device; ``boundary_bytes`` as in ``StageTable``; ``layer_stage`` are pins."""
-        self.prices, self.layer_stage = prices, layer_stage
+        self.prices, self.budget, self.layer_stage = prices, budget, layer_stage
         count = prices.num_microbatches
         assert isinstance(prices.options.schedule, str)
         flying = in_flight_of(prices.options.schedule, prices.num_layers, count)

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 import alpa_lite as al
 from alpa_lite.plan.encode import encode_plan
 from alpa_lite.planner import symbolic
+from alpa_lite.planner.plan_step import LIMITED
 
 CLUSTER = al.Cluster.symbolic("n", device="h100-sxm", devices_per_host=8, values=(1, 2, 4, 5, 7, 11))
 X = jax.ShapeDtypeStruct((4096, 4096), jnp.float32)
@@ -104,6 +105,18 @@ def test_another_budget_shares_the_trace_alone(planned):
     assert made.smallest(memory_budget_bytes=need - 1) in (2, 4)
     with pytest.raises(al.AlpaLiteError, match="memory_budget_bytes=-1"):
         made.smallest(memory_budget_bytes=-1)
+
+
+def test_within_a_budget_late_plans_say_what_limits_them():
+    x, budget = jax.ShapeDtypeStruct((256, 4096), jnp.float32), 60e6
+
+    def planned(cluster, size):
+        options = al.PlanOptions(mesh_shape=(size,), padding="off", memory_budget_bytes=budget)
+        return al.plan(lambda x, w: {"y": jnp.tanh(x @ w) @ w}, x, X, cluster=cluster, options=options)
+
+    late = planned(CLUSTER, "n").specialize(4)
+    assert late.mesh_table[0].reason == LIMITED
+    assert encode_plan(late) == encode_plan(planned(CLUSTER.specialize(4), 4))
 
 
 def test_text_says_in_words_that_nothing_changes_and_nothing_is_split():

@@ -87,3 +87,73 @@ class DecisionGraph:
     op_nodes: dict[str, int] = field(default_factory=dict)
     body_ports: dict[str, tuple[list[int], list[int]]] = field(default_factory=dict)
     loop_reads: set[int] = field(default_factory=set)
+    _handed: dict[int, np.ndarray] = field(default_factory=dict)
+    _ends: list[LinkEnds] = field(default_factory=list)  # none until they are asked for, then one
+
+    def handed_on(self, copy: int) -> np.ndarray:
+        """Per choice of a copy node, the number of the spec that it hands to the consumers."""
+        node = self.nodes[copy]
+        if node.pairs is None:
+            assert node.specs is not None
+            return node.specs
+        if copy not in self._handed:
+            self._handed[copy] = node.pairs[:, 1].copy()
+        return self._handed[copy]
+
+    def changed_links(self, choice: np.ndarray) -> list[int]:
+        """Numbers of the links whose value is handed on or read in another spec than it is made in."""
+        if not self._ends:
+            self._ends.append(LinkEnds.of(self))
+        return self._ends[0].changed(choice)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LinkEnds:
+    """The ends of all links in a few arrays, so that those few links are found that some choice converts.
+
+    Attributes:
+        numbers: spec numbers of all ends, those of equal ends once.
+        node, first: per end, its node, and where its spec numbers begin.
+        link: per end, its link; the producer's comes first, then the copy's if there is one, then the consumers'.
+        producer: per link, the producer's end.
+    """
+
+    numbers: np.ndarray
+    node: np.ndarray
+    first: np.ndarray
+    link: np.ndarray
+    producer: np.ndarray
+
+    @classmethod
+    def of(cls, graph: DecisionGraph) -> LinkEnds:
+        begin: dict[int, int] = {}
+        parts: list[np.ndarray] = []
+        nodes: list[int] = []
+        first: list[int] = []
+        counts: list[int] = []
+        total = 0
+        for link in graph.links:
+            ends = [(link.producer.node, link.producer.specs)]
+            if link.copy >= 0:
+                ends.append((link.copy, graph.handed_on(link.copy)))
+            ends += [(end.node, end.specs) for end in link.consumers]
+            counts.append(len(ends))
+            for node, specs in ends:
+                place = begin.get(id(specs))
+                if place is None:
+                    place = begin[id(specs)] = total
+                    parts.append(specs)
+                    total += len(specs)
+                nodes.append(node)
+                first.append(place)
+        numbers = np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
+        count = np.array(counts, dtype=np.int64)
+        link_of = np.repeat(np.arange(len(counts)), count)
+        return cls(
+            numbers, np.array(nodes, dtype=np.int64), np.array(first, dtype=np.int64), link_of, np.cumsum(count) - count
+        )
+
+    def changed(self, choice: np.ndarray) -> list[int]:
+        """As ``DecisionGraph.changed_links``."""
+        specs = self.numbers[self.first + choice[self.node]]
+        return np.unique(self.link[specs != specs[self.producer][self.link]]).tolist()

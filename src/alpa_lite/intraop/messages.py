@@ -53,7 +53,7 @@ class Messages:
         unary: per group [copies, states], costs without messages (with memory prices, if any).
     """
 
-    __slots__ = ("_earlier", "_edges", "_later", "_most", "_num_earlier", "_num_later", "tied", "unary")
+    __slots__ = ("_earlier", "_edges", "_later", "_most", "_share_earlier", "_share_later", "tied", "unary")
 
     def __init__(self, tied: Tie, unary: list[Array], edges: list[_Edges]) -> None:
         self.tied = tied
@@ -61,15 +61,16 @@ class Messages:
         self._edges = edges
         self._earlier: list[list[_Edges]] = [[] for _ in unary]
         self._later: list[list[_Edges]] = [[] for _ in unary]
-        self._num_earlier = [np.zeros((len(u), 1)) for u in unary]
-        self._num_later = [np.zeros((len(u), 1)) for u in unary]
+        num_earlier = [np.zeros((len(u), 1)) for u in unary]
+        num_later = [np.zeros((len(u), 1)) for u in unary]
         for e in edges:
             self._later[e.left].append(e)
             self._earlier[e.right].append(e)
-            np.add.at(self._num_later[e.left], e.left_slots, 1.0)
-            np.add.at(self._num_earlier[e.right], e.right_slots, 1.0)
-        counts = zip(self._num_earlier, self._num_later, strict=True)
-        self._most = [np.maximum(np.maximum(a, b), 1.0) for a, b in counts]
+            np.add.at(num_later[e.left], e.left_slots, 1.0)
+            np.add.at(num_earlier[e.right], e.right_slots, 1.0)
+        self._most = [np.maximum(np.maximum(a, b), 1.0) for a, b in zip(num_earlier, num_later, strict=True)]
+        self._share_earlier = [a / most for a, most in zip(num_earlier, self._most, strict=True)]
+        self._share_later = [a / most for a, most in zip(num_later, self._most, strict=True)]
 
     @classmethod
     def zero(cls, core: Core, unary: Sequence[Array], costs: Sequence[Array], tied: Tie) -> Messages:
@@ -118,10 +119,11 @@ class Messages:
                 _add_rows(theta, e.right_slots, e.to_right)
             for e in self._later[g]:
                 _add_rows(theta, e.left_slots, e.to_left)
-            part = theta / self._most[g]
-            for e in self._later[g]:
-                e.to_left = e.to_left - part[e.left_slots]
-            total += _stays(theta, self._num_later[g] / self._most[g])
+            if self._later[g]:
+                part = theta / self._most[g]
+                for e in self._later[g]:
+                    e.to_left = e.to_left - (part if len(part) == 1 else part[e.left_slots])
+            total += _stays(theta, self._share_later[g])
         return total
 
     def backward(self) -> float:
@@ -134,10 +136,11 @@ class Messages:
                 _add_rows(theta, e.left_slots, e.to_left)
             for e in self._earlier[g]:
                 _add_rows(theta, e.right_slots, e.to_right)
-            part = theta / self._most[g]
-            for e in self._earlier[g]:
-                e.to_right = e.to_right - part[e.right_slots]
-            total += _stays(theta, self._num_earlier[g] / self._most[g])
+            if self._earlier[g]:
+                part = theta / self._most[g]
+                for e in self._earlier[g]:
+                    e.to_right = e.to_right - (part if len(part) == 1 else part[e.right_slots])
+            total += _stays(theta, self._share_earlier[g])
         return total
 
     def pick(self) -> list[int]:
@@ -195,13 +198,21 @@ def _stacked(tied: Tie, unary: Sequence[Array]) -> list[Array]:
     return [np.stack([unary[i] for i in members]) for members in tied.members]
 
 
+# The arrays here are small, and there are thousands of them in every sweep: what counts is the number of calls of numpy, so
+# reductions are called without the methods around them, and rows that stand alone are not indexed.
+_minimum = np.minimum.reduce
+
+
 def _least(costs: Array, messages: Array) -> Array:
     """``min_x costs[x, y] - messages[n, x]`` for every n, y."""
+    count = len(messages)
+    if count == 1:
+        return _minimum(costs - messages[0][:, None], axis=0)[None]
     step = max(1, _CHUNK // costs.size)
-    if len(messages) <= step:
-        return (costs[:, None, :] - messages.T[:, :, None]).min(0)
-    parts = range(0, len(messages), step)
-    return np.concatenate([(costs[:, None, :] - messages[p : p + step].T[:, :, None]).min(0) for p in parts])
+    if count <= step:
+        return np.asarray(_minimum(costs[:, None, :] - messages.T[:, :, None], axis=0))
+    parts = range(0, count, step)
+    return np.concatenate([_minimum(costs[:, None, :] - messages[p : p + step].T[:, :, None], axis=0) for p in parts])
 
 
 def _add_rows(target: Array, rows: Array, values: Array) -> None:
@@ -214,4 +225,6 @@ def _add_rows(target: Array, rows: Array, values: Array) -> None:
 
 def _stays(theta: Array, sent: Array) -> float:
     """The smallest costs that stay when these shares are sent."""
-    return float((theta.min(1) * (1.0 - sent[:, 0])).sum())
+    if len(theta) == 1:
+        return float(_minimum(theta[0]) * (1.0 - sent[0, 0]))
+    return float((_minimum(theta, axis=1) * (1.0 - sent[:, 0])).sum())

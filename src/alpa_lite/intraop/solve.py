@@ -38,7 +38,7 @@ from alpa_lite.intraop.search import search_core
 from alpa_lite.intraop.state import Search, is_small, tolerance_of
 from alpa_lite.plan.records import SearchStep
 
-_GREEDY_NODES = 20_000  # up to which the trace starts with the greedy choice
+_GREEDY_NODES = 20_000  # up to which the greedy choice is made
 
 
 def solve(
@@ -132,25 +132,32 @@ def _answer(
         rows_used=search.rows,
         tied=search.tied and choice is not None and best is scored[0][1],
         core_size=(search.core.num_nodes, len(search.core.costs)),
-        trace=_trace(problem, search.found, score.objective, bound, optimal),
+        trace=_trace(search.found, score.objective, bound, optimal),
     )
 
 
-def _trace(
-    problem: IntraOpProblem, found: list[SearchStep], objective: float, bound: float, optimal: bool
-) -> tuple[SearchStep, ...]:
-    """The greedy choice, what the search found on its way, and how it ended."""
+def _trace(found: list[SearchStep], objective: float, bound: float, optimal: bool) -> tuple[SearchStep, ...]:
+    """What the search found on its way, and how it ended."""
     steps: list[SearchStep] = []
-    if problem.num_nodes <= _GREEDY_NODES:
-        score = evaluate(problem, greedy_choice(problem))
-        if _fits(problem, score.peak_bytes):
-            steps.append(SearchStep(objective=score.objective, lower_bound=-math.inf, found_by="greedy"))
     for step in found:
         if math.isfinite(step.objective) and (not steps or step.objective < steps[-1].objective):
             steps.append(replace(step, lower_bound=min(step.lower_bound, step.objective)))
-    end = objective + 1e-9 * abs(objective)  # the core's own sum may differ in the last digits
-    steps = [s for s in steps if end < s.objective < math.inf]
+    steps = [s for s in steps if _end(objective) < s.objective]
     return (*steps, SearchStep(objective=objective, lower_bound=bound, found_by="proof" if optimal else "search"))
+
+
+def _end(objective: float) -> float:
+    return objective + 1e-9 * abs(objective)  # the core's own sum may differ in the last digits
+
+
+def greedy_step(problem: IntraOpProblem, solution: Solution) -> SearchStep | None:
+    """What deciding node by node costs, to stand before the trace; None if it is forbidden, too large, or no dearer."""
+    if problem.num_nodes > _GREEDY_NODES:
+        return None
+    score = evaluate(problem, greedy_choice(problem))
+    if not _fits(problem, score.peak_bytes) or not _end(solution.objective) < score.objective < math.inf:
+        return None
+    return SearchStep(objective=score.objective, lower_bound=-math.inf, found_by="greedy")
 
 
 def _limit_used(search: Search, optimal: bool) -> str:

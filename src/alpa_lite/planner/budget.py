@@ -40,6 +40,7 @@ class MeshResult:
         penalty: total price on replicated state.
         solution: of the ILP.
         problem: the ILP that was solved last.
+        limit: bytes that it allowed by the solver's own count; None = without memory.
         seconds: building, solving, writing out.
         unit: of all prices.
         budgeted: what the budget limits, see ``SearchRules``; ``used_bytes`` is how much of it the plan takes.
@@ -56,6 +57,7 @@ class MeshResult:
     op_times: tuple[tuple[str, float], ...] = ()
     solution: Solution | None = None
     problem: IntraOpProblem | None = None
+    limit: int | None = None
     seconds: float = 0.0
     unit: str = "s"
     budgeted: str = "peak"

@@ -28,9 +28,9 @@ from alpa_lite.intraop.decision_graph import DecisionGraph
 from alpa_lite.intraop.pricing import Pricer
 from alpa_lite.intraop.problem import IntraOpProblem, Solution, check_problem, scaled
 from alpa_lite.intraop.repeats import node_classes
-from alpa_lite.intraop.solve import solve
+from alpa_lite.intraop.solve import greedy_step, solve
 from alpa_lite.plan.pins import PinnedDims, ResolvedPins, parse_dims
-from alpa_lite.plan.records import LeafRole
+from alpa_lite.plan.records import LeafRole, SearchStep
 from alpa_lite.planner.budget import MeshResult, within_budget
 from alpa_lite.planner.options import PlanOptions
 from alpa_lite.planner.realise import Realised, realise
@@ -65,6 +65,38 @@ def plan_on_mesh(task: MeshTask, cluster: Cluster, mesh: DeviceMesh, *, cutoff: 
         cutoff: the search of a large problem may end once it is known to cost more than this.
     """
     begin = time.perf_counter()
+    costs, graph, problem_within = _pose(task, cluster, mesh)
+
+    def solved(limit: int | None) -> MeshResult:
+        """The best plan by the solver's own count of memory, written out."""
+        problem = problem_within(limit)
+        problem = replace(problem, classes=node_classes(problem))
+        check_problem(problem)
+        solution = solve_in_units(problem, costs, task.options, cutoff, proof=task.proof)
+        return replace(_write_out(task, costs, graph, problem, solution, begin), limit=limit)
+
+    return within_budget(solved, task.budget)
+
+
+def greedy_first(task: MeshTask, cluster: Cluster, result: MeshResult) -> SearchStep | None:
+    """What deciding op by op costs under the limit of ``result``, to stand before its trace; None if that says nothing.
+
+    Made here, after all meshes, as it takes its time and only the plan that is returned shows it.
+    """
+    assert result.solution is not None
+    problem = result.problem
+    if problem is None:  # a number of a symbolic plan, which keeps none
+        problem = _pose(task, cluster, result.mesh)[2](result.limit)
+    step = greedy_step(problem, result.solution)
+    if step is None or not _in_ties(task_costs(task, cluster, result.mesh)):
+        return step
+    return replace(step, objective=float(math.floor(step.objective)))
+
+
+def _pose(
+    task: MeshTask, cluster: Cluster, mesh: DeviceMesh
+) -> tuple[CostModel, DecisionGraph, Callable[[int | None], IntraOpProblem]]:
+    """Prices, decisions, and what is to be solved under a limit of the solver's own count of memory."""
     task.pins.check(mesh)
     costs = task_costs(task, cluster, mesh)
     rules = costs.rules
@@ -75,18 +107,14 @@ def plan_on_mesh(task: MeshTask, cluster: Cluster, mesh: DeviceMesh, *, cutoff: 
     if rules.replicated_ends:
         _replicate_ends(task, graph, weights, allowed)
 
-    def solved(limit: int | None) -> MeshResult:
-        """The best plan by the solver's own count of memory, written out."""
+    def problem_within(limit: int | None) -> IntraOpProblem:
         line = task.line if limit is not None and rules.budget == "peak" else None
         problem = pricer.problem(allowed=allowed, timeline=line, usage_limit=limit)
         if rules.budget == "weights":
             problem = replace(problem, usages=tuple(pricer.weight_usages(weights)), num_times=1)
-        problem = replace(problem, classes=node_classes(problem))
-        check_problem(problem)
-        solution = solve_in_units(problem, costs, task.options, cutoff, proof=task.proof)
-        return _write_out(task, costs, graph, problem, solution, begin)
+        return problem
 
-    return within_budget(solved, task.budget)
+    return costs, graph, problem_within
 
 
 def task_costs(task: MeshTask, cluster: Cluster, mesh: DeviceMesh) -> CostModel:
@@ -112,7 +140,7 @@ def solve_in_units(
     convention's unit, and the answer is brought back to it. (Where a search is needed, it stops at a proof of the price:
     there may be a plan of that price with fewer slices.)
     """
-    scale = 1.0 / TIE if costs.rules.whole and not costs.slice_price else 1.0
+    scale = 1.0 / TIE if _in_ties(costs) else 1.0
     solution = solve(
         scaled(problem, scale),
         time_limit_s=options.time_limit_s,
@@ -133,6 +161,11 @@ def solve_in_units(
     bound = float(math.ceil(bound)) if math.isfinite(bound) else bound
     trace = tuple(replace(s, objective=own(s.objective), lower_bound=own(s.lower_bound)) for s in solution.trace)
     return replace(solution, objective=own(solution.objective), lower_bound=bound, trace=trace)
+
+
+def _in_ties(costs: CostModel) -> bool:
+    """Whether prices are whole but for those of slices."""
+    return costs.rules.whole and not costs.slice_price
 
 
 def _largest_fraction(costs: np.ndarray) -> float:

@@ -25,7 +25,7 @@ from alpa_lite.plan.pins import ResolvedPins
 from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.records import Leaf, LeafRole, MeshCandidate, OpDecision, PlanIdentity, SearchStep, StagePlan
 from alpa_lite.planner.explain import explain_infeasible
-from alpa_lite.planner.one_mesh import MeshResult, MeshTask, plan_on_mesh
+from alpa_lite.planner.one_mesh import MeshResult, MeshTask, greedy_first, plan_on_mesh
 from alpa_lite.planner.options import DEFAULT_AXIS_NAMES, PlanOptions
 from alpa_lite.planner.shared import Shared
 from alpa_lite.units import format_cost
@@ -173,7 +173,7 @@ def _candidate(result: MeshResult) -> MeshCandidate:
 
 def is_limited(result: MeshResult) -> bool:
     """Whether the cheapest plan on the mesh does not fit the memory budget."""
-    return result.budgeted == "peak" and result.problem is not None and result.problem.usage_limit is not None
+    return result.budgeted == "peak" and result.limit is not None
 
 
 def no_plan(task: MeshTask, results: list[MeshResult], cluster: Cluster) -> AlpaLiteError:
@@ -240,7 +240,7 @@ def _plan(
         identity=identity_of(program, cluster, versions),
         options=task.options.changed(),
         pins=task.pins.keys,
-        search=_search(best),
+        search=_search(best, greedy_first(task, cluster, best)),
         notes=(*notes, *task.pins.notes, *reports(program, best.mesh, decisions)),
     )
 
@@ -266,13 +266,14 @@ def identity_of(program: Program, cluster: Cluster, versions: Versions) -> PlanI
     )
 
 
-def _search(best: MeshResult) -> tuple[SearchStep, ...]:
-    """The solver's trace, ending in what the written-out plan costs (a copy that nobody reads is not made)."""
+def _search(best: MeshResult, greedy: SearchStep | None) -> tuple[SearchStep, ...]:
+    """The greedy choice and the solver's trace, ending in what the written-out plan costs (a copy that nobody reads is not
+    made)."""
     if best.solution is None:
         return ()
     *earlier, end = best.solution.trace
     falling: list[SearchStep] = []
-    for step in earlier:  # two that differ in their slices alone may cost the same
+    for step in earlier if greedy is None else (greedy, *earlier):  # two that differ in slices alone may cost the same
         if step.objective > best.objective and (not falling or step.objective < falling[-1].objective):
             falling.append(step)
     return (*falling, replace(end, objective=best.objective, lower_bound=best.lower_bound))

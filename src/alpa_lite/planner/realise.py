@@ -7,6 +7,7 @@ right after the value is made), and serves every later consumer.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,8 +18,9 @@ from alpa_lite.core.conversion import Conversion, Step
 from alpa_lite.core.program import Op, Program
 from alpa_lite.core.spec import ShardingSpec
 from alpa_lite.costs.conversion import step_price, step_size_bytes
-from alpa_lite.costs.facts import Facts, located
+from alpa_lite.costs.facts import Facts, Located, located
 from alpa_lite.intraop.decision_graph import DecisionGraph, Link
+from alpa_lite.intraop.strategies import StrategySet
 from alpa_lite.plan.records import OpDecision
 
 if TYPE_CHECKING:
@@ -45,9 +47,9 @@ def realise(
     """Write out ``choice`` (one number per node of ``graph``). ``facts``: of the program, if some are known."""
     facts = Facts(program) if facts is None else facts
     writer = _Writer(graph, choice, costs)
-    decisions = [writer.decision(path, owner, op) for _, path, owner, op in facts.of(located, program)]
-    for link in graph.links:
-        writer.convert(link)
+    decisions = writer.decisions(facts.of(located, program))
+    for number in graph.changed_links(choice):
+        writer.convert(graph.links[number])
     collectives, conversions = writer.finish(program, facts)
     return Realised(
         in_specs=tuple(writer.port_spec(n) for n in graph.inputs),
@@ -60,7 +62,7 @@ def realise(
 
 class _Writer:
     def __init__(self, graph: DecisionGraph, choice: np.ndarray, costs: CostModel) -> None:
-        self.graph, self.choice, self.costs = graph, choice, costs
+        self.graph, self.choice, self.costs = graph, choice.tolist(), costs
         self.conversions = graph.conversions
         self.mesh = graph.conversions.mesh
         self.raw: list[tuple[str, Link, tuple[Step, ...], int]] = []
@@ -75,22 +77,32 @@ class _Writer:
         assert n.specs is not None
         return self.spec(n.rank, int(n.specs[self.choice[node]]))
 
-    def decision(self, path: str, program: Program, op: Op) -> OpDecision:
-        if op.bodies:
-            return self.control_flow(path, op)
-        node = self.graph.op_nodes[path]
-        strategies, c = self.graph.nodes[node].strategies, int(self.choice[node])
-        assert strategies is not None
-        key = (id(strategies), c)
-        if key not in self.specs_of:
-            self.specs_of[key] = tuple(
-                tuple(self.spec(len(dims), int(numbers[c])) for dims, numbers in zip(tensors, chosen, strict=True))
-                for tensors, chosen in ((op.rule.operands, strategies.operands), (op.rule.results, strategies.results))
-            )
-        operands, results = self.specs_of[key]
-        if strategies.reduce_axes[c]:
-            self.reduce_inside(path, program, op, results[0], strategies.reduce_axes[c])
-        return OpDecision(path=path, operands=operands, results=results)
+    def decisions(self, ops: Sequence[Located]) -> list[OpDecision]:
+        nodes, numbers, choice, specs_of = self.graph.nodes, self.graph.op_nodes, self.choice, self.specs_of
+        found = []
+        for _, path, program, op in ops:
+            if op.bodies:
+                found.append(self.control_flow(path, op))
+                continue
+            node = numbers[path]
+            strategies, c = nodes[node].strategies, choice[node]
+            assert strategies is not None
+            key = (id(strategies), c)
+            specs = specs_of.get(key)
+            if specs is None:
+                specs = specs_of[key] = self.specs(op, strategies, c)
+            if strategies.reduce_axes[c]:
+                self.reduce_inside(path, program, op, specs[1][0], strategies.reduce_axes[c])
+            found.append(OpDecision(path=path, operands=specs[0], results=specs[1]))
+        return found
+
+    def specs(self, op: Op, strategies: StrategySet, c: int) -> tuple[tuple[ShardingSpec, ...], ...]:
+        """Of an op's operands and of its results; ops of one strategy share them."""
+        sides = ((op.rule.operands, strategies.operands), (op.rule.results, strategies.results))
+        return tuple(
+            tuple(self.spec(len(dims), int(numbers[c])) for dims, numbers in zip(tensors, chosen, strict=True))
+            for tensors, chosen in sides
+        )
 
     def reduce_inside(self, path: str, program: Program, op: Op, result: ShardingSpec, axes: tuple[str, ...]) -> None:
         value = program.values[op.outputs[0]]
@@ -158,10 +170,7 @@ class _Writer:
 
     def handed_on(self, link: Link) -> int:
         """Number of the spec that the copy node hands to the consumers."""
-        node, choice = self.graph.nodes[link.copy], self.choice[link.copy]
-        numbers = node.specs if node.pairs is None else node.pairs[:, 1]
-        assert numbers is not None
-        return int(numbers[choice])
+        return int(self.graph.handed_on(link.copy)[self.choice[link.copy]])
 
     def is_read(self, link: Link, made: int, kept: int) -> bool:
         """Whether any consumer is better off with the kept spec (else keeping it would only cost)."""

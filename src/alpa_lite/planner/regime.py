@@ -11,7 +11,7 @@ matmuls and overlapped collectives of XLA:GPU), the peak has no such formula, an
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -23,6 +23,7 @@ from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.core.program import Program
 from alpa_lite.core.spec import ShardingSpec
 from alpa_lite.costs.conversion import sizing_spec
+from alpa_lite.costs.facts import located
 from alpa_lite.costs.profile import Stored, step_totals
 from alpa_lite.errors import AlpaLiteError
 from alpa_lite.plan.records import MemoryProfile
@@ -171,8 +172,8 @@ def regime_of(
         divides=_divides(task, mesh, axis, written) if mesh.axis_size(axis) > 1 else 0,
         memory=_memory(task, result, axis, name, profiles),
         collectives=collectives,
-        traffic=total([c.moved_bytes * c.count for c in collectives], name),
-        local_shapes={path: _local_shape(shapes[path], spec, mesh, axis, name) for path, spec in specs.items()},
+        traffic=_traffic(collectives, name),
+        local_shapes=_local_shapes(shapes, specs, mesh, axis, name),
         specs=specs,
         profiles=profiles,
         others=tuple(sorted(set(planned) - set(profiles))),
@@ -202,7 +203,8 @@ def _memory(
     if not task.line.order.on_cpu:
         base = [sum(pair[kind] for pair in leaves.values()) for kind in (0, 1)]
         constant, shared = _alive(result.peak.stored, one, axis, task.line.num_times)
-        moments = {(base[0] + int(a), base[1] + int(b)) for a, b in zip(constant, shared, strict=True)}
+        pairs = set(zip(constant.tolist(), shared.tolist(), strict=True))
+        moments = {(base[0] + a, base[1] + b) for a, b in pairs}
         peak = upper_envelope(moments, name)
         if all(peak.at(n) == profile.peak for n, profile in profiles.items()):
             memory["peak"] = peak
@@ -220,14 +222,20 @@ def _parted(whole: int, split: int, n: int) -> tuple[int, int]:
 
 def _alive(stored: tuple[Stored, ...], one: DeviceMesh, axis: str, num_times: int) -> np.ndarray:
     """[kind, time] bytes of what lives at a time, ``axis`` taken as 1: kind 0 it leaves whole, 1 it splits."""
-    shares = {
-        spec: (one.axes_size(spec.sharded_axes), int(axis in spec.sharded_axes)) for spec in {t.spec for t in stored}
-    }
+    shares: dict[int, tuple[int, int]] = {}  # by identity: thousands of tensors share a few layouts
     steps = np.zeros((2, num_times + 1), dtype=np.int64)
+    kinds, sizes = [], []
     for t in stored:
-        shards, kind = shares[t.spec]
-        steps[kind, t.lo] += t.whole_bytes // shards
-        steps[kind, min(t.hi, num_times)] -= t.whole_bytes // shards
+        share = shares.get(id(t.spec))
+        if share is None:
+            share = one.axes_size(t.spec.sharded_axes), int(axis in t.spec.sharded_axes)
+            shares[id(t.spec)] = share
+        sizes.append(t.whole_bytes // share[0])
+        kinds.append(share[1])
+    ends = np.minimum(np.array([t.hi for t in stored], dtype=np.int64), num_times)
+    size = np.array(sizes, dtype=np.int64)
+    np.add.at(steps, (np.array(kinds, dtype=np.int64), np.array([t.lo for t in stored], dtype=np.int64)), size)
+    np.subtract.at(steps, (np.array(kinds, dtype=np.int64), ends), size)
     return np.cumsum(steps[:, :-1], axis=1)
 
 
@@ -236,12 +244,24 @@ def _alive(stored: tuple[Stored, ...], one: DeviceMesh, axis: str, num_times: in
 
 def _collectives(written: Realised, mesh: DeviceMesh, axis: str, name: str) -> tuple[CollectiveFormula, ...]:
     made = []
+    n0 = mesh.axis_size(axis)
+    known: dict[tuple[object, ...], tuple[Formula, Formula]] = {}  # layers repeat
     for collective, spec in zip(written.collectives, _sizing_specs(written), strict=True):
-        n0 = mesh.axis_size(axis)
         exponent = -1 if n0 > 1 and axis in spec.sharded_axes else 0
-        size = Formula.term(collective.size_bytes * n0**-exponent, exponent, name)
-        made.append(_collective(collective, size, mesh, axis))
+        key = (collective.kind, collective.axes, collective.size_bytes, exponent)
+        if key not in known:
+            size = Formula.term(collective.size_bytes * n0**-exponent, exponent, name)
+            known[key] = size, _moved(collective, size, mesh, axis)
+        made.append(_collective(collective, *known[key]))
     return tuple(made)
+
+
+def _traffic(collectives: tuple[CollectiveFormula, ...], name: str) -> Formula:
+    """Bytes that each device sends in one step; collectives of equal formula are added up as numbers."""
+    counts: dict[int, tuple[Formula, int]] = {}
+    for c in collectives:
+        counts[id(c.moved_bytes)] = c.moved_bytes, counts.get(id(c.moved_bytes), (c.moved_bytes, 0))[1] + c.count
+    return total([moved * count for moved, count in counts.values()], name)
 
 
 def _sizing_specs(written: Realised) -> list[ShardingSpec]:
@@ -257,16 +277,19 @@ def _sizing_specs(written: Realised) -> list[ShardingSpec]:
     return [found[number] for number in range(len(written.collectives))]
 
 
-def _collective(collective: Collective, size: Formula, mesh: DeviceMesh, axis: str) -> CollectiveFormula:
+def _moved(collective: Collective, size: Formula, mesh: DeviceMesh, axis: str) -> Formula:
+    """Bytes that each device sends in one execution."""
     group = mesh.axes_size(collective.axes)
     rounds = _MOVED.get(collective.kind)
     if rounds is None:  # a permute sends its tile once
-        moved = size
-    elif axis in collective.axes:  # (g - 1)/g with g = n * others
+        return size
+    if axis in collective.axes:  # (g - 1)/g with g = n * others
         others = group // mesh.axis_size(axis)
-        moved = size * Formula.of({0: rounds, -1: Fraction(-rounds, others)}, size.name)
-    else:
-        moved = size * Fraction(rounds * (group - 1), group)
+        return size * Formula.of({0: rounds, -1: Fraction(-rounds, others)}, size.name)
+    return size * Fraction(rounds * (group - 1), group)
+
+
+def _collective(collective: Collective, size: Formula, moved: Formula) -> CollectiveFormula:
     return CollectiveFormula(
         kind=collective.kind,
         axes=collective.axes,
@@ -282,6 +305,19 @@ def _collective(collective: Collective, size: Formula, mesh: DeviceMesh, axis: s
 # -- shapes ----------------------------------------------------------------------------------------------------------
 
 
+def _local_shapes(
+    shapes: Mapping[str, tuple[int, ...]], specs: Mapping[str, ShardingSpec], mesh: DeviceMesh, axis: str, name: str
+) -> dict[str, tuple[Formula, ...]]:
+    known: dict[tuple[tuple[int, ...], int], tuple[Formula, ...]] = {}
+    found = {}
+    for path, spec in specs.items():
+        key = shapes[path], id(spec)
+        if key not in known:
+            known[key] = _local_shape(shapes[path], spec, mesh, axis, name)
+        found[path] = known[key]
+    return found
+
+
 def _local_shape(
     shape: tuple[int, ...], spec: ShardingSpec, mesh: DeviceMesh, axis: str, name: str
 ) -> tuple[Formula, ...]:
@@ -295,25 +331,35 @@ def _local_shape(
 
 def _divides(task: MeshTask, mesh: DeviceMesh, axis: str, written: Realised) -> int:
     """The greatest common divisor of all sizes that the axis splits, other axes of the same dims taken out; 0 if none."""
-    seen: dict[tuple[tuple[int, ...], int], ShardingSpec] = {}  # ops of one kind share their specs' objects
-    values = task.program.values
+    facts, values = task.shared.facts, task.program.values
     ends = [(task.program.inputs, written.in_specs), (task.program.outputs, written.out_specs)]
-    for (_, owner, op), decision in zip(task.program.walk(), written.decisions, strict=True):
-        seen.update(_shaped(owner, op.inputs, decision.operands))
-        seen.update(_shaped(owner, op.outputs, decision.results))
-    seen.update(((values[v].shape, id(s)), s) for vs, specs in ends for v, s in zip(vs, specs, strict=True) if v >= 0)
+    seen = {(values[v].shape, s) for vs, specs in ends for v, s in zip(vs, specs, strict=True) if v >= 0}
+    known: set[tuple[int, int, int]] = set()  # ops of one kind share the objects of their specs
+    kinds = facts.of(_kinds, task.program)
+    for (_, _, owner, op), kind, decision in zip(
+        facts.of(located, task.program), kinds, written.decisions, strict=True
+    ):
+        key = kind, id(decision.operands), id(decision.results)
+        if key not in known:
+            known.add(key)
+            tensors = zip((*op.inputs, *op.outputs), (*decision.operands, *decision.results), strict=True)
+            seen.update((owner.values[v].shape, spec) for v, spec in tensors if v >= 0)
     divisor = 0
-    for (shape, _), spec in seen.items():
+    for shape, spec in seen:
         for size, axes in zip(shape, spec.dims, strict=True):
             if axis in axes:
                 divisor = math.gcd(divisor, size // mesh.axes_size(tuple(a for a in axes if a != axis)))
     return divisor
 
 
-def _shaped(
-    owner: Program, values: tuple[int, ...], specs: tuple[ShardingSpec, ...]
-) -> Iterator[tuple[tuple[tuple[int, ...], int], ShardingSpec]]:
-    return (((owner.values[v].shape, id(s)), s) for v, s in zip(values, specs, strict=True) if v >= 0)
+def _kinds(program: Program) -> list[int]:
+    """Per op, a number that ops on equal shapes share."""
+    numbers: dict[tuple[tuple[int, ...] | None, ...], int] = {}
+    found = []
+    for _, _, owner, op in located(program):
+        shapes = tuple(owner.values[v].shape if v >= 0 else None for v in (*op.inputs, *op.outputs))
+        found.append(numbers.setdefault(shapes, len(numbers)))
+    return found
 
 
 def _constant(shape: tuple[Formula, ...]) -> bool:

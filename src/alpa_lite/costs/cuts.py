@@ -98,6 +98,19 @@ class Cut:
         """Numbers of the ops that are not skipped."""
         return [i for i in range(start, stop) if i not in self.skipped]
 
+    def last_read(self, number: int, pair: Pair) -> int:
+        """The last op of segment ``number`` that reads a pair which others made; its end for what it converts there."""
+        segment = self.segments[number]
+        if any((c.value, c.source) == pair for c in segment.out):
+            return segment.stop
+        return max(i for i in self.run(segment.start, segment.stop) if pair in self._read(i, i + 1, ()))
+
+    def maker(self, number: int, pair: Pair) -> int:
+        """The op of segment ``number`` that makes or converts to a pair; its end for what it converts there."""
+        segment = self.segments[number]
+        made = (i for i in self.run(segment.start, segment.stop) if pair in self._made(i, i + 1))
+        return next(made, segment.stop)
+
     def _made(self, start: int, stop: int) -> set[Pair]:
         made = {(c.value, c.target) for i in self.run(start, stop) for c in self._conversions(i)}
         return made.union(*(self._results(i) for i in self.run(start, stop)))

@@ -12,6 +12,7 @@ from functools import cached_property
 
 from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.core.program import Value
+from alpa_lite.core.spec import ShardingSpec
 from alpa_lite.costs.cuts import Cut, Pair
 
 
@@ -117,19 +118,56 @@ class StageCut:
 
     @cached_property
     def freed(self) -> tuple[tuple[tuple[Pair, Pair], ...], ...]:
-        """Per segment of the outer region: donated state that it is the last to read, with its next value, which it makes."""
-        segments = self.outer.segments
-        found: list[tuple[tuple[Pair, Pair], ...]] = []
-        for number, segment in enumerate(segments):
-            later = {pair for other in segments[number + 1 :] for pair in other.reads}
-            pairs = []
-            for position, result in self.replaced:
-                pair, out = (self.outer.inputs[position], self.outer.in_specs[position]), self.outer.results[result]
-                last = pair in segment.reads and pair not in later
-                if last and out is not None and out[1] == pair[1] and out in segment.writes:
+        """Per segment of the outer region: what it is the last to read, with what it makes that may take the buffer: donated
+        state with its next value; then sums over microbatches and what earlier rounds made, with results of the same type."""
+        return tuple(self._freed(number) for number in range(len(self.outer.segments)))
+
+    def _freed(self, number: int) -> tuple[tuple[Pair, Pair], ...]:
+        segment = self.outer.segments[number]
+        later = {pair for other in self.outer.segments[number + 1 :] for pair in other.reads}
+        pairs = []
+        for position, result in self.replaced:
+            pair, out = (self.outer.inputs[position], self.outer.in_specs[position]), self.outer.results[result]
+            last = pair in segment.reads and pair not in later
+            if last and out is not None and out[1] == pair[1] and out in segment.writes:
+                pairs.append((pair, out))
+        kept = later | {pair for pair in self.outer.results if pair is not None}
+        free = [pair for pair in segment.writes if pair not in {out for _, out in pairs}]
+        for pair in segment.reads:
+            if pair in self._made_before(number) and pair not in kept:
+                last = self.outer.last_read(number, pair)
+                fits = (o for o in free if self._type(o) == self._type(pair) and self.outer.maker(number, o) > last)
+                if (out := next(fits, None)) is not None:
                     pairs.append((pair, out))
-            found.append(tuple(pairs))
+                    free.remove(out)
+        return tuple(pairs)
+
+    @cached_property
+    def added(self) -> tuple[tuple[tuple[Pair, Pair], ...], ...]:
+        """Per pass: sums over microbatches before it and after it."""
+        found: list[tuple[tuple[Pair, Pair], ...]] = []
+        for segment in self.body.segments:
+            pairs: dict[Pair, Pair] = {}
+            for old, new in zip(self.loop_inputs.carries, self.body.results, strict=False):
+                if new is None or new[1] != old[1] or new in pairs.values():
+                    continue
+                if old in segment.reads and new in segment.writes:
+                    pairs[old] = new
+            found.append(tuple(pairs.items()))
         return tuple(found)
+
+    def _type(self, pair: Pair) -> tuple[Value, ShardingSpec]:
+        return self.outer_values[pair[0]], pair[1]
+
+    def _made_before(self, number: int) -> frozenset[Pair]:
+        """Of what segment ``number`` of the outer region finds: results of the loop, each an array of its own, and what rounds
+        before it made. The caller's arguments and what other stages sent belong to others."""
+        if number == 0:
+            return frozenset()
+        specs = self.outer.decisions[f"{self.loop}"].results
+        made = zip(self.outer.ops[self.loop][1], specs, self.body.results, strict=False)
+        of_loop = {(v, s) for v, s, inside in made if self.body.results.count(inside) == 1}
+        return frozenset(of_loop.union(*(segment.writes for segment in self.outer.segments[1:number])))
 
     def size(self, pair: Pair, *, inside: bool) -> int:
         """Bytes per device of a value of the body (``inside``) or of the outer region."""

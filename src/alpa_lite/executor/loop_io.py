@@ -38,7 +38,7 @@ class StageLoop:
         given: pairs that ``w`` holds, in order.
         sums: per buffer of sums the numbers of the loop's results; ``rows`` the same of stacked ones.
         reads: per segment, where each value that it reads lies, in the order of the segment.
-        writes: per segment, the buffers that it makes: for each the positions among what the segment writes.
+        writes: per segment, the buffers that it makes: for each the positions among the function's results.
         crossings: buffers of values that other stages make or read.
     """
 
@@ -65,9 +65,9 @@ class StageLoop:
         rows: dict[str, list[int]] = {}
         writes: list[dict[str, tuple[int, ...]]] = []
         last = len(segments) - 1
-        for k, segment in enumerate(segments):
+        for k, part in enumerate(runner.passes):
             made: dict[str, list[int]] = {}
-            at = {pair: n for n, pair in enumerate(segment.writes)}
+            at = {pair: n for n, pair in enumerate(part.results)}
             for j, pair in enumerate(results):
                 if pair not in at:
                     continue
@@ -146,5 +146,5 @@ def _sizes(runner: StageRunner, loop: StageLoop) -> dict[str, int]:
     found = {f"x{value}": size(pair) for pair, value in runner.arrival_of.items()}
     for part, written in zip(runner.passes, loop.writes, strict=True):
         for name, numbers in written.items():
-            found[name] = sum(size(part.segment.writes[n]) for n in numbers)
+            found[name] = sum(size(part.results[n]) for n in numbers)
     return found

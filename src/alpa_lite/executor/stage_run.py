@@ -100,7 +100,7 @@ class StageRun:
         else:
             *made, mark = part.marked(self.runner.index(0), *given)
             record.ran(self.runner.place_number, f"{self.runner.number}UPDATE" if number else "before", mark)
-        self.outer.update(zip(segment.writes, made, strict=True))
+        self.outer.update(zip(part.results, made, strict=True))
         self.keep(self.runner.stage.cut.wanted_after(number))
 
     def keep(self, wanted: frozenset[Pair]) -> None:

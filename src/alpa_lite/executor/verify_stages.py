@@ -135,12 +135,11 @@ def verify_stages(plan: Plan, staged: StagedStep) -> StagesReport:
 
 def _job(plan: Plan, stage: LoweredStage, number: int, part: StagePart) -> CompileJob:
     planned = plan.stages[number]
-    donated = set(part.donated)
     return CompileJob(
         exported=export_step(part.function, (part_index(part), *part.structs(part.mesh))),
         mesh=stage.lowering.mesh,
         devices_per_host=planned.submesh[1],
-        donated=tuple(i for i, pair in enumerate(part.segment.reads, 1) if pair in donated),
+        donated=tuple(i for i, pair in enumerate(part.segment.reads, 1) if pair in part.donated),
     )
 
 

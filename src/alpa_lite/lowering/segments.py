@@ -113,15 +113,18 @@ class CutRegion:
         mesh: Any,
         *,
         sliced: Collection[Pair] = (),
-        donated: Sequence[Pair] = (),
+        replaced: Sequence[tuple[Pair, Pair]] = (),
         marked: bool = False,
     ) -> Callable[..., Any]:
-        """Segment ``number`` as a jitted function of global arrays, in the order of ``reads``, to a list in that of ``writes``.
+        """Segment ``number`` as a jitted function of global arrays, in the order of ``reads``, to a list: ``results_in_order``.
 
-        What is in ``sliced`` is given stacked, and the function takes the slice at its first argument, an index. ``donated``
-        arrays are gone afterwards. A ``marked`` function has one more result, which nobody donates: it is there when all are.
+        What is in ``sliced`` is given stacked, and the function takes the slice at its first argument, an index. ``replaced``
+        are (what is read and gone afterwards, what is written to its buffer). A ``marked`` function has one more result, which
+        nobody donates: it is there when all are.
         """
         segment = self.segments[number]
+        donated = {old for old, _ in replaced}
+        results = results_in_order(segment, replaced)
         cut = frozenset(sliced)
 
         def local(index: Any, *tiles: Any) -> list[Any]:
@@ -131,21 +134,34 @@ class CutRegion:
                 have.setdefault(value, {})[spec] = tile[0] if spec.unreduced else tile
             region = Region(self.lowering, self.flat, self.prefix)
             region.run_segment(have, segment.start, segment.stop, self.skipped, segment.out)
-            out = [region.tiles[value][spec] for value, spec in segment.writes]
-            out = [tile[None] if spec.unreduced else tile for tile, (_, spec) in zip(out, segment.writes, strict=True)]
+            out = [region.tiles[value][spec] for value, spec in results]
+            out = [tile[None] if spec.unreduced else tile for tile, (_, spec) in zip(out, results, strict=True)]
             return [*out, index + 1] if marked else out
 
+        out_specs = [*(crossing_spec(s) for _, s in results), *([PartitionSpec()] * marked)]
         return jax.jit(
             jax.shard_map(
                 local,
                 mesh=mesh,
                 in_specs=(PartitionSpec(), *(crossing_spec(pair[1], stacked=pair in cut) for pair in segment.reads)),
-                out_specs=[*(crossing_spec(s) for _, s in segment.writes), *([PartitionSpec()] * marked)],
+                out_specs=out_specs,
                 check_vma=False,
             ),
-            donate_argnums=tuple(i for i, pair in enumerate(segment.reads, 1) if pair in set(donated)),
+            out_shardings=[NamedSharding(mesh, spec) for spec in out_specs],  # else XLA chooses which buffer is taken
+            donate_argnums=tuple(i for i, pair in enumerate(segment.reads, 1) if pair in donated),
             keep_unused=True,  # the index says where to run
         )
+
+
+def results_in_order(segment: Segment, replaced: Sequence[tuple[Pair, Pair]]) -> tuple[Pair, ...]:
+    """What a segment writes, first what takes a buffer, in the order in which it reads what lies there.
+
+    JAX gives each donated buffer to the first result of its type that has none: in another order a result would take the buffer
+    of a value that is still read, and XLA would copy that first.
+    """
+    new = dict(replaced)
+    first = [new[pair] for pair in segment.reads if pair in new]
+    return (*first, *(pair for pair in segment.writes if pair not in first))
 
 
 def crossing_spec(spec: ShardingSpec, *, stacked: bool = False) -> PartitionSpec:

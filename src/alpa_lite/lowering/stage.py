@@ -19,7 +19,7 @@ from alpa_lite.core.spec import ShardingSpec
 from alpa_lite.costs.cuts import Pair, Segment
 from alpa_lite.costs.stage_cut import StageCut
 from alpa_lite.lowering.lower import Lowering, body_input_specs, body_output_specs
-from alpa_lite.lowering.segments import CutRegion
+from alpa_lite.lowering.segments import CutRegion, results_in_order
 from alpa_lite.plan.plan import Plan
 from alpa_lite.schedule import ActionKind
 from alpa_lite.trace.program import value_of
@@ -30,7 +30,7 @@ from alpa_lite.trace.stages import StageProgram
 
 @dataclass(frozen=True, eq=False)
 class StagePart:
-    """A jitted function of a stage: first an index (the microbatch; 0 outside the loop), then ``segment.reads``.
+    """A jitted function of a stage: first an index (the microbatch; 0 outside the loop), then ``segment.reads``; to ``results``.
 
     Attributes:
         name: "before", "forward", "backward" (or "backward, inputs" and "backward, weights") or "update k".
@@ -38,7 +38,7 @@ class StagePart:
         mesh: abstract.
         trips: microbatches.
         sliced: what is given stacked over microbatches; in another layout it is what an earlier pass made of a slice.
-        donated: what it reads and nothing reads afterwards, where a result can take the buffer.
+        replaced: what it reads and nothing reads afterwards, with the result that takes the buffer.
     """
 
     name: str
@@ -47,7 +47,17 @@ class StagePart:
     mesh: AbstractMesh
     trips: int
     sliced: frozenset[Pair] = frozenset()
-    donated: tuple[Pair, ...] = ()
+    replaced: tuple[tuple[Pair, Pair], ...] = ()
+
+    @property
+    def donated(self) -> frozenset[Pair]:
+        """What is gone afterwards."""
+        return frozenset(old for old, _ in self.replaced)
+
+    @cached_property
+    def results(self) -> tuple[Pair, ...]:
+        """What ``segment`` writes, in the order of the function's results."""
+        return results_in_order(self.segment, self.replaced)
 
     @property
     def segment(self) -> Segment:
@@ -55,12 +65,12 @@ class StagePart:
 
     @cached_property
     def function(self) -> Any:
-        return self.region.function(self.number, self.mesh, sliced=self.sliced, donated=self.donated)
+        return self.region.function(self.number, self.mesh, sliced=self.sliced, replaced=self.replaced)
 
     @cached_property
     def marked(self) -> Any:
         """As ``function``, with one more result that tells when it is over."""
-        return self.region.function(self.number, self.mesh, sliced=self.sliced, donated=self.donated, marked=True)
+        return self.region.function(self.number, self.mesh, sliced=self.sliced, replaced=self.replaced, marked=True)
 
     def structs(self, mesh: Any) -> list[Any]:
         """The arguments of ``function`` as shapes, on a mesh of devices or the abstract one."""
@@ -129,11 +139,10 @@ class LoweredStage:
         cut, inputs = self.cut, self.cut.loop_inputs
         sliced = frozenset(inputs.slices)
         outer = [
-            StagePart(name, self.outer, k, mesh, trips, donated=tuple(old for old, _ in cut.freed[k]))
-            for k, name in enumerate(cut.outer_names)
+            StagePart(name, self.outer, k, mesh, trips, replaced=cut.freed[k]) for k, name in enumerate(cut.outer_names)
         ]
         words = enumerate(cut.pass_names)
-        return (*outer, *(StagePart(name, self.body, k, mesh, trips, sliced, inputs.carries) for k, name in words))
+        return (*outer, *(StagePart(name, self.body, k, mesh, trips, sliced, cut.added[k]) for k, name in words))
 
     @property
     def passes(self) -> tuple[StagePart, ...]:

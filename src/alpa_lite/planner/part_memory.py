@@ -137,16 +137,8 @@ def _program_of(
 ) -> tuple[Program, list[ShardingSpec]]:
     """A segment as a program, and the layouts of its arguments; a value that it reads in two layouts is two of them."""
     segment = region_cut.segments[number]
-    if region_cut is cut.outer:
-        replaced = dict(cut.freed[number])
-    else:
-        sums = zip(cut.loop_inputs.carries, cut.body.results, strict=False)
-        replaced = {old: new for old, new in sums if new is not None}
-    aliases = [
-        (segment.reads.index(old), segment.writes.index(new))
-        for old, new in replaced.items()
-        if old in segment.reads and new in segment.writes
-    ]
+    replaced = cut.freed[number] if region_cut is cut.outer else cut.added[number]
+    aliases = [(segment.reads.index(old), segment.writes.index(new)) for old, new in replaced]
     taken = {position for position, _ in aliases}
     part = Program(
         values=region.values,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -36,13 +36,17 @@ from alpa_lite.planner.options import PlanOptions
 from alpa_lite.planner.realise import Realised, realise
 from alpa_lite.planner.shared import Shared
 
+Rent = Callable[[Pricer, IntraOpProblem], Sequence[np.ndarray]]
+"""Costs of all nodes with what they are charged beside their prices."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshTask:
     """What is to be planned: everything but the mesh and its prices.
 
     ``ignored_pin_ops`` are paths of ``al.pin`` ops that do not count (when a clash is explained). ``shared`` is of the program.
-    Without ``proof`` a price is enough, some percent too dear at most times.
+    Without ``proof`` a price is enough, some percent too dear at most times. ``rent`` gives costs to be added to those of nodes
+    when plans are compared; prices of the plan are without it.
     """
 
     program: Program
@@ -54,6 +58,7 @@ class MeshTask:
     shared: Shared
     ignored_pin_ops: frozenset[str] = frozenset()
     proof: bool = True
+    rent: Rent | None = None
 
 
 def plan_on_mesh(task: MeshTask, cluster: Cluster, mesh: DeviceMesh, *, cutoff: float = math.inf) -> MeshResult:
@@ -65,15 +70,16 @@ def plan_on_mesh(task: MeshTask, cluster: Cluster, mesh: DeviceMesh, *, cutoff: 
         cutoff: the search of a large problem may end once it is known to cost more than this.
     """
     begin = time.perf_counter()
-    costs, graph, problem_within = _pose(task, cluster, mesh)
+    costs, pricer, problem_within = _pose(task, cluster, mesh)
 
     def solved(limit: int | None) -> MeshResult:
         """The best plan by the solver's own count of memory, written out."""
         problem = problem_within(limit)
         problem = replace(problem, classes=node_classes(problem))
         check_problem(problem)
-        solution = solve_in_units(problem, costs, task.options, cutoff, proof=task.proof)
-        return replace(_write_out(task, costs, graph, problem, solution, begin), limit=limit)
+        charged = problem if task.rent is None else replace(problem, node_costs=tuple(task.rent(pricer, problem)))
+        solution = solve_in_units(charged, costs, task.options, cutoff, proof=task.proof)
+        return replace(_write_out(task, costs, pricer.graph, problem, solution, begin), limit=limit)
 
     return within_budget(solved, task.budget)
 
@@ -95,8 +101,8 @@ def greedy_first(task: MeshTask, cluster: Cluster, result: MeshResult) -> Search
 
 def _pose(
     task: MeshTask, cluster: Cluster, mesh: DeviceMesh
-) -> tuple[CostModel, DecisionGraph, Callable[[int | None], IntraOpProblem]]:
-    """Prices, decisions, and what is to be solved under a limit of the solver's own count of memory."""
+) -> tuple[CostModel, Pricer, Callable[[int | None], IntraOpProblem]]:
+    """Prices, what prices the decisions, and what is to be solved under a limit of the solver's own count of memory."""
     task.pins.check(mesh)
     costs = task_costs(task, cluster, mesh)
     rules = costs.rules
@@ -114,7 +120,7 @@ def _pose(
             problem = replace(problem, usages=tuple(pricer.weight_usages(weights)), num_times=1)
         return problem
 
-    return costs, graph, problem_within
+    return costs, pricer, problem_within
 
 
 def task_costs(task: MeshTask, cluster: Cluster, mesh: DeviceMesh) -> CostModel:

@@ -69,7 +69,7 @@ def stage_costs(
     cut = cut_stage(part, program, result.mesh, written)
     passes, received = cut.body.segments, set(cut.loop_inputs.received)
     later = {pair for segment in passes[1:] for pair in segment.reads}
-    residual = _bytes(cut, cut.kept[0] | (received & later))
+    residual = _bytes(cut, cut.kept[0] | (received & later & set(passes[0].reads)))
     halves = _bytes(cut, cut.kept[1]) if len(passes) == 3 else 0
     memory = _memory(peak.profile, stage_peak(cut, program, flying, on_cpu=on_cpu))
     return StageCosts(

@@ -8,28 +8,35 @@ Runs of one layer, and of two equal ones, are *solved* by the planner for one me
 so that equal layers cost the same increment each. Steps with few runs have all of them solved. A price has no proof: the search
 for the cheapest plan ends when bounds no longer rise, with a gap of some percent at most times.
 
-A run has two kinds of plans: the cheapest, and, where that does not leave enough memory, the cheapest within a *share* of the
-budget, that of the run's layers in a pipeline whose stages have equal parts of the layers and of the devices.
+A run has several plans: the cheapest, and leaner ones for where it does not fit, each the cheapest at a *rent* on what it holds
+(``stage_rent``). Rents are the same for all runs of a step, so that plans of one rent belong together. They are given as shares:
+at a share of 1 a device full of memory costs as much as all matmuls of the step, at full efficiency on all devices.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
+import numpy as np
+
 from alpa_lite.cluster.cluster import Cluster
 from alpa_lite.core.mesh import DeviceMesh
+from alpa_lite.core.program import Program
 from alpa_lite.errors import PinError
+from alpa_lite.intraop.pricing import Pricer
+from alpa_lite.intraop.problem import IntraOpProblem
 from alpa_lite.plan.pins import ResolvedPins
 from alpa_lite.planner.one_mesh import MeshTask, plan_on_mesh
 from alpa_lite.planner.options import PlanOptions
-from alpa_lite.planner.plan_step import mesh_candidates, mesh_task
+from alpa_lite.planner.plan_step import budget_bytes, mesh_candidates, mesh_task
 from alpa_lite.planner.stage_costs import stage_costs
 from alpa_lite.planner.stage_pins import stage_pins
+from alpa_lite.planner.stage_rent import held_bytes, with_rent
 from alpa_lite.schedule import InFlight
 from alpa_lite.trace.stage_runs import LayerRuns, Run
 from alpa_lite.trace.stages import StageProgram
@@ -37,8 +44,7 @@ from alpa_lite.trace.stages import StageProgram
 Kind = tuple[int, ...]  # layer classes of a run, in order
 Submesh = tuple[int, int]
 MAX_SOLVED_RUNS = 12  # different runs of layers up to which all are solved, whatever their length
-_ROUNDS = 3  # of solving within a share of the budget
-_STEP = 0.02  # share of it by which a limit is lowered at least
+RENTS = (0.01, 3.0, 30.0)  # as shares, rising; the first decides between plans that are as fast
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,28 +54,24 @@ class RunPrice:
     Attributes:
         time_s: forward and backward of one microbatch.
         once_s: per step.
-        memory_bytes: peak per device with one microbatch in flight.
-        residual_bytes: what each further one in flight adds.
-        planned_bytes: peak of the run's program, in which stand the stacks of all microbatches that it exchanges.
+        held_bytes: per device at the peak with one microbatch in flight: state, sums of gradients, the microbatch.
+        working_bytes: what the program that runs then needs beside them.
+        residual_bytes: what each further microbatch in flight adds.
     """
 
     time_s: float
     once_s: float
-    memory_bytes: float
+    held_bytes: float
+    working_bytes: float
     residual_bytes: float
-    planned_bytes: float
-
-    def in_flight(self, microbatches: int) -> float:
-        """Bytes per device with so many microbatches in flight."""
-        return self.memory_bytes + (microbatches - 1) * self.residual_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """How a stage may be planned on a submesh: its logical mesh, and whether within a share of the memory budget."""
+    """How a stage may be planned on a submesh: its logical mesh, and which of ``RENTS`` is charged for memory."""
 
     mesh: DeviceMesh
-    frugal: bool = False
+    rent: int = 0
 
 
 class RunPrices:
@@ -87,6 +89,7 @@ class RunPrices:
         self.tell = progress or (lambda text: None)
         self.parts: dict[Kind, tuple[StageProgram, MeshTask]] = {}
         self.solved: dict[tuple[Kind, Submesh, Choice], RunPrice | None] = {}
+        self._least_s: dict[int, float] = {}
         self.num_solves = 0
 
     @property
@@ -106,7 +109,7 @@ class RunPrices:
         return len(kind) > 2 and not self.all_solved
 
     def choices(self, submesh: Submesh) -> tuple[Choice, ...]:
-        """The cheapest plan on each logical mesh, then the cheapest within a share of the memory.
+        """The cheapest plan on each logical mesh, then those at higher rents.
 
         On several hosts one axis has at most the devices of a host: what it splits is exchanged inside of hosts.
         """
@@ -115,7 +118,7 @@ class RunPrices:
         if cluster.num_hosts > 1 and self.options.mesh_shape is None:
             inner = [m for m in meshes if len(m.shape) == 1 or min(m.shape[1:]) <= cluster.devices_per_host]
             meshes = [m for m in inner if len(m.shape) == 1 or math.prod(m.shape[1:]) <= cluster.devices_per_host]
-        return tuple(Choice(mesh=mesh, frugal=frugal) for frugal in (False, True) for mesh in meshes)
+        return tuple(Choice(mesh=mesh, rent=rent) for rent in range(len(RENTS)) for mesh in meshes)
 
     def on(self, submesh: Submesh) -> Cluster:
         hosts, devices = submesh
@@ -123,14 +126,17 @@ class RunPrices:
 
     def prepare(self, kinds: Iterable[Kind]) -> None:
         """Make the programs of kinds of runs, together, because each cut of the step costs time."""
-        first: dict[Kind, Run] = {}
-        for i in range(self.num_layers):
-            for j in range(i, self.num_layers):
-                first.setdefault(self.kind((i, j)), (i, j))
-        wanted = {first[kind]: kind for kind in kinds if kind not in self.parts}
+        wanted = {self._first(kind): kind for kind in kinds if kind not in self.parts}
         for run, (part, program) in self.runs.programs(wanted).items():
             own = stage_pins(self.pins, part, program)
             self.parts[wanted[run]] = part, mesh_task(program, self.cluster, own, self.options)
+
+    def _first(self, kind: Kind) -> Run:
+        """The first run of a kind."""
+        classes, length = self.runs.classes, len(kind)
+        starts = range(self.num_layers - length + 1)
+        first = next(i for i in starts if classes[i : i + length] == kind)
+        return first, first + length - 1
 
     def parts_of(self, kind: Kind) -> Counter[Kind]:
         """The solved prices that make up a run's, with how often each is added."""
@@ -153,61 +159,69 @@ class RunPrices:
     def _solve(self, kind: Kind, submesh: Submesh, choice: Choice) -> RunPrice | None:
         self.prepare([kind])
         part, task = self.parts[kind]
-        cluster = self.on(submesh)
-        if not choice.frugal:
-            return self._plan(part, task, cluster, choice.mesh, math.inf)
-        best = self.price(kind, submesh, replace(choice, frugal=False))
-        if best is None:
-            return None
-        share, flying = self.share(kind, submesh, choice, task.budget)
-        for _ in range(_ROUNDS):
-            excess = best.in_flight(flying) - share
-            limit = best.planned_bytes - math.ceil(max(excess, _STEP * share))
-            if excess <= 0 or limit <= 0:
-                break
-            found = self._plan(part, task, cluster, choice.mesh, limit)
-            if found is None:
-                break
-            best = found
-        return best
-
-    def share(self, kind: Kind, submesh: Submesh, choice: Choice, budget: float) -> tuple[float, int]:
-        """The part of the budget for these layers, and the microbatches in flight, in a pipeline of such submeshes.
-
-        What is no layer of the most common class gets what those beside it in its stage leave.
-        """
-        stages = max(1, self.cluster.num_devices // math.prod(submesh))
-        per_stage = max(len(kind), math.ceil(self.num_layers / stages))
-        flying = min(stages, self.num_microbatches)
-        common = Counter(self.runs.classes).most_common(1)[0][0]
-        if set(kind) != {common}:
-            inner = self.price((common,), submesh, choice)
-            if inner is not None:
-                return budget - (per_stage - len(kind)) * inner.in_flight(flying), flying
-        return budget * len(kind) / per_stage, flying
-
-    @property
-    def num_microbatches(self) -> int:
-        count = self.options.num_microbatches
-        return count if isinstance(count, int) else 1
-
-    def _plan(
-        self, part: StageProgram, task: MeshTask, cluster: Cluster, mesh: DeviceMesh, limit: float
-    ) -> RunPrice | None:
         self.num_solves += 1
+        cluster, mesh = self.on(submesh), choice.mesh
         self.tell(f"pricing layers {part.layers[0]}-{part.layers[-1]} on {cluster}, mesh {mesh}")
+        stages = max(1, min(self.num_layers, self.cluster.num_devices // math.prod(submesh)))
+        flying, rent_s = min(stages, self.num_microbatches), RENTS[choice.rent] * self.rent_unit_s
+
+        def rent(pricer: Pricer, problem: IntraOpProblem) -> Sequence[np.ndarray]:
+            return with_rent(problem, held_bytes(pricer, part, task.program, flying), rent_s)
+
+        task = replace(task, budget=math.inf, proof=False, rent=rent if rent_s else None)
         try:
-            result = plan_on_mesh(replace(task, budget=limit, proof=False), cluster, mesh)
+            result = plan_on_mesh(task, cluster, mesh)
         except PinError:
             return None
         if result.realised is None or result.peak is None:
             return None
         one, on_cpu = InFlight(stage=0, inputs=1, residuals=1), cluster.device.platform == "cpu"
         costs = stage_costs(part, task.program, result, one, on_cpu=on_cpu)
+        working = min(costs.memory.temporaries, costs.memory.peak)
         return RunPrice(
             time_s=costs.forward_s + costs.backward_s,
             once_s=costs.once_s,
-            memory_bytes=costs.memory.peak,
+            held_bytes=costs.memory.peak - working,
+            working_bytes=working,
             residual_bytes=costs.residual_bytes,
-            planned_bytes=result.peak.profile.peak,
         )
+
+    @cached_property
+    def rent_unit_s(self) -> float:
+        """Seconds per step and byte at a share of 1."""
+        budget = budget_bytes(self.cluster, self.options)
+        times = Counter(self.runs.classes)
+        self.prepare((c,) for c in times)
+        whole_s = sum(self.least_time_s(c) * count for c, count in times.items()) * self.num_microbatches
+        return whole_s / self.cluster.num_devices / budget if budget > 0 else 0.0
+
+    def least_time_s(self, layer_class: int) -> float:
+        """Seconds that one microbatch of a layer takes one device at least; 0 for conventions that count no time."""
+        if layer_class not in self._least_s:
+            self.prepare([(layer_class,)])
+            part, task = self.parts[layer_class,]
+            self._least_s[layer_class] = _least_time_s(task.program, part.loop, self.cluster, self.options)
+        return self._least_s[layer_class]
+
+    @property
+    def num_microbatches(self) -> int:
+        count = self.options.num_microbatches
+        return count if isinstance(count, int) else 1
+
+
+def _least_time_s(program: Program, loop: int, cluster: Cluster, options: PlanOptions) -> float:
+    """Matmuls of a stage's loop on one device at full efficiency, for one microbatch."""
+    if options.costs not in ("roofline", "measured") or options.compute is False:
+        return 0.0
+    device = cluster.device
+
+    def flops_s(body: Program) -> float:
+        total = 0.0
+        for op in body.ops:
+            total += op.trip_count * sum(map(flops_s, op.bodies))
+            if op.primitive in ("dot_general", "conv_general_dilated") and op.inputs[0] >= 0:
+                dtype = body.values[op.inputs[0]].dtype
+                total += op.flops / (device.peak_flops_per_s(dtype, True) * device.matmul_efficiency)
+        return total
+
+    return sum(map(flops_s, program.ops[loop].bodies))

@@ -59,8 +59,8 @@ class StageSearch:
 
     def best(self, num_stages: int | None = None) -> FoundCut | None:
         """The best cut, of all or into ``num_stages`` stages; None where memory or devices allow none."""
+        slicing = self._slice(num_stages)
         for _ in range(_MAX_TURNS):
-            slicing = self._slice(num_stages)
             if slicing is None:
                 return None
             cells = [
@@ -70,8 +70,19 @@ class StageSearch:
             missing = self.table.missing(cells)
             if not missing:
                 return self._found(slicing, cells)
-            self.table.solve(missing)
+            before = self._entries(slicing)
+            worse = self.table.solve(missing)
+            if not worse or self._entries(slicing) != before:  # else it is still the best
+                slicing = self._slice(num_stages)
         raise AssertionError("the search of stages does not end")
+
+    def _entries(self, slicing: StageSlicing) -> list[tuple[float, float, bool]]:
+        """What the table says of the stages of a slicing."""
+        table, last = self.table, len(slicing.stages) - 1
+        return [
+            (float(table.cost_s[entry]), float(table.once_s[entry]), bool(table.tolerated[entry] >= last - number))
+            for number, entry in enumerate(slicing.stages)
+        ]
 
     def bound_s(self, num_stages: int) -> float:
         """What no cut into so many stages is below, by what is solved so far; inf where there is none."""

@@ -4,9 +4,9 @@ In come prices (``stage_prices``), out come arrays. A price that was not solved 
 
 - a single layer: its matmuls at full efficiency on all devices of the submesh, and no fewer seconds times devices than on
   the smaller submeshes where it was solved (more devices exchange more); what has no fewer matmuls than the most common layer
-  takes no less time than that one;
-- a run: the sum of its layers, each free to choose alone;
-- a plan within a share of the memory: the cheapest plan without one; its memory as if it took none.
+  takes no less time than that one and its further matmuls;
+- a run: the sum of its layers, each free to choose alone; they work one after the other;
+- a plan at a higher rent: that at the lowest one; its memory as if it took none.
 
 So a slicing of which every stage is solved is the best of the table, whatever the other entries will turn out to be
 (``stage_search`` solves what the best slicing touches until that is so).
@@ -23,12 +23,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from alpa_lite.cluster.cluster import Cluster
-from alpa_lite.core.program import Program
 from alpa_lite.interop import admissible_submeshes
-from alpa_lite.planner.stage_prices import Kind, RunPrice, RunPrices, Submesh
+from alpa_lite.planner.stage_prices import RENTS, Kind, RunPrice, RunPrices, Submesh
 
 Array = NDArray[np.float64]
-TIME, ONCE, MEMORY, RESIDUAL = range(4)
+TIME, ONCE, HELD, WORKING, RESIDUAL = range(5)
+SUMMED = [TIME, ONCE, HELD, RESIDUAL]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +78,8 @@ class StageTable:
         self.tolerated = np.full(shape, -1, dtype=np.int64)
         self.transfer_s = _transfers(cluster, self.submeshes, boundary_bytes)
         self.known: dict[Kind, Array] = {}
+        self.forbidden: dict[Cell, int] = {}
+        self.singles: dict[int, Array] = {}
         prices.prepare({(c,) for c in prices.runs.classes})
         self.refresh(self.cells)
 
@@ -96,10 +98,10 @@ class StageTable:
         open_meshes: list[Cell] = []
         singles, longer = [], []
         for cell in cells:
-            half = len(self.choices[cell.submesh]) // 2
+            meshes = self.num_meshes(cell.submesh)
             kinds = [(c,) for c in dict.fromkeys(cell.kind)]
             if common in kinds:
-                open_meshes += [Cell(common, cell.submesh, c) for c in {*range(half), cell.choice}]
+                open_meshes += [Cell(common, cell.submesh, c) for c in {*range(meshes), cell.choice}]
             singles += [Cell(kind, cell.submesh, cell.choice) for kind in kinds]
             longer += [Cell(kind, cell.submesh, cell.choice) for kind in self.prices.parts_of(cell.kind)]
         for group in (open_meshes, singles, longer):
@@ -107,88 +109,119 @@ class StageTable:
                 return found
         return []
 
-    def solve(self, cells: Sequence[Cell]) -> None:
-        """Solve entries, and whatever of the table they are part of."""
+    def num_meshes(self, submesh: int) -> int:
+        """Logical meshes of a submesh: so many choices have one rent."""
+        return len(self.choices[submesh]) // len(RENTS)
+
+    def solve(self, cells: Sequence[Cell]) -> bool:
+        """Solve entries, and whatever of the table they are part of; returns whether entries became worse alone."""
         self.prices.prepare(cell.kind for cell in cells)
         for cell in cells:
             submesh = self.submeshes[cell.submesh]
             price = self.prices.price(cell.kind, submesh, self.choices[cell.submesh][cell.choice])
-            rows = self.known.setdefault(cell.kind, np.full((len(self.submeshes), self.width, 4), np.nan))
+            rows = self.known.setdefault(cell.kind, np.full((len(self.submeshes), self.width, 5), np.nan))
             rows[cell.submesh, cell.choice] = _row(price)
         touched = {cell.kind for cell in cells}
-        self.refresh([k for k in self.cells if touched & {k, *self.prices.parts_of(k), *((c,) for c in k)}])
+        self.singles.clear()
+        return self.refresh([k for k in self.cells if touched & {k, *self.prices.parts_of(k), *((c,) for c in k)}])
 
     def forbid(self, cell: Cell, later: int) -> None:
         """What was planned and did not fit with so many stages after it does not tolerate them."""
-        rows = self.cells[cell.kind]
-        where = (*rows, cell.submesh, cell.choice)
-        self.tolerated[where] = np.minimum(self.tolerated[where], later - 1)
+        self.forbidden[cell] = min(later - 1, self.forbidden.get(cell, later))
+        self.refresh([cell.kind])
 
-    def refresh(self, kinds: Iterable[Kind]) -> None:
-        """Write the entries of some kinds of runs anew."""
+    def refresh(self, kinds: Iterable[Kind]) -> bool:
+        """Write the entries of some kinds of runs anew; returns whether none became better."""
+        worse = True
         for kind in kinds:
-            values = self._values(kind)
-            first, last = self.cells[kind]
+            values, (first, last) = self._values(kind), self.cells[kind]
+            tolerated = self._tolerated(values)
+            for cell, most in self.forbidden.items():
+                if cell.kind == kind:
+                    tolerated[cell.submesh, cell.choice] = min(most, tolerated[cell.submesh, cell.choice])
+            cost_s, once_s, known = (table[first[0], last[0]] for table in (self.cost_s, self.once_s, self.tolerated))
+            worse &= bool(
+                (values[..., TIME] >= cost_s).all()
+                and (values[..., ONCE] >= once_s).all()
+                and (tolerated <= known).all()
+            )
             self.cost_s[first, last] = values[..., TIME]
             self.once_s[first, last] = values[..., ONCE]
-            self.tolerated[first, last] = self._tolerated(values)
+            self.tolerated[first, last] = tolerated
+        return worse
 
     def _values(self, kind: Kind) -> Array:
         """(submesh, choice, number) of a run: solved, composed, or bounded."""
-        bound = sum((count * self._single(c) for c, count in Counter(kind).items()), start=self._nothing())
+        counts = Counter(kind)
+        bound = sum((count * self._single(c) for c, count in counts.items()), start=self._nothing())
+        bound[..., WORKING] = np.max([self._single(c)[..., WORKING] for c in counts], axis=0)
         if not self.prices.composed(kind):
             return np.where(np.isnan(known := self._known(kind)), bound, known) if len(kind) > 1 else bound
         # The sum of single layers, and for equal neighbours what they cost more together.
         for pair, count in Counter(pair for pair in pairwise(kind) if pair[0] == pair[1]).items():
-            alone = self._single(pair[0]) + self._single(pair[1])
+            together, alone = self._known(pair), 2 * self._single(pair[0])
             with np.errstate(invalid="ignore"):
-                more = self._known(pair) - alone
-            bound = bound + count * np.where(np.isnan(more), 0.0, more)
+                more = together[..., SUMMED] - alone[..., SUMMED]
+                # Of two that are held by one, one works at a time.
+                more[..., SUMMED.index(HELD)] += together[..., WORKING] - alone[..., WORKING] / 2
+            for m, choices in enumerate(self.choices):
+                meshes = self.num_meshes(m)
+                for begin in range(meshes, len(choices), meshes):
+                    leaner = more[m, begin : begin + meshes, :2]
+                    leaner[...] = np.where(np.isnan(leaner), more[m, :meshes, :2], leaner)
+            bound[..., SUMMED] += count * np.where(np.isnan(more), 0.0, more)
         bound = np.where(np.isnan(bound), np.inf, bound)
         bound[..., 1:] = np.maximum(bound[..., 1:], 0.0)
         return bound
 
     def _known(self, kind: Kind) -> Array:
         found = self.known.get(kind)
-        return np.full((len(self.submeshes), self.width, 4), np.nan) if found is None else found
+        return np.full((len(self.submeshes), self.width, 5), np.nan) if found is None else found
 
     def _nothing(self) -> Array:
         """Zeros; inf where a submesh has no such choice."""
-        found = np.zeros((len(self.submeshes), self.width, 4))
+        found = np.zeros((len(self.submeshes), self.width, 5))
         for m, choices in enumerate(self.choices):
             found[m, len(choices) :] = np.inf
         return found
 
     def _single(self, layer_class: int) -> Array:
-        part, task = self.prices.parts[layer_class,]
-        least_s = _least_time_s(task.program, part.loop, self.prices)  # of all devices together
+        if layer_class not in self.singles:
+            self.singles[layer_class] = self._bounded(layer_class)
+        return self.singles[layer_class]
+
+    def _bounded(self, layer_class: int) -> Array:
+        """(submesh, choice, number) of a single layer."""
+        whole_s = least_s = self.prices.least_time_s(layer_class)  # of all devices together
         known, bound = self._known((layer_class,)), self._nothing()
-        like, share = self._like_common(layer_class, least_s)
         for m, choices in enumerate(self.choices):
-            half = len(choices) // 2
-            times = known[m, :half, TIME]
+            meshes = self.num_meshes(m)
+            times = known[m, :meshes, TIME]
             bound[m, : len(choices), TIME] = least_s / self.sizes[m]
             if not np.isnan(times).any() and np.isfinite(times).any():
                 least_s = max(least_s, float(times.min()) * self.sizes[m])
-            bound[m, :half, TIME] = np.fmax(bound[m, :half, TIME], share * like[m, :half, TIME])
-            solved = ~np.isnan(times)
-            bound[m, half : 2 * half, :2][solved] = known[m, :half, :2][solved]
+            like_s = self._like_common(layer_class, whole_s, m)
+            bound[m, :meshes, TIME] = np.fmax(bound[m, :meshes, TIME], like_s)
+            bound[m, :meshes, :2][~np.isnan(times)] = known[m, :meshes, :2][~np.isnan(times)]
+            for begin in range(meshes, len(choices), meshes):
+                bound[m, begin : begin + meshes, :2] = bound[m, :meshes, :2]
         return np.where(np.isnan(known), bound, known)
 
-    def _like_common(self, layer_class: int, least_s: float) -> tuple[Array, float]:
-        """Prices of the most common layer, and which part of them another layer takes at least, by its FLOPs."""
+    def _like_common(self, layer_class: int, whole_s: float, submesh: int) -> Array:
+        """Per logical mesh the least time of a layer by that of the most common one and what it has more, or less, of matmuls."""
         common = Counter(self.prices.runs.classes).most_common(1)[0][0]
-        part, task = self.prices.parts[common,]
-        whole_s = _least_time_s(task.program, part.loop, self.prices)
-        share = min(1.0, least_s / whole_s) if whole_s and layer_class != common else 0.0
-        found = self._known((common,))
-        return np.where(np.isfinite(found), found, 0.0), share
+        common_s = self.prices.least_time_s(common)
+        times = self._known((common,))[submesh, : self.num_meshes(submesh), TIME]
+        if layer_class == common or not common_s:
+            return np.zeros(len(times))
+        more_s = max(0.0, whole_s - common_s) / self.sizes[submesh]
+        return np.where(np.isfinite(times), min(1.0, whole_s / common_s) * times + more_s, 0.0)
 
     def _is_solved(self, cell: Cell) -> bool:
         return not np.isnan(self._known(cell.kind)[cell.submesh, cell.choice, TIME])
 
     def _tolerated(self, values: Array) -> NDArray[np.int64]:
-        left = self.budget - values[..., MEMORY]
+        left = self.budget - values[..., HELD] - values[..., WORKING]
         with np.errstate(divide="ignore", invalid="ignore"):
             more = np.where(values[..., RESIDUAL] > 0, np.floor(left / values[..., RESIDUAL]), np.inf)
         most = np.where(left >= 0, 1 + more, 0)
@@ -197,26 +230,8 @@ class StageTable:
 
 def _row(price: RunPrice | None) -> Sequence[float]:
     if price is None:
-        return (np.inf, 0.0, 0.0, 0.0)
-    return (price.time_s, price.once_s, price.memory_bytes, price.residual_bytes)
-
-
-def _least_time_s(program: Program, loop: int, prices: RunPrices) -> float:
-    """Seconds that one microbatch of a stage takes one device at least; 0 for conventions that count no time."""
-    if prices.options.costs not in ("roofline", "measured") or prices.options.compute is False:
-        return 0.0
-    device = prices.cluster.device
-
-    def flops_s(body: Program) -> float:
-        total = 0.0
-        for op in body.ops:
-            total += op.trip_count * sum(map(flops_s, op.bodies))
-            if op.primitive in ("dot_general", "conv_general_dilated") and op.inputs[0] >= 0:
-                dtype = body.values[op.inputs[0]].dtype
-                total += op.flops / (device.peak_flops_per_s(dtype, True) * device.matmul_efficiency)
-        return total
-
-    return sum(map(flops_s, program.ops[loop].bodies))
+        return (np.inf, 0.0, 0.0, 0.0, 0.0)
+    return (price.time_s, price.once_s, price.held_bytes, price.working_bytes, price.residual_bytes)
 
 
 def _transfers(cluster: Cluster, submeshes: Sequence[Submesh], boundary_bytes: Sequence[float]) -> Array:

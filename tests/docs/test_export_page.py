@@ -22,7 +22,12 @@ def test_the_blocks_run_and_say_what_their_comments_say(tmp_path, monkeypatch):
     names = {"__name__": "page"}
     for block in pages.python_blocks(TEXT):
         exec(block, names)
-    part, plan = names["part"], names["plan"]
+    part, plan, last = names["part"], names["plan"], names["last"]
+    assert last.stages == (1,) and list(last.parameters) == ["0/down"]
+    assert last.programs("cuda")[1, "forward"].nr_devices == 2
+    value, (x, y) = jax.jit(names["two_stages"]), np.ones((2, 64, 256), np.float32)
+    results = names["train"](names["params"]["down"], names["params"]["up"], x, y)
+    np.testing.assert_allclose(results[2], value(names["params"], x, y)[1], rtol=1e-5)
     assert part.slices["1"] == ((0, 32), (0, 256))
     assert part.specs["0/up"] == jax.sharding.PartitionSpec(None, "model")
     for path, leaf in {"0/up": names["placed"]["up"], "0/down": names["placed"]["down"]}.items():

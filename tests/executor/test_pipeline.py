@@ -241,12 +241,10 @@ def test_plan_of_other_boundaries():
         al.parallelize(step_of(earlier), plan=plan)(*arguments())
 
 
-def test_what_plans_of_stages_do_not_have(tmp_path):
+def test_what_plans_of_stages_do_not_have():
     step = parallel(2, "1f1b")
     with pytest.raises(ClusterError, match=r"device .cpu.\. Known GPUs are"):
         step.verify(*arguments())
-    with pytest.raises(AlpaLiteError, match="an export of a plan with 2 stages"):
-        step.plan(*arguments()).export(train_step, tmp_path / "out", *arguments())
 
 
 def test_state_has_its_home_where_it_is_updated():

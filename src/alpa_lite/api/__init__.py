@@ -17,6 +17,7 @@ from alpa_lite.costs.profile import roles_of
 from alpa_lite.errors import AlpaLiteError, ExportError
 from alpa_lite.executor.calibrate import local_cluster
 from alpa_lite.executor.load_export import ExportedPart, load_part
+from alpa_lite.executor.load_stages import ExportedStages
 from alpa_lite.intraop.restrict import weight_positions
 from alpa_lite.plan.files import as_path
 from alpa_lite.plan.load import load_plan as read_plan
@@ -213,8 +214,10 @@ def load_plan(path: str | PathLike[str]) -> Plan:
     return replace(read_plan(path), trees=Trees())
 
 
-def load_export(out_dir: str | PathLike[str], rank: int) -> ExportedPart:
+def load_export(out_dir: str | PathLike[str], rank: int) -> ExportedPart | ExportedStages:
     """Read one rank's part of a folder that ``plan.export`` wrote: the step, this rank's slices, the layouts.
+
+    Of a plan with several stages: the programs of this rank's stages, and what is done with those of all in one step.
 
     Raises:
         ExportError: there is no export, a file is missing or changed, it is of another version, or has no such rank.

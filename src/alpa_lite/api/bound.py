@@ -15,6 +15,7 @@ from alpa_lite.core.rule_text import NamedRule
 from alpa_lite.core.spec import ShardingSpec
 from alpa_lite.errors import AlpaLiteError, ArgumentsError, PlanFileError, TraceError, user_line
 from alpa_lite.executor.export import check_target, write_export
+from alpa_lite.executor.export_stages import write_stages
 from alpa_lite.executor.verify_plan import VerifyReport, verify_plan
 from alpa_lite.executor.verify_stages import StagesReport, verify_stages
 from alpa_lite.lowering.lower import partition_spec
@@ -89,7 +90,6 @@ class Trees:
     def export(
         self, plan: Plan, fn: Any, out_dir: Path, args: tuple[Any, ...], kwargs: dict[str, Any], overwrite: bool
     ) -> None:
-        one_mesh_only(plan, "an export")
         check_target(out_dir, overwrite=overwrite)
         settings = dict(plan.options)
         static: Any = settings.get("static_argnums", ())
@@ -99,7 +99,11 @@ class Trees:
         traced = traced_for(plan, fn, args, kwargs)
         dynamic = [a for i, a in enumerate(args) if i not in static]
         dynamic += [kwargs[k] for k in sorted(kwargs) if k not in names]
-        write_export(plan, traced, jax.tree_util.tree_leaves(dynamic), out_dir, overwrite=overwrite)
+        leaves = jax.tree_util.tree_leaves(dynamic)
+        if plan.pipeline is None:
+            write_export(plan, traced, leaves, out_dir, overwrite=overwrite)
+        else:
+            write_stages(plan, traced, staged_for(plan, traced), leaves, out_dir, overwrite=overwrite)
 
 
 def traced_for(
@@ -177,15 +181,6 @@ def _recomputing(traced: Traced, remat: Rematerialisation, rules: tuple[NamedRul
             "with al.plan."
         )
     return rematerialised_step(traced, remat, rules)
-
-
-def one_mesh_only(plan: Plan, what: str) -> None:
-    """Refuse what plans with several stages do not have."""
-    if plan.pipeline is not None:
-        raise AlpaLiteError(
-            f"{what} of a plan with {len(plan.stages)} stages is not possible; plans of one stage have it. At {user_line()}. "
-            "Plan with num_stages=1 for it."
-        )
 
 
 def _rules_of(plan: Plan) -> tuple[NamedRule, ...]:

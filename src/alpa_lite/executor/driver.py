@@ -13,7 +13,6 @@ from typing import Any
 from alpa_lite.executor.loop_io import StageLoop
 from alpa_lite.executor.measure import Recorder
 from alpa_lite.executor.stage_run import StageRun, StageRunner
-from alpa_lite.lowering.segments import crossing_sharding
 from alpa_lite.lowering.transfer import Arriving, Transfers
 from alpa_lite.schedule import Action, ActionKind, Instructions
 from alpa_lite.schedule.instructions import BufferId, Free, Instruction, Recv, Run, Send, Zeros
@@ -159,7 +158,7 @@ class Driver:
             results = runner.stage.body.results
             pair = results[len(results) - len(runner.sent) + list(runner.sent).index(value)]
             assert pair is not None
-            return crossing_sharding(pair[1], runner.mesh)
+            return runner.layout(pair[1])
         reader = next(
             s for s, m in enumerate(self.meshes) if m == mesh and value in self.runners[s].arrival_of.values()
         )

@@ -6,9 +6,9 @@ or not at all. ``docs/export.md`` lists the files; ``load_export.py`` reads them
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -27,6 +27,7 @@ from alpa_lite.plan.records import Leaf
 from alpa_lite.trace.program import Traced
 
 PLAN, SLICES = "plan.json", "slices.json"
+Lowered = TypeVar("Lowered")
 _INSTALL = "pip install 'alpa-lite[export]'"
 
 
@@ -40,21 +41,48 @@ def write_export(plan: Plan, traced: Traced, leaves: Sequence[Any], out_dir: Pat
     Raises:
         ExportError: ``out_dir`` is not empty or not writable, the step cannot be exported, or a leaf is not here.
     """
-    check_target(out_dir, overwrite=overwrite)
-    stored = {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, jax.ShapeDtypeStruct)}
     steps = _lowered(plan, traced)
+    files: dict[str, str | bytes] = {step_file(platform): step for platform, step in steps.items()}
+    write_folder(
+        plan, traced, files | _texts(plan, traced), tuple(steps), stored_leaves(leaves), out_dir, overwrite=overwrite
+    )
+
+
+def stored_leaves(leaves: Sequence[Any]) -> dict[int, Any]:
+    """Those that have values, by position."""
+    return {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, jax.ShapeDtypeStruct)}
+
+
+def write_folder(
+    plan: Plan,
+    traced: Traced,
+    files: Mapping[str, str | bytes],
+    platforms: tuple[str, ...],
+    stored: Mapping[int, Any],
+    out_dir: Path,
+    *,
+    overwrite: bool,
+) -> None:
+    """Writes ``files``, the plan, the parts of all ranks and the manifest.
+
+    Args:
+        files: relative name -> content.
+        platforms: what the programs among them were lowered for.
+        stored: argument leaves of the plan whose values are stored, by position.
+        overwrite: as in ``write_export``, like the errors.
+    """
+    check_target(out_dir, overwrite=overwrite)
     state = traced.program.aliases
     try:
         with folder_at_once(out_dir) as folder:
-            for platform, step in steps.items():
-                (folder / step_file(platform)).write_bytes(step)
             (folder / PLAN).write_bytes(encode_plan(plan))
-            for name, text in _texts(plan, traced).items():
-                (folder / name).write_text(text, encoding="utf-8")
+            for name, content in files.items():
+                (folder / name).parent.mkdir(exist_ok=True)
+                (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
             _write_ranks(plan, stored, folder)
             manifest = Manifest(
-                num_ranks=plan.mesh.num_devices,
-                platforms=tuple(steps),
+                num_ranks=num_ranks(plan),
+                platforms=platforms,
                 donated=tuple(i for i, _ in state if traced.program.donated[i]),
                 state=state,
                 jax_version=jax.__version__,
@@ -67,6 +95,11 @@ def write_export(plan: Plan, traced: Traced, leaves: Sequence[Any], out_dir: Pat
             f"the plan cannot be exported to {str(out_dir)!r}: {error.strerror or error}. It must be a new or empty folder in "
             "an existing one that you may write to, on a disk with room. Nothing was written. Correct the path."
         ) from error
+
+
+def num_ranks(plan: Plan) -> int:
+    """One per device that a stage lies on, counted through the cluster."""
+    return max(stage.first_device + stage.mesh.num_devices for stage in plan.stages)
 
 
 def check_target(out_dir: Path, *, overwrite: bool) -> None:
@@ -88,16 +121,21 @@ def check_target(out_dir: Path, *, overwrite: bool) -> None:
 
 
 def _lowered(plan: Plan, traced: Traced) -> dict[str, bytes]:
-    """The step for the cluster's platform, and for CPU, where an export can be tried, unless it holds ops that CPUs lack.
+    """The step, per platform."""
+    step, args = abstract_step(traced, plan)
+    return lowered_for(plan, lambda platform: serialize_step(step, args, platform))
+
+
+def lowered_for(plan: Plan, lower: Callable[[str], Lowered]) -> dict[str, Lowered]:
+    """What ``lower`` makes for the cluster's platform, and for CPU, where an export can be tried, unless that lacks an op.
 
     One artefact per platform: JAX puts a choice by platform around every all-gather of a common one, which XLA keeps.
     """
     own = Cluster.parse(plan.identity.cluster).device.platform
-    step, args = abstract_step(traced, plan)
-    steps: dict[str, bytes] = {}
+    found: dict[str, Lowered] = {}
     for platform in dict.fromkeys((own, "cpu")):
         try:
-            steps[platform] = serialize_step(step, args, platform)
+            found[platform] = lower(platform)
         except ImportError as error:
             raise ExportError(
                 f"jax.export cannot write the step: {error}. It needs the package flatbuffers. In the environment that runs "
@@ -110,7 +148,7 @@ def _lowered(plan: Plan, traced: Traced) -> dict[str, bytes]:
                 f"the step cannot be exported: {error}\nAllowed is what jax.export takes: no host callbacks such as "
                 "jax.debug.print, no custom calls without a stability promise. Leave them out of the function to export it."
             ) from error
-    return steps
+    return found
 
 
 def step_file(platform: str) -> str:
@@ -134,13 +172,10 @@ def rank_folder(rank: int) -> str:
     return f"rank_{rank}"
 
 
-def _write_ranks(plan: Plan, stored: dict[int, Any], folder: Path) -> None:
-    """Per rank: which slice of every argument is its, and those whose values are known as ``.npy``."""
-    ranks = range(plan.mesh.num_devices)
-    boxes = [
-        Placement(spec=leaf.spec, mesh=plan.mesh, devices=tuple(ranks)).boxes(leaf.value.shape) for leaf in plan.inputs
-    ]
-    for rank in ranks:
+def _write_ranks(plan: Plan, stored: Mapping[int, Any], folder: Path) -> None:
+    """Per rank: which slice of every argument of its stages is its, and those whose values are known as ``.npy``."""
+    boxes = [_boxes(plan, leaf) for leaf in plan.inputs]
+    for rank in range(num_ranks(plan)):
         part = folder / rank_folder(rank)
         part.mkdir()
         rows = {
@@ -149,10 +184,18 @@ def _write_ranks(plan: Plan, stored: dict[int, Any], folder: Path) -> None:
                 "file": f"{i}.npy" if i in stored else None,
             }
             for i, leaf in enumerate(plan.inputs)
+            if rank in boxes[i]
         }
         (part / SLICES).write_text(json_text(rows), encoding="utf-8")
     for i, value in stored.items():
         _write_slices(raw_array(value, plan.inputs[i]), boxes[i], f"{i}.npy", folder)
+
+
+def _boxes(plan: Plan, leaf: Leaf) -> dict[int, Box]:
+    """The part of a leaf that each rank of its stage holds."""
+    stage = plan.stages[leaf.stage]
+    ranks = tuple(range(stage.first_device, stage.first_device + stage.mesh.num_devices))
+    return Placement(spec=leaf.spec, mesh=stage.mesh, devices=ranks).boxes(leaf.value.shape)
 
 
 def _write_slices(array: np.ndarray, boxes: dict[int, Box], name: str, folder: Path) -> None:

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from alpa_lite.errors import ExportError, LaunchError
-from alpa_lite.plan.manifest import read_manifest
+from alpa_lite.plan.manifest import PIPELINE, read_manifest
 
 _WORKER = "alpa_lite.executor.launch_worker"
 _REPORT = "report.txt"
@@ -82,6 +82,12 @@ def _check(request: LaunchRequest, num_ranks: int | None) -> None:
         raise ExportError(
             f"{num_ranks} ranks were asked of the export {request.folder!r}, which has {manifest.num_ranks}. Its step is one "
             f"program for exactly that many devices. Leave the number out, or plan for 1x{num_ranks} and export again."
+        )
+    if PIPELINE in manifest.files:
+        raise ExportError(
+            f"the export {request.folder!r} is a pipeline, whose stages are programs of their own. The launcher starts ranks "
+            f"that run one program together. Run it in one process on {manifest.num_ranks} devices, "
+            "al.load_export(folder, 0).step(), or plan with num_stages=1 and export again."
         )
     if "cpu" not in manifest.platforms:
         raise ExportError(

@@ -67,11 +67,11 @@ def _run(request: dict[str, Any]) -> None:
     import jax
 
     from alpa_lite.executor.global_arguments import given_values, global_arguments
-    from alpa_lite.executor.load_export import load_part
+    from alpa_lite.executor.load_export import ExportedPart, load_part
 
     folder = Path(request["folder"])
     own = {d.id: rank for rank, d in enumerate(jax.devices()) if d.process_index == jax.process_index()}
-    parts = {rank: load_part(folder, rank) for rank in own.values()}
+    parts = {rank: part for rank in own.values() if isinstance(part := load_part(folder, rank), ExportedPart)}
     part = next(iter(parts.values()))
     if any(leaf.value.dtype in _WIDE for leaf in (*part.plan.inputs, *part.plan.outputs)):
         jax.config.update("jax_enable_x64", True)

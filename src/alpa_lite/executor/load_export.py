@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from alpa_lite.costs.tiles import Box
 from alpa_lite.errors import ExportError
 from alpa_lite.executor.export import PLAN, SLICES, rank_folder, step_file
+from alpa_lite.executor.load_stages import ExportedStages, read_calls, read_rows
 from alpa_lite.executor.local import local_mesh
 from alpa_lite.lowering.lower import partition_spec
 from alpa_lite.plan.answers import KEY_TYPES
@@ -86,8 +87,8 @@ class ExportedPart:
         )
 
 
-def load_part(out_dir: Path, rank: int) -> ExportedPart:
-    """Reads one rank's part; nothing of other ranks is read.
+def load_part(out_dir: Path, rank: int) -> ExportedPart | ExportedStages:
+    """Reads one rank's part; nothing of other ranks is read, and programs of a pipeline when they are asked for.
 
     Raises:
         ExportError: no export, a file is missing or changed, another version, or no such rank.
@@ -104,14 +105,28 @@ def load_part(out_dir: Path, rank: int) -> ExportedPart:
     parameters = {
         leaf.path: _read(out_dir, manifest, f"{rank_folder(rank)}/{row.file}", leaf)
         for leaf in plan.inputs
-        if (row := rows[leaf.path]).file is not None
+        if (row := rows.get(leaf.path)) is not None and row.file is not None
     }
+    slices = {path: tuple(row.slice) for path, row in rows.items()}
+    if plan.pipeline is not None:
+        return ExportedStages(
+            plan=plan,
+            rank=rank,
+            stages=tuple(n for n, s in enumerate(plan.stages) if 0 <= rank - s.first_device < s.mesh.num_devices),
+            parameters=parameters,
+            slices=slices,
+            calls=read_calls(out_dir, manifest),
+            manifest=manifest,
+            folder=out_dir,
+            rows=read_rows(out_dir, manifest),
+            read_program=_program,
+        )
     return ExportedPart(
         plan=plan,
         rank=rank,
         programs={p: _program(check_file(out_dir, manifest, step_file(p)), manifest) for p in manifest.platforms},
         parameters=parameters,
-        slices={path: tuple(row.slice) for path, row in rows.items()},
+        slices=slices,
         manifest=manifest,
     )
 

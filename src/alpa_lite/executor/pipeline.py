@@ -6,7 +6,7 @@ them, and waits for nothing: JAX runs what is ready on every submesh.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
 from typing import Any
@@ -53,6 +53,7 @@ class PipelinedStep:
         schedule: which stage does what when, on which submesh.
         num_results: leaves of the step's result.
         durations_s, transfer_s: predicted, as for ``simulate``; transfers are named after what they carry.
+        make_runner, transfers: what does the work; others than the usual ones write down what is to be done.
 
     Attributes:
         instructions: what every submesh executes.
@@ -67,12 +68,14 @@ class PipelinedStep:
         num_results: int,
         durations_s: Durations,
         transfer_s: TransferTime,
+        make_runner: Callable[..., StageRunner] = StageRunner,
+        transfers: Any = None,
     ) -> None:
-        self.transfers, self.num_results = Transfers(), num_results
+        self.transfers, self.num_results = transfers or Transfers(), num_results
         at = schedule.mesh_of_stage()
         parts = [stages[k].parts for k in first_equal(stages)]
         each = zip(range(len(stages)), at, stages, parts, meshes, strict=True)
-        self.runners = [StageRunner(*one, self.transfers) for one in each]
+        self.runners = [make_runner(*one, self.transfers) for one in each]
         self.rounds = range(1, 1 + len(stages[0].program.rounds))
         self.updates_alone = len(self.rounds) == 1 and not any(
             crossing.when == "end" for stage in stages for crossing in stage.program.received
@@ -230,13 +233,19 @@ def runnable_pipeline(traced: Traced, staged: StagedStep, plan: Plan, devices: S
     """
     assert plan.pipeline is not None
     meshes = [local_mesh(stage.mesh, devices[stage.first_device :]) for stage in plan.stages]
-    stages = lowered_stages(staged, plan)
-    schedule = planned_schedule(plan.pipeline)
+    step = pipelined_step(staged, plan, lowered_stages(staged, plan), meshes)
     assert traced.parts is not None
-    step = PipelinedStep(
-        stages, meshes, schedule, len(plan.outputs), _planned_s(plan), _transfer_s(plan, staged, schedule)
-    )
     return RunnablePipeline(plan, step, traced.parts, traced.out_tree)
+
+
+def pipelined_step(
+    staged: StagedStep, plan: Plan, stages: Sequence[LoweredStage], meshes: Sequence[Any], **doing: Any
+) -> PipelinedStep:
+    """A planned pipeline's step over the leaves of its plan; ``doing`` as ``make_runner`` and ``transfers`` there."""
+    assert plan.pipeline is not None
+    schedule = planned_schedule(plan.pipeline)
+    times = _planned_s(plan), _transfer_s(plan, staged, schedule)
+    return PipelinedStep(stages, meshes, schedule, len(plan.outputs), *times, **doing)
 
 
 def _planned_s(plan: Plan) -> Durations:

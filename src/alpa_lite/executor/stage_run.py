@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
 
 from alpa_lite._jax_compat import Literal
 from alpa_lite.core.spec import ShardingSpec
@@ -61,13 +60,24 @@ class StageRunner:
         given = zip(self.stage.operands(start, stop), specs, strict=True)
         return [self.place(v.val, spec) if isinstance(v, Literal) else v for v, spec in given]
 
-    def place(self, value: Any, spec: ShardingSpec) -> Any:
-        return self.transfers.place(value, crossing_sharding(spec, self.mesh))
+    def layout(self, spec: ShardingSpec) -> Any:
+        """A layout on the stage's devices, as transfers take it."""
+        return crossing_sharding(spec, self.mesh)
 
-    def sharding_of_arrival(self, value: int) -> NamedSharding:
+    def place(self, value: Any, spec: ShardingSpec) -> Any:
+        return self.transfers.place(value, self.layout(spec))
+
+    def copy(self, array: Any) -> Any:
+        return jnp.copy(array)
+
+    def literal(self, value: Any) -> Any:
+        """A result of the step that nothing computes."""
+        return jnp.asarray(value)
+
+    def sharding_of_arrival(self, value: int) -> Any:
         """How the stage wants a value of the loop that another stage makes."""
         spec = next(spec for (_, spec), v in self.arrival_of.items() if v == value)
-        return crossing_sharding(spec, self.mesh)
+        return self.layout(spec)
 
     @cached_property
     def stacks(self) -> dict[int, Any]:
@@ -114,7 +124,7 @@ class StageRun:
         """What a sum starts with; the loop donates it."""
         operand = self.runner.starts[carry]
         moved = isinstance(operand, tuple) and operand in self.runner.stage.cut.moved_starts
-        return self.outer.pop(operand) if moved else jnp.copy(self.value(operand))
+        return self.outer.pop(operand) if moved else self.runner.copy(self.value(operand))
 
     def end_loop(self, sums: dict[int, Any], rows: dict[int, list[Any]]) -> None:
         """Take the results of the loop: sums by number, and per microbatch what is stacked."""
@@ -128,7 +138,7 @@ class StageRun:
 
     def results(self) -> dict[int, Any]:
         outputs = zip(self.program.results, self.region.flat.outputs, self.region.results, strict=False)
-        return {p: jnp.asarray(v.val) if pair is None else self.outer[pair] for p, v, pair in outputs}
+        return {p: self.runner.literal(v.val) if pair is None else self.outer[pair] for p, v, pair in outputs}
 
     # -- what other stages send and want ----------------------------------------------------------------------------
 
@@ -148,4 +158,4 @@ class StageRun:
     def arrive(self, crossing: Crossing, array: Any) -> None:
         pair = self.place_of(crossing)
         self.arrived.add(crossing)
-        self.outer[pair] = self.runner.transfers.move(array, crossing_sharding(pair[1], self.runner.mesh))
+        self.outer[pair] = self.runner.transfers.move(array, self.runner.layout(pair[1]))

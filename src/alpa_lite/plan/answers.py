@@ -27,13 +27,17 @@ _DTYPE = re.compile(r"(uint|int|float)(\d+)(?:_(\w+))?")
 
 
 def partition_specs(plan: Plan) -> str:
-    """Mesh, and per path of an argument or result the entries of its ``PartitionSpec``."""
-    tree = {
-        "mesh": _mesh(plan.mesh),
+    """Mesh, and per path of an argument or result the entries of its ``PartitionSpec``; of several stages, the mesh and first
+    device of each, and per path the stage."""
+    tree: dict[str, Any] = {
         "arguments": {leaf.path: _entries(leaf.spec) for leaf in plan.inputs},
         "results": {leaf.path: _entries(leaf.spec) for leaf in plan.outputs},
     }
-    return json_text(tree)
+    if plan.pipeline is None:
+        return json_text({"mesh": _mesh(plan.mesh)} | tree)
+    stages = [{"mesh": _mesh(stage.mesh), "first_device": stage.first_device} for stage in plan.stages]
+    homes = {leaf.path: leaf.stage for leaf in (*plan.inputs, *plan.outputs)}
+    return json_text({"stages": stages, "stage_of": homes} | tree)
 
 
 def _mesh(mesh: DeviceMesh) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from alpa_lite.plan.json_text import json_text
 MANIFEST = "manifest.json"
 FORMAT = "alpa_lite.export"
 FORMAT_VERSION = 1
+PIPELINE = "instructions.csv"  # a file that exports of several stages have
 _CHUNK_BYTES = 2**20
 
 

@@ -29,7 +29,7 @@ from alpa_lite.intraop.decisions import build_graph
 from alpa_lite.intraop.pricing import Pricer
 from alpa_lite.intraop.solve import solve
 from alpa_lite.plan.records import LeafRole
-from alpa_lite.planner.one_mesh import allowed_choices
+from alpa_lite.planner.one_mesh import allowed_choices, pin_ops
 from alpa_lite.trace.pins import resolve_pins
 from alpa_lite.trace.program import trace
 from tests.intraop.alpa_models import bert, mlp
@@ -91,7 +91,7 @@ def restricted_optimum(case: Case, mesh: DeviceMesh, pins: dict[str, Any]) -> fl
     resolved = resolve_pins(
         pins, None, program.input_paths, shapes[0], program.output_paths, shapes[1], mesh=mesh, source=""
     )
-    allowed = allowed_choices(program, graph, resolved)
+    allowed = allowed_choices(pin_ops(program), graph, resolved)
     for index, node in enumerate(graph.nodes):
         if node.pairs is not None:
             allowed[index] = node.pairs[:, 0] == node.pairs[:, 1]

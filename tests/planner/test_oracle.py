@@ -29,7 +29,7 @@ from alpa_lite.intraop.pricing import Pricer
 from alpa_lite.intraop.problem import Usage
 from alpa_lite.intraop.solve import solve
 from alpa_lite.plan.pins import PinnedDims, ResolvedPins
-from alpa_lite.planner.one_mesh import allowed_choices
+from alpa_lite.planner.one_mesh import allowed_choices, pin_ops
 from alpa_lite.trace.program import trace
 
 NUM_PROGRAMS = 210
@@ -235,7 +235,7 @@ def kept_by(s: Small, pins: ResolvedPins) -> np.ndarray:
 def check(s: Small, pins: ResolvedPins | None, budget: int | None, peak: np.ndarray) -> None:
     """The solver's answer is the cheapest combination among those that keep the pins and the budget."""
     line = timeline(s.program)
-    allowed = allowed_choices(s.program, s.graph, pins) if pins else None
+    allowed = allowed_choices(pin_ops(s.program), s.graph, pins) if pins else None
     problem = s.pricer.problem(allowed=allowed, timeline=line if budget is not None else None, usage_limit=budget)
     solution = solve(problem, time_limit_s=30.0)
     possible = kept_by(s, pins) if pins else np.ones(len(s.totals), dtype=bool)

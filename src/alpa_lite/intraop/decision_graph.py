@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -39,8 +40,7 @@ class Node:
     shape: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class End:
+class End(NamedTuple):
     """A tensor at a node: per choice of the node, the tensor's spec number.
 
     ``key`` identifies the array, so that equal pieces are priced once. ``path`` is where a consumer stands.

@@ -47,8 +47,17 @@ class CostGraph:
         intern = self.tables.intern_object
         self.unary = [intern(costs, as_float) for costs in problem.node_costs]
         self.adjacent: list[dict[int, int]] = [{} for _ in self.unary]
-        for edge in problem.edges:
-            self.add_edge(edge.u, edge.v, intern(edge.costs, as_float))
+        numbers: dict[int, tuple[int, int]] = {}  # of a matrix and its transpose, by the identity of the array
+        adjacent = self.adjacent
+        for u, v, costs in problem.edges:
+            pair = numbers.get(id(costs))
+            if pair is None:
+                number = intern(costs, as_float)
+                pair = numbers[id(costs)] = number, self.tables.transpose(number)
+            if v in adjacent[u]:
+                self.add_edge(u, v, pair[0])
+            else:
+                adjacent[u][v], adjacent[v][u] = pair
         self.usages: list[tuple[UsageItem, ...]] = [()] * len(self.unary)
         self.carries = [False] * len(self.unary)
         self.epoch = 0

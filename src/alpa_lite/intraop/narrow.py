@@ -77,8 +77,11 @@ def _order(sizes: Sequence[int], left: Sequence[int], right: Sequence[int], max_
         around[a].add(b)
         around[b].add(a)
 
-    def weight(node: int) -> float:
-        return math.prod(float(sizes[j]) for j in around[node]) * sizes[node]
+    def weight(node: int) -> int:
+        entries = sizes[node]
+        for j in around[node]:
+            entries *= sizes[j]
+        return entries
 
     weights = {node: weight(node) for node in range(len(sizes))}
     waiting = [(w, node) for node, w in weights.items()]
@@ -93,10 +96,14 @@ def _order(sizes: Sequence[int], left: Sequence[int], right: Sequence[int], max_
             return None
         del weights[node]
         order.append(node)
-        for j in around[node]:
-            around[j] |= around[node]
-            around[j] -= {j, node}
-        for j in around[node]:
-            weights[j] = weight(j)
-            heappush(waiting, (weights[j], j))
+        near = around[node]
+        for j in near:
+            around[j] |= near
+            around[j].discard(j)
+            around[j].discard(node)
+        for j in near:
+            changed = weight(j)
+            if changed != weights[j]:
+                weights[j] = changed
+                heappush(waiting, (changed, j))
     return order

@@ -46,11 +46,14 @@ def presolve(graph: CostGraph) -> None:
 def _filter(graph: CostGraph, dirty: set[int]) -> None:
     """Arc consistency from the given nodes on; nodes that lose states, and their neighbours, become dirty."""
     unary, adjacent, usable, is_open = graph.unary, graph.adjacent, graph.tables.usable, graph.tables.is_open
+    opened = graph.tables.open
     queue = sorted(dirty)
     while queue:
         again: set[int] = set()
         for i in queue:
-            if unary[i] < 0 or (is_open(unary[i]) and all(map(is_open, adjacent[i].values()))):
+            if unary[i] < 0 or (unary[i] in opened and opened.issuperset(adjacent[i].values())):
+                continue
+            if is_open(unary[i]) and all(map(is_open, adjacent[i].values())):
                 continue
             index = usable(unary[i], tuple(sorted(set(adjacent[i].values()))))
             if index < 0:
@@ -68,14 +71,20 @@ def _round(graph: CostGraph, dirty: set[int]) -> set[int]:
     """One round over the dirty nodes; returns the nodes to look at next."""
     touched: set[int] = set()
     later: set[int] = set()
+    unary, adjacent, carries = graph.unary, graph.adjacent, graph.carries
+    whole, loose = graph.tables.whole, graph.tables.loose
     for i in sorted(dirty):
-        if graph.unary[i] < 0:
+        if unary[i] < 0:
             continue
         if i in touched:
             later.add(i)
             continue
-        touched |= _separate(graph, i)
-        touched |= _merge(graph, i) or _eliminate(graph, i)
+        if not whole.issuperset(adjacent[i].values()):
+            touched |= _separate(graph, i)
+        if not loose.issuperset(adjacent[i].values()) and (merged := _merge(graph, i)):
+            touched |= merged
+        elif not carries[i] and len(adjacent[i]) <= 2:
+            touched |= _eliminate(graph, i)
     return later | touched
 
 
@@ -94,10 +103,11 @@ def _separate(graph: CostGraph, i: int) -> set[int]:
 def _merge(graph: CostGraph, i: int) -> set[int]:
     """Merges the node into the first neighbour that determines it."""
     tables, adjacent = graph.tables, graph.adjacent
-    for j in adjacent[i]:
+    for j, own in adjacent[i].items():
         m = adjacent[j][i]
         f = tables.function(m)
         if f < 0:
+            tables.loose.add(own)
             continue
         graph.unary[j] = tables.follow(graph.unary[j], m, graph.unary[i], f)
         graph.drop_edge(i, j)
@@ -113,9 +123,8 @@ def _merge(graph: CostGraph, i: int) -> set[int]:
 
 
 def _eliminate(graph: CostGraph, i: int) -> set[int]:
+    """For a node that carries no memory, of at most two neighbours."""
     tables, near = graph.tables, graph.adjacent[i]
-    if graph.carries[i] or len(near) > 2:
-        return set()
     v, neighbours = graph.unary[i], tuple(near.items())
     if len(near) == 2:
         (j, m), (k, n) = neighbours

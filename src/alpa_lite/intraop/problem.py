@@ -42,8 +42,7 @@ class Usage:
     size_bytes: Array
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Edge:
+class Edge(NamedTuple):
     """Cost of a pair of choices. One array object may be shared by many edges, which makes presolve fast.
 
     Attributes:
@@ -186,7 +185,7 @@ def scaled(problem: IntraOpProblem, factor: float) -> IntraOpProblem:
     return replace(
         problem,
         node_costs=tuple(map(times, problem.node_costs)),
-        edges=tuple(replace(e, costs=times(e.costs)) for e in problem.edges),
+        edges=tuple(e._replace(costs=times(e.costs)) for e in problem.edges),
     )
 
 

@@ -7,9 +7,12 @@ edges. Equal cost arrays are one object (``pricing.py``), so identity is equalit
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from alpa_lite.intraop.problem import IntraOpProblem
+from alpa_lite.intraop.slots import Slots
 
 ROUNDS = 3  # more rounds tell layers near the ends apart and make the tied problem larger, for the same incumbents
 
@@ -17,11 +20,22 @@ ROUNDS = 3  # more rounds tell layers near the ends apart and make the tied prob
 def node_classes(problem: IntraOpProblem, rounds: int = ROUNDS) -> np.ndarray:
     """One class number per node, numbered by first appearance."""
     ids: dict[int, int] = {}
-    colors = _mix(np.array([ids.setdefault(id(c), len(ids)) for c in problem.node_costs], dtype=np.uint64))
-    if problem.edges:
-        u = np.array([e.u for e in problem.edges])
-        v = np.array([e.v for e in problem.edges])
-        matrix = _mix(np.array([ids.setdefault(id(e.costs), len(ids)) for e in problem.edges], dtype=np.uint64))
+    nodes = [ids.setdefault(id(c), len(ids)) for c in problem.node_costs]
+    return _classes(nodes, [(u, v, ids.setdefault(id(costs), len(ids))) for u, v, costs in problem.edges], rounds)
+
+
+def slot_classes(slots: Slots, rounds: int = ROUNDS) -> np.ndarray:
+    """The same for any prices of a graph, if all that share a slot have one price: slots stand for the arrays."""
+    first = len(slots.node_slots)
+    return _classes(slots.nodes, [(u, v, first + slot) for u, v, slot in slots.edges], rounds)
+
+
+def _classes(nodes: Sequence[int], edges: Sequence[tuple[int, int, int]], rounds: int) -> np.ndarray:
+    """By numbers of what nodes cost, and (node, node, number of what they cost together)."""
+    colors = _mix(np.array(nodes, dtype=np.uint64))
+    if edges:
+        u, v, numbers = np.array(edges, dtype=np.int64).T
+        matrix = _mix(numbers.astype(np.uint64))
         for _ in range(rounds):
             inbox = np.zeros(len(colors), dtype=np.uint64)
             np.add.at(inbox, u, _mix(matrix ^ _mix(colors[v] + np.uint64(1))))

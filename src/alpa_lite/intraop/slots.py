@@ -84,13 +84,15 @@ def slots_of(
         if node.op is not None and node.program is not None:
             reads, writes = moved[node.name]
             key = ("op", node.op.key, reads, writes, id(node.strategies), node.weight)
-            sorter.node(key, NodeSlot(node, reads=reads, writes=writes))
+            if sorter.is_new(key):
+                sorter.slots.node_slots.append(NodeSlot(node, reads=reads, writes=writes))
         elif node.kind == "port":
-            sorter.node(("port", id(node.specs), index in penalised), NodeSlot(node, index in penalised))
+            if sorter.is_new(("port", id(node.specs), index in penalised)):
+                sorter.slots.node_slots.append(NodeSlot(node, index in penalised))
         else:
             link = copies[index]
-            key = ("copy", node.shape, id(node.specs), id(node.pairs), node.weight, link.itemsize)
-            sorter.node(key, NodeSlot(node, link=link))
+            if sorter.is_new(("copy", node.shape, id(node.specs), id(node.pairs), node.weight, link.itemsize)):
+                sorter.slots.node_slots.append(NodeSlot(node, link=link))
     for link in graph.links:
         sorter.link(link)
     return sorter.slots
@@ -114,17 +116,17 @@ class _Sorter:
         self.node_numbers: dict[tuple[object, ...], int] = {}
         self.edge_numbers: dict[tuple[object, ...], int] = {}
 
-    def node(self, key: tuple[object, ...], slot: NodeSlot) -> None:
+    def is_new(self, key: tuple[object, ...]) -> bool:
+        """Gives the next node its slot; whether that is one that is still to be made."""
         number = self.node_numbers.setdefault(key, len(self.slots.node_slots))
-        if number == len(self.slots.node_slots):
-            self.slots.node_slots.append(slot)
         self.slots.nodes.append(number)
+        return number == len(self.slots.node_slots)
 
-    def edge(self, u: int, v: int, key: tuple[object, ...], slot: EdgeSlot) -> None:
+    def is_new_edge(self, u: int, v: int, key: tuple[object, ...]) -> bool:
+        """The same for the edge between two nodes."""
         number = self.edge_numbers.setdefault(key, len(self.slots.edge_slots))
-        if number == len(self.slots.edge_slots):
-            self.slots.edge_slots.append(slot)
         self.slots.edges.append((u, v, number))
+        return number == len(self.slots.edge_slots)
 
     def link(self, link: Link) -> None:
         by_node: dict[int, list[End]] = {}
@@ -137,7 +139,8 @@ class _Sorter:
         node = self.graph.nodes[link.copy]
         if node.pairs is not None:
             key = ("made", link.producer.key, id(node.pairs))
-            self.edge(link.producer.node, link.copy, key, EdgeSlot(link, link.producer, pairs=node.pairs))
+            if self.is_new_edge(link.producer.node, link.copy, key):
+                self.slots.edge_slots.append(EdgeSlot(link, link.producer, pairs=node.pairs))
             handed = End(link.copy, node.pairs[:, 1], ("copy", id(node.pairs)))
         else:
             assert node.specs is not None
@@ -155,4 +158,5 @@ class _Sorter:
         unique = {e.key: e for e in ends}
         kept = (link.region, link.value) in self.placed
         key = (kept, looped, link.shape, link.itemsize, link.weight, producer.key, *unique)
-        self.edge(producer.node, node, key, EdgeSlot(link, producer, tuple(unique.values()), kept, looped))
+        if self.is_new_edge(producer.node, node, key):
+            self.slots.edge_slots.append(EdgeSlot(link, producer, tuple(unique.values()), kept, looped))

@@ -72,6 +72,8 @@ def solve(
     start = time.monotonic()
     if not _fits(problem, minimum_peak(problem)):
         return _no_answer("infeasible", "the memory limit cannot be kept", start)
+    if all(len(costs) == 1 for costs in problem.node_costs) and (only := _only_choice(problem, start)) is not None:
+        return only
     search, choice, floor = None, None, -math.inf
     for memory in (False, True):
         graph = CostGraph(problem, memory=memory)
@@ -96,6 +98,25 @@ def solve(
             progress("the cheapest choice does not fit the memory limit")
     assert search is not None
     return _answer(problem, search, choice, incumbent, floor, start, rel_gap)
+
+
+def _only_choice(problem: IntraOpProblem, start: float) -> Solution | None:
+    """The answer where no node has a choice, as on one device; None if it is forbidden, which presolve explains."""
+    choice = np.zeros(problem.num_nodes, dtype=np.int64)
+    score = evaluate(problem, choice)
+    if not math.isfinite(score.objective):
+        return None
+    return Solution(
+        choice=choice,
+        objective=score.objective,
+        lower_bound=score.objective,
+        gap=0.0,
+        status="optimal",
+        time_s=time.monotonic() - start,
+        peak_bytes=score.peak_bytes,
+        peak_time=score.peak_time,
+        trace=(SearchStep(objective=score.objective, lower_bound=score.objective, found_by="proof"),),
+    )
 
 
 def _answer(

@@ -15,7 +15,7 @@ the tiles would not be contiguous.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 import numpy as np
@@ -73,17 +73,18 @@ def enumerate_strategies(
     """
     axes = tuple(a for a, n in zip(mesh.axis_names, mesh.shape, strict=True) if n > 1)
     choices, ruled_out = _choices(rule, mesh, axes, unreduced_inputs)
+    maker = _SpecNumbers(rule, mesh, axes, conversions)
     rows: list[tuple[int, ...]] = []
-    specs: list[tuple[tuple[ShardingSpec, ...], tuple[ShardingSpec, ...]]] = []
+    specs: list[tuple[int, ...]] = []
     for row in itertools.product(*choices):
-        made = _specs_of(rule, mesh, axes, row)
+        made = maker.of(row)
         if made is not None:
             rows.append(row)
             specs.append(made)
     if sharded_contractions:
         full = [i for i, row in enumerate(rows) if UNUSED not in row]
         rows, specs = ([rows[i] for i in full], [specs[i] for i in full]) if full else (rows, specs)
-    return _pack(rule, conversions, axes, rows, specs, ruled_out)
+    return _pack(rule, axes, rows, specs, ruled_out)
 
 
 def mesh_class(mesh: DeviceMesh, sizes: frozenset[int]) -> Hashable:
@@ -146,73 +147,84 @@ def _choices(
     return choices, tuple(ruled_out)
 
 
-def _specs_of(
-    rule: OpShardingRule, mesh: DeviceMesh, axes: tuple[str, ...], row: tuple[int, ...]
-) -> tuple[tuple[ShardingSpec, ...], tuple[ShardingSpec, ...]] | None:
-    """Specs of all tensors under one assignment, or None where it cannot be carried out."""
-    by_factor: dict[int, tuple[str, ...]] = {}
-    for axis, choice in zip(axes, row, strict=True):
-        if choice >= 0:
-            by_factor[choice] = (*by_factor.get(choice, ()), axis)
-    for factor, used in by_factor.items():
-        if rule.factors[factor].size % mesh.axes_size(used):
-            return None
-    grouped = [(axis, -2 - choice) for axis, choice in zip(axes, row, strict=True) if choice <= -2]
-    partial = tuple(
-        a for a, c in zip(axes, row, strict=True) if c >= 0 and rule.factors[c].kind is FactorKind.REDUCTION
-    )
-    operands = []
-    for position, dims in enumerate(rule.operands):
-        unreduced = tuple(axis for axis, g in grouped if position in rule.linear[g])
-        spec = _tensor_spec(rule, mesh, dims, by_factor, unreduced)
-        if spec is None:
-            return None
-        operands.append(spec)
-    leftover = tuple(a for a, _ in grouped) + (partial if rule.reduce_op == "add" else ())
-    results = []
-    for dims in rule.results:
-        spec = _tensor_spec(rule, mesh, dims, by_factor, leftover)
-        if spec is None:
-            return None
-        results.append(spec)
-    return tuple(operands), tuple(results)
+class _SpecNumbers:
+    """Numbers of the specs of all tensors of one rule, under one assignment after the other.
 
+    Most assignments agree in what concerns a tensor, so its specs are remembered by that.
+    """
 
-def _tensor_spec(
-    rule: OpShardingRule,
-    mesh: DeviceMesh,
-    dims: tuple[tuple[int, ...], ...],
-    by_factor: dict[int, tuple[str, ...]],
-    unreduced: tuple[str, ...],
-) -> ShardingSpec | None:
-    spec: list[tuple[str, ...]] = []
-    for dim in dims:
-        used: tuple[str, ...] = ()
-        complete = True
-        for factor in dim:
-            here = by_factor.get(factor, ())
-            if here and not complete:
+    def __init__(self, rule: OpShardingRule, mesh: DeviceMesh, axes: tuple[str, ...], conversions: Conversions) -> None:
+        self.rule, self.mesh, self.axes = rule, mesh, axes
+        self.tensors = (*rule.operands, *rule.results)
+        self.factors = [tuple(f for dim in dims for f in dim) for dims in self.tensors]
+        self.spaces = [conversions.space(len(dims)) for dims in self.tensors]
+        self.known: list[dict[tuple[object, ...], int | None]] = [{} for _ in self.tensors]
+        self.sizes: dict[tuple[str, ...], int] = {}
+
+    def size(self, axes: tuple[str, ...]) -> int:
+        if axes not in self.sizes:
+            self.sizes[axes] = self.mesh.axes_size(axes)
+        return self.sizes[axes]
+
+    def of(self, row: tuple[int, ...]) -> tuple[int, ...] | None:
+        """Of operands, then results; None where the assignment cannot be carried out."""
+        rule, pairs = self.rule, tuple(zip(self.axes, row, strict=True))
+        by_factor: dict[int, tuple[str, ...]] = {}
+        for axis, choice in pairs:
+            if choice >= 0:
+                by_factor[choice] = (*by_factor.get(choice, ()), axis)
+        for factor, used in by_factor.items():
+            if rule.factors[factor].size % self.size(used):
                 return None
-            complete = complete and mesh.axes_size(here) == rule.factors[factor].size
-            used += here
-        spec.append(used)
-    return ShardingSpec(tuple(spec), unreduced)
+        grouped = [(axis, -2 - choice) for axis, choice in pairs if choice <= -2]
+        partial = tuple(a for a, c in pairs if c >= 0 and rule.factors[c].kind is FactorKind.REDUCTION)
+        leftover = tuple(a for a, _ in grouped) + (partial if rule.reduce_op == "add" else ())
+        numbers = []
+        for position in range(len(self.tensors)):
+            unreduced = leftover
+            if position < len(rule.operands):
+                unreduced = tuple(axis for axis, g in grouped if position in rule.linear[g])
+            number = self.number(position, by_factor, unreduced)
+            if number is None:
+                return None
+            numbers.append(number)
+        return tuple(numbers)
+
+    def number(self, position: int, by_factor: dict[int, tuple[str, ...]], unreduced: tuple[str, ...]) -> int | None:
+        key = (unreduced, *(by_factor.get(f) for f in self.factors[position]))
+        known = self.known[position]
+        if key not in known:
+            spec = self.spec(self.tensors[position], by_factor, unreduced)
+            known[key] = None if spec is None else self.spaces[position].index[spec]
+        return known[key]
+
+    def spec(
+        self, dims: tuple[tuple[int, ...], ...], by_factor: dict[int, tuple[str, ...]], unreduced: tuple[str, ...]
+    ) -> ShardingSpec | None:
+        spec: list[tuple[str, ...]] = []
+        for dim in dims:
+            used: tuple[str, ...] = ()
+            complete = True
+            for factor in dim:
+                here = by_factor.get(factor, ())
+                if here and not complete:
+                    return None
+                complete = complete and self.size(here) == self.rule.factors[factor].size
+                used += here
+            spec.append(used)
+        return ShardingSpec(tuple(spec), unreduced)
 
 
 def _pack(
     rule: OpShardingRule,
-    conversions: Conversions,
     axes: tuple[str, ...],
     rows: list[tuple[int, ...]],
-    specs: list[tuple[tuple[ShardingSpec, ...], tuple[ShardingSpec, ...]]],
+    specs: list[tuple[int, ...]],
     ruled_out: tuple[tuple[int, str], ...],
 ) -> StrategySet:
-    def numbers(tensors: Iterator[ShardingSpec], rank: int) -> np.ndarray:
-        index = conversions.space(rank).index
-        return np.array([index[s] for s in tensors], dtype=np.int64)
-
-    operands = tuple(numbers((s[0][i] for s in specs), len(d)) for i, d in enumerate(rule.operands))
-    results = tuple(numbers((s[1][i] for s in specs), len(d)) for i, d in enumerate(rule.results))
+    numbers = np.array(specs, dtype=np.int64).reshape(len(rows), -1)
+    tensors = tuple(numbers[:, i].copy() for i in range(len(rule.operands) + len(rule.results)))
+    operands, results = tensors[: len(rule.operands)], tensors[len(rule.operands) :]
     split = [tuple((axis, choice) for axis, choice in zip(axes, row, strict=True) if choice >= 0) for row in rows]
     at_once = rule.reduce_op != "add"
     reduced = {i for i, factor in enumerate(rule.factors) if at_once and factor.kind is FactorKind.REDUCTION}

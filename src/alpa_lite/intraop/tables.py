@@ -23,7 +23,20 @@ _DOMINANCE_CAP = 4_000_000  # largest k*k*l for which pairwise differences of ro
 class Tables:
     """Interned vectors and matrices (costs, index lists, usages alike)."""
 
-    __slots__ = ("_by_content", "_by_id", "_keep", "_memo", "_open", "_parts", "arrays")
+    __slots__ = (
+        "_by_content",
+        "_by_id",
+        "_functions",
+        "_keep",
+        "_memo",
+        "_open",
+        "_parts",
+        "_transposes",
+        "arrays",
+        "loose",
+        "open",
+        "whole",
+    )
 
     def __init__(self) -> None:
         self.arrays: list[Array] = []
@@ -32,7 +45,14 @@ class Tables:
         self._keep: list[Array] = []  # ids of arrays stay valid only while the arrays live
         self._memo: dict[tuple[Hashable, ...], int] = {}
         self._open: dict[int, bool] = {}
+        # What is asked for most is remembered by the array's number alone.
         self._parts: dict[int, tuple[int, int] | None] = {}
+        self._functions: dict[int, int] = {}
+        self._transposes: dict[int, int] = {}
+        # Numbers of arrays of which nothing is to be done, so that a set comparison tells it of all edges of a node.
+        self.open: set[int] = set()  # ``is_open``
+        self.whole: set[int] = set()  # matrices without ``split``
+        self.loose: set[int] = set()  # matrices whose transpose is no ``function``
 
     def intern(self, array: Array) -> int:
         """The number of an array's content."""
@@ -61,11 +81,10 @@ class Tables:
         return number
 
     def transpose(self, m: int) -> int:
-        key = ("T", m)
-        number = self._memo.get(key)
+        number = self._transposes.get(m)
         if number is None:
-            number = self._memo[key] = self.intern(self.arrays[m].T)
-            self._memo["T", number] = m
+            number = self._transposes[m] = self.intern(self.arrays[m].T)
+            self._transposes[number] = m
         return number
 
     def add(self, a: int, b: int) -> int:
@@ -95,6 +114,8 @@ class Tables:
         if found is None:
             finite = np.isfinite(self.arrays[a])
             found = self._open[a] = bool((finite if finite.ndim == 1 else finite.any(1)).all())
+            if found:
+                self.open.add(a)
         return found
 
     def usable(self, v: int, matrices: tuple[int, ...]) -> int:
@@ -112,12 +133,11 @@ class Tables:
 
     def function(self, m: int) -> int:
         """Index list f if row x allows column f[x] only; -1 if some row allows several columns."""
-        key = ("function", m)
-        number = self._memo.get(key)
+        number = self._functions.get(m)
         if number is None:
             finite = np.isfinite(self.arrays[m])
             single = (finite.sum(1) == 1).all()
-            number = self._memo[key] = self.intern(finite.argmax(1)) if single else -1
+            number = self._functions[m] = self.intern(finite.argmax(1)) if single else -1
         return number
 
     def follow(self, v: int, m: int, source: int, f: int) -> int:
@@ -134,6 +154,8 @@ class Tables:
         if m not in self._parts:
             a, b = _split(self.arrays[m])
             self._parts[m] = None if a is None or b is None else (self.intern(a), self.intern(b))
+            if a is None:
+                self.whole.add(m)
         return self._parts[m]
 
     def fold(self, v: int, m: int) -> int:

@@ -15,7 +15,7 @@ import numpy as np
 from alpa_lite._jax_compat import CPU_KEEPS_BARRIERS
 from alpa_lite.cluster.cluster import Cluster
 from alpa_lite.core.mesh import DeviceMesh
-from alpa_lite.core.program import Program
+from alpa_lite.core.program import Op, Program
 from alpa_lite.core.spec import ShardingSpec
 from alpa_lite.costs.conventions import cost_model
 from alpa_lite.costs.conversion import TIE, Conversions
@@ -75,7 +75,6 @@ def plan_on_mesh(task: MeshTask, cluster: Cluster, mesh: DeviceMesh, *, cutoff: 
     def solved(limit: int | None) -> MeshResult:
         """The best plan by the solver's own count of memory, written out."""
         problem = problem_within(limit)
-        problem = replace(problem, classes=node_classes(problem))
         check_problem(problem)
         charged = problem if task.rent is None else replace(problem, node_costs=tuple(task.rent(pricer, problem)))
         solution = solve_in_units(charged, costs, task.options, cutoff, proof=task.proof)
@@ -109,7 +108,8 @@ def _pose(
     posed = task.shared.posed(Conversions(mesh=mesh, costs=costs), rules, task.pins.ties)
     program, graph, weights = posed.program, posed.graph, posed.weights
     pricer = Pricer(program=program, graph=graph, costs=costs, slots=posed.slots)
-    allowed = allowed_choices(program, graph, task.pins, task.ignored_pin_ops)
+    pinned = task.shared.facts.of(pin_ops, program)
+    allowed = allowed_choices(pinned, graph, task.pins, task.ignored_pin_ops)
     if rules.replicated_ends:
         _replicate_ends(task, graph, weights, allowed)
 
@@ -118,7 +118,7 @@ def _pose(
         problem = pricer.problem(allowed=allowed, timeline=line, usage_limit=limit)
         if rules.budget == "weights":
             problem = replace(problem, usages=tuple(pricer.weight_usages(weights)), num_times=1)
-        return problem
+        return replace(problem, classes=node_classes(problem) if allowed else posed.classes)
 
     return costs, pricer, problem_within
 
@@ -197,25 +197,33 @@ def _replicate_ends(
             allowed[port] = allowed[port] & whole if port in allowed else whole
 
 
+def pin_ops(program: Program) -> list[tuple[str, Op]]:
+    """Every ``al.pin`` inside a program, with its path."""
+    return [(path, op) for path, _, op in program.walk() if op.primitive == "pin"]
+
+
 def allowed_choices(
-    program: Program, graph: DecisionGraph, pins: ResolvedPins, ignored_pin_ops: frozenset[str] = frozenset()
+    pinned: Sequence[tuple[str, Op]],
+    graph: DecisionGraph,
+    pins: ResolvedPins,
+    ignored_pin_ops: frozenset[str] = frozenset(),
 ) -> dict[int, np.ndarray]:
-    """Per pinned node, the mask of choices that keep to its pins."""
+    """Per pinned node, the mask of choices that keep to its pins; ``pinned``: as of ``pin_ops``."""
     masks: dict[int, np.ndarray] = {}
     mesh = graph.conversions.mesh
 
     def restrict(node: int, mask: np.ndarray) -> None:
         masks[node] = masks[node] & mask if node in masks else mask
 
-    for ports, pinned in ((graph.inputs, pins.inputs), (graph.outputs, pins.outputs)):
-        for node, pin in zip(ports, pinned, strict=True):
+    for ports, given in ((graph.inputs, pins.inputs), (graph.outputs, pins.outputs)):
+        for node, pin in zip(ports, given, strict=True):
             if not pin.is_free:
                 n = graph.nodes[node]
                 assert n.specs is not None
                 space = graph.conversions.space(n.rank)
                 restrict(node, _mask(pin, mesh, lambda i, s=space: s.specs[i], n.specs))
-    for path, _, op in program.walk():
-        if op.primitive == "pin" and path not in ignored_pin_ops:
+    for path, op in pinned:
+        if path not in ignored_pin_ops:
             node = graph.op_nodes[path]
             strategies = graph.nodes[node].strategies
             assert strategies is not None
@@ -285,7 +293,7 @@ def _write_out(
 
 def run_order(task: MeshTask, mesh: DeviceMesh, written: Realised) -> Timeline:
     """When a written-out plan runs its ops: XLA:GPU moves them where there are collectives to hide."""
-    if task.line.order.on_cpu or (written.collectives and has_barriers(task.program)):
+    if task.line.order.on_cpu or (written.collectives and task.shared.facts.of(has_barriers, task.program)):
         return task.line
     schedule = overlap_order(task.program, mesh, written.decisions, written.conversions, task.shared.facts)
     return task.shared.line(schedule)

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.core.program import Program
 from alpa_lite.costs.conversion import Conversions
@@ -18,6 +20,7 @@ from alpa_lite.costs.model import SearchRules
 from alpa_lite.costs.overlap_order import Schedule
 from alpa_lite.intraop.decision_graph import DecisionGraph
 from alpa_lite.intraop.decisions import build_graph
+from alpa_lite.intraop.repeats import slot_classes
 from alpa_lite.intraop.restrict import restricted, values_of, weight_positions
 from alpa_lite.intraop.slots import Slots, slots_of
 from alpa_lite.intraop.strategies import StrategySet, mesh_class
@@ -35,12 +38,14 @@ class Posed:
         weights: positions of its arguments that are weights.
         graph: the decisions.
         slots: what of them is priced once.
+        classes: per node, which are copies of one another if no pin tells them apart.
     """
 
     program: Program
     weights: frozenset[int]
     graph: DecisionGraph
     slots: Slots
+    classes: np.ndarray
 
 
 @dataclass(eq=False, slots=True)
@@ -94,7 +99,8 @@ class Shared:
             state = frozenset(node for node, role in ports if role in _STATE) if penalty else frozenset()
             placed = values_of(program, weights) if rules.placed_weights else frozenset()
             slots = slots_of(program, graph, state, placed | _exchanged(program), self.facts)
-            self._posed[key] = Posed(program=program, weights=weights, graph=graph, slots=slots)
+            classes = slot_classes(slots)
+            self._posed[key] = Posed(program=program, weights=weights, graph=graph, slots=slots, classes=classes)
         posed = self._posed[key]
         return replace(posed, graph=replace(posed.graph, conversions=conversions))
 

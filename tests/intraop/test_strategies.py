@@ -12,7 +12,7 @@ from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.core.rule import Factor, FactorKind, OpShardingRule
 from alpa_lite.core.spec import ShardingSpec
 from alpa_lite.costs.conversion import Conversions
-from alpa_lite.intraop.strategies import StrategySet, enumerate_strategies
+from alpa_lite.intraop.strategies import KnownStrategies, StrategySet, enumerate_strategies
 from tests.harness import RandomCosts, device_mesh
 
 
@@ -163,3 +163,23 @@ def test_every_strategy_is_valid_and_unique(sizes, shape, unreduced):
         assert made.split(mesh)[s] == math.prod(
             mesh.shape[a] for a, choice in enumerate(made.assignment[s]) if choice >= 0
         )
+
+
+@pytest.mark.parametrize(
+    "shapes", [((4, 2), (2, 2), (8, 2), (3, 2), (16, 2), (6, 4), (1, 2)), ((4,), (2,), (16,), (3,), (1,))]
+)
+@pytest.mark.parametrize("sharded", [False, True])
+def test_strategies_of_one_mesh_after_another_are_those_of_each_alone(shapes, sharded):
+    """Filtered from a mesh that divides more, or enumerated: the same strategies, in the same order."""
+    rules = [matmul(8, 12, 16), matmul(6, 0, 5), merge(4, 6)]
+    known = KnownStrategies()
+    settings = {"sharded_contractions": sharded}
+    for shape in shapes:
+        mesh = device_mesh(shape)
+        for rule in rules:
+            for unreduced in {(False,) * len(rule.operands), (True,) * len(rule.operands)}:
+                late = known.of(rule, mesh, _conversions(mesh), unreduced_inputs=unreduced, **settings)
+                alone = strategies(rule, shape, unreduced, **settings)
+                assert late.assignment.tolist() == alone.assignment.tolist(), (shape, str(rule))
+                assert texts(rule, shape, late) == texts(rule, shape, alone)
+                assert (late.used, late.reduce_axes, late.ruled_out) == (alone.used, alone.reduce_axes, alone.ruled_out)

@@ -24,10 +24,7 @@ from alpa_lite.core.program import Op, Program
 from alpa_lite.core.spec import ShardingSpec
 from alpa_lite.costs.conversion import Conversions
 from alpa_lite.intraop.decision_graph import DecisionGraph, End, Link, Node
-from alpa_lite.intraop.strategies import StrategySet, enumerate_strategies, fixed_strategy, mesh_class
-
-KnownStrategies = dict[tuple[object, ...], StrategySet]
-"""What tells rules and meshes apart for strategies -> the strategies."""
+from alpa_lite.intraop.strategies import KnownStrategies, StrategySet, fixed_strategy
 
 CONTRACTIONS = frozenset({"dot_general", "conv_general_dilated"})
 
@@ -49,7 +46,7 @@ def build_graph(
         per_reader: every consumer pays its own conversion, and partial sums are reduced once before they are read.
         known: strategies found on meshes with the same axes, and where those found here go.
     """
-    builder = _Builder(conversions, sharded_contractions, per_reader, {} if known is None else known)
+    builder = _Builder(conversions, sharded_contractions, per_reader, KnownStrategies() if known is None else known)
     builder.outer(program, input_ties)
     return builder.graph
 
@@ -114,18 +111,13 @@ class _Builder:
         strict = self.sharded_contractions and op.primitive in CONTRACTIONS
         quick = (id(op.rule), unreduced, strict)
         if quick not in self.by_rule:
-            rule, mesh = op.rule, self.conversions.mesh
-            divided = mesh_class(mesh, frozenset(factor.size for factor in rule.factors))
-            key = (rule.operands, rule.results, rule.factors, rule.reduce_op, rule.linear, divided, *quick[1:])
-            if key not in self.known:
-                self.known[key] = enumerate_strategies(
-                    rule,
-                    mesh,
-                    self.conversions,
-                    unreduced_inputs=unreduced,
-                    sharded_contractions=strict,
-                )
-            self.by_rule[quick] = self.known[key]
+            self.by_rule[quick] = self.known.of(
+                op.rule,
+                self.conversions.mesh,
+                self.conversions,
+                unreduced_inputs=unreduced,
+                sharded_contractions=strict,
+            )
         return self.by_rule[quick]
 
     def may_leave_partial_sums(self, op: Op, unreduced: tuple[bool, ...]) -> bool:

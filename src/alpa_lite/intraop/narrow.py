@@ -39,20 +39,25 @@ def solve_narrow(
     if order is None:
         return None
     # Every factor is (nodes, table); a node's bucket holds the factors whose first node in the order it is.
-    rank = {node: position for position, node in enumerate(order)}
+    rank = [0] * len(order)
+    for position, node in enumerate(order):
+        rank[node] = position
     buckets: list[list[tuple[tuple[int, ...], Array]]] = [[((i,), c)] for i, c in enumerate(unary)]
     for a, b, m in zip(left, right, costs, strict=True):
-        buckets[min(a, b, key=rank.__getitem__)].append(((a, b), m))
+        buckets[a if rank[a] < rank[b] else b].append(((a, b), m))
     joined: list[tuple[int, tuple[int, ...], Array]] = []
     for node in order:
-        scope = tuple(sorted({i for nodes, _ in buckets[node] for i in nodes} - {node}, key=rank.__getitem__))
+        inside = {i for nodes, _ in buckets[node] for i in nodes}
+        inside.discard(node)
+        scope = tuple(sorted(inside, key=rank.__getitem__))
         axes = {i: dim for dim, i in enumerate((node, *scope))}
-        table = np.zeros([1] * len(axes))  # grows to its size with what is added
-        for nodes, part in buckets[node]:
+        (nodes, part), *others = buckets[node]
+        table = _aligned(part, [axes[i] for i in nodes], len(axes))  # grows to its size with what is added
+        for nodes, part in others:
             table = table + _aligned(part, [axes[i] for i in nodes], len(axes))
         joined.append((node, scope, table))
         if scope:
-            buckets[scope[0]].append((scope, table.min(0)))
+            buckets[scope[0]].append((scope, np.minimum.reduce(table, axis=0)))
     picks = [0] * len(unary)
     for node, scope, table in reversed(joined):
         picks[node] = int(table[(slice(None), *(picks[i] for i in scope))].argmin())
@@ -61,6 +66,8 @@ def solve_narrow(
 
 def _aligned(part: Array, dims: Sequence[int], num_dims: int) -> Array:
     """A factor's table whose dims become those named, size 1 in all others."""
+    if len(dims) == num_dims == 1 or list(dims) == list(range(num_dims)):
+        return part
     if any(a > b for a, b in pairwise(dims)):
         order = sorted(range(len(dims)), key=dims.__getitem__)
         part, dims = part.transpose(order), [dims[d] for d in order]

@@ -152,13 +152,14 @@ def _worthwhile(graph: CostGraph, i: int, j: int, k: int) -> bool:
 
 def _dominated(graph: CostGraph) -> set[int]:
     dirty: set[int] = set()
-    for i in graph.alive():
-        matrices = tuple(sorted(graph.adjacent[i].values()))
-        usages = tuple(sorted({n for _, _, n in graph.usages[i]})) if graph.usages[i] else ()
-        index = graph.tables.undominated(graph.unary[i], matrices, usages)
-        if index >= 0:
-            graph.keep_states(i, index)
-            dirty |= {i, *graph.adjacent[i]}
+    with np.errstate(invalid="ignore"):  # of the differences of forbidden entries
+        for i in graph.alive():
+            matrices = tuple(sorted(graph.adjacent[i].values()))
+            usages = tuple(sorted({n for _, _, n in graph.usages[i]})) if graph.usages[i] else ()
+            index = graph.tables.undominated(graph.unary[i], matrices, usages)
+            if index >= 0:
+                graph.keep_states(i, index)
+                dirty |= {i, *graph.adjacent[i]}
     return dirty
 
 

@@ -15,15 +15,24 @@ import numpy as np
 
 from alpa_lite.core.collective import CollectiveKind
 from alpa_lite.core.program import Op, Program
+from alpa_lite.costs.conversion import Conversions
 from alpa_lite.costs.memory import Timeline
 from alpa_lite.intraop.decision_graph import DecisionGraph, End, Link, Node
 from alpa_lite.intraop.decisions import CONTRACTIONS, gathers_to
 from alpa_lite.intraop.problem import Edge, IntraOpProblem, Usage
+from alpa_lite.intraop.slot_arrays import EdgeArrays, OpArrays
 from alpa_lite.intraop.slots import EdgeSlot, NodeSlot, Slots, slots_of
-from alpa_lite.intraop.strategies import StrategySet
 
 if TYPE_CHECKING:
     from alpa_lite.costs.model import CostModel
+
+
+def slot_arrays(slots: Slots, conversions: Conversions) -> tuple[OpArrays, EdgeArrays]:
+    """The arrays of all slots, made once for all meshes of a graph."""
+    if slots.arrays is None:
+        ops = [slot for slot in slots.node_slots if slot.node.op is not None]
+        slots.arrays = OpArrays.of(ops, conversions), EdgeArrays.of(slots.edge_slots, conversions)
+    return slots.arrays
 
 
 @dataclass(eq=False, slots=True)
@@ -40,7 +49,6 @@ class Pricer:
     slots: Slots
     _priced: tuple[list[np.ndarray], list[np.ndarray]] | None = None
     _size_cache: dict[tuple[object, ...], np.ndarray] = field(default_factory=dict)
-    _splits: dict[int, np.ndarray] = field(default_factory=dict)
     _tiles: dict[tuple[object, ...], np.ndarray] = field(default_factory=dict)
 
     @classmethod
@@ -84,9 +92,11 @@ class Pricer:
     def priced(self) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """Costs per node slot and per edge slot."""
         if self._priced is None:
-            ops = self.op_costs([slot for slot in self.slots.node_slots if slot.node.op is not None])
+            arrays = slot_arrays(self.slots, self.graph.conversions)
+            ops, edges = self.op_costs(arrays[0]), arrays[1].costs(self.graph.conversions)
             nodes = [ops[id(slot)] if id(slot) in ops else self.node_cost(slot) for slot in self.slots.node_slots]
-            self._priced = nodes, [self.edge_cost(slot) for slot in self.slots.edge_slots]
+            others = enumerate(self.slots.edge_slots)
+            self._priced = nodes, [edges[n] if n in edges else self.edge_cost(slot) for n, slot in others]
         return self._priced
 
     # -- nodes ---------------------------------------------------------------------------------------------------
@@ -95,25 +105,17 @@ class Pricer:
         """Of a copy, or of an argument or result."""
         return self.port_cost(slot) if slot.link is None else self.copy_cost(slot.node, slot.link)
 
-    def op_costs(self, slots: Sequence[NodeSlot]) -> dict[int, np.ndarray]:
+    def op_costs(self, ops: OpArrays) -> dict[int, np.ndarray]:
         """Costs of ops by the identity of their slots; the convention is asked once for all ops of a kind."""
-        kinds: dict[tuple[str, bool], list[tuple[NodeSlot, np.ndarray, np.ndarray]]] = {}
-        for slot in slots:
-            op, program = slot.node.op, slot.node.program
-            assert op is not None and program is not None
-            value = next((v for v in (*op.inputs, *op.outputs) if v >= 0), -1)
-            dtype = program.values[value].dtype if value >= 0 else "float32"
-            kinds.setdefault((dtype, op.primitive in CONTRACTIONS), []).append((slot, *self._work(op, program, slot)))
-        found: dict[int, np.ndarray] = {}
-        for (dtype, heavy), works in kinds.items():
-            flops = np.concatenate([share for _, share, _ in works])
-            sizes = np.concatenate([moved for _, _, moved in works])
-            costs = np.array(self.costs.compute(flops, sizes, dtype, heavy), dtype=np.float64)
-            begin = 0
-            for slot, share, _ in works:
-                found[id(slot)] = self._with_extras(slot.node, costs[begin : begin + len(share)]) * slot.node.weight
-                begin += len(share)
-        return found
+        flops, moved = ops.work(self.graph.conversions.mesh, self.graph.conversions)
+        costs, begin = np.zeros(len(flops)), ops.begin.tolist()
+        for dtype, heavy, first, end in ops.kinds:
+            part = slice(begin[first], begin[end])
+            costs[part] = self.costs.compute(flops[part], moved[part], dtype, heavy)
+        for number in ops.special:
+            self._with_extras(ops.slots[number].node, costs[begin[number] : begin[number + 1]])
+        costs *= ops.weight
+        return {id(slot): costs[begin[i] : begin[i + 1]] for i, slot in enumerate(ops.slots)}
 
     def copy_cost(self, node: Node, link: Link) -> np.ndarray:
         if node.pairs is None:
@@ -131,21 +133,8 @@ class Pricer:
         whole = np.array([space.specs[i].is_replicated for i in node.specs])
         return whole * self.costs.replication_penalty
 
-    def _work(self, op: Op, program: Program, slot: NodeSlot) -> tuple[np.ndarray, np.ndarray]:
-        """FLOPs and moved bytes of one device, per strategy."""
-        strategies = slot.node.strategies
-        assert strategies is not None
-        sizes = np.zeros(len(strategies))
-        tensors = [*zip(op.inputs, strategies.operands, slot.reads, strict=True)]
-        tensors += [*zip(op.outputs, strategies.results, slot.writes, strict=True)]
-        for value, specs, weight in tensors:
-            if value >= 0 and weight:
-                sizes += weight * self.local_bytes(program, value, specs)
-        works = any(slot.reads) or any(slot.writes) or op.primitive in CONTRACTIONS
-        return (op.flops / self.split(strategies) if works else np.zeros(len(strategies))), sizes
-
-    def _with_extras(self, node: Node, cost: np.ndarray) -> np.ndarray:
-        """With what repeating a contraction costs, and the all-reduces inside the op; changes ``cost``."""
+    def _with_extras(self, node: Node, cost: np.ndarray) -> None:
+        """Adds what repeating a contraction costs, and the all-reduces inside the op."""
         op, program, strategies = node.op, node.program, node.strategies
         assert op is not None and program is not None and strategies is not None
         if op.primitive in CONTRACTIONS:
@@ -157,14 +146,6 @@ class Pricer:
                 size = self.costs.volume(v.shape, v.itemsize) / float(space.shards[strategies.results[0][i]])
                 ordered = self.graph.conversions.mesh.sort_axes(axes)
                 cost[i] += self.costs.collective(CollectiveKind.ALL_REDUCE, ordered, size)
-        return cost
-
-    def split(self, strategies: StrategySet) -> np.ndarray:
-        """Per strategy, over how many devices the work is split; ops of one kind share their strategies."""
-        found = self._splits.get(id(strategies))
-        if found is None:
-            found = self._splits[id(strategies)] = strategies.split(self.graph.conversions.mesh)
-        return found
 
     def _repeated(self, op: Op, program: Program, node: Node) -> np.ndarray:
         """What the convention charges for a contraction that some axes repeat in full."""

@@ -7,6 +7,7 @@ is one price per slot (``pricing.py``).
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -14,6 +15,9 @@ from alpa_lite.core.program import Program
 from alpa_lite.costs.facts import Facts
 from alpa_lite.costs.fusion import fused_values, moved_bytes_weights
 from alpa_lite.intraop.decision_graph import DecisionGraph, End, Link, Node
+
+if TYPE_CHECKING:
+    from alpa_lite.intraop.slot_arrays import EdgeArrays, OpArrays
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,12 +57,13 @@ class EdgeSlot:
 
 @dataclass(eq=False, slots=True)
 class Slots:
-    """All of one graph: a slot number per node, and (node, node, slot number) per edge."""
+    """All of one graph: a slot number per node, and (node, node, slot number) per edge; ``arrays`` for ``pricing.py``."""
 
     nodes: list[int] = field(default_factory=list)
     edges: list[tuple[int, int, int]] = field(default_factory=list)
     node_slots: list[NodeSlot] = field(default_factory=list)
     edge_slots: list[EdgeSlot] = field(default_factory=list)
+    arrays: tuple[OpArrays, EdgeArrays] | None = None
 
 
 def slots_of(

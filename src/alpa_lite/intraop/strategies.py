@@ -87,6 +87,80 @@ def enumerate_strategies(
     return _pack(rule, axes, rows, specs, ruled_out)
 
 
+class KnownStrategies:
+    """Strategies of rules on meshes with the same axes, each enumerated once.
+
+    Where every dim has one factor, all that a mesh's sizes decide is which axes together divide which factors. A mesh that
+    divides no more than one before it leaves some of its strategies, in the same order.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[object, ...], list[tuple[frozenset[tuple[int, int]], StrategySet]]] = {}
+
+    def of(
+        self,
+        rule: OpShardingRule,
+        mesh: DeviceMesh,
+        conversions: Conversions,
+        *,
+        unreduced_inputs: tuple[bool, ...],
+        sharded_contractions: bool,
+    ) -> StrategySet:
+        """As ``enumerate_strategies``."""
+        simple = not sharded_contractions and all(len(d) < 2 for dims in (*rule.operands, *rule.results) for d in dims)
+        axes = tuple(a for a, n in zip(mesh.axis_names, mesh.shape, strict=True) if n > 1)
+        divided = axes if simple else mesh_class(mesh, frozenset(factor.size for factor in rule.factors))
+        key = (rule.operands, rule.results, rule.factors, rule.reduce_op, rule.linear, mesh.axis_names)
+        known = self._known.setdefault((*key, divided, unreduced_inputs, sharded_contractions), [])
+        places = _places(rule, mesh, axes) if simple else frozenset()
+        for more, strategies in known:
+            if more == places:
+                return strategies
+        larger = next(((more, strategies) for more, strategies in known if more >= places), None)
+        if larger is None:
+            found = enumerate_strategies(
+                rule,
+                mesh,
+                conversions,
+                unreduced_inputs=unreduced_inputs,
+                sharded_contractions=sharded_contractions,
+            )
+        else:
+            found = _without(larger[1], larger[0] - places, _choices(rule, mesh, axes, unreduced_inputs)[1])
+        known.append((places, found))
+        return found
+
+
+def _places(rule: OpShardingRule, mesh: DeviceMesh, axes: tuple[str, ...]) -> frozenset[tuple[int, int]]:
+    """(Factor, bit mask of axes) for all axes that together divide a factor."""
+    groups = [
+        (mask, mesh.axes_size(tuple(a for i, a in enumerate(axes) if mask >> i & 1)))
+        for mask in range(1, 1 << len(axes))
+    ]
+    sizes = [(i, f.size) for i, f in enumerate(rule.factors) if f.size and f.kind is not FactorKind.REPLICATED]
+    return frozenset((i, mask) for i, size in sizes for mask, parts in groups if size % parts == 0)
+
+
+def _without(
+    strategies: StrategySet, gone: frozenset[tuple[int, int]], ruled_out: tuple[tuple[int, str], ...]
+) -> StrategySet:
+    """The strategies less those that place just these axes on these factors."""
+    bits = 1 << np.arange(strategies.assignment.shape[1])
+    stays = np.ones(len(strategies), dtype=bool)
+    for factor in {factor for factor, _ in gone}:
+        masks = (strategies.assignment == factor) @ bits
+        stays &= ~np.isin(masks, [mask for f, mask in gone if f == factor])
+    kept = np.flatnonzero(stays)
+    return StrategySet(
+        assignment=strategies.assignment[kept],
+        operands=tuple(specs[kept] for specs in strategies.operands),
+        results=tuple(specs[kept] for specs in strategies.results),
+        used=tuple(strategies.used[i] for i in kept.tolist()),
+        reduce_axes=tuple(strategies.reduce_axes[i] for i in kept.tolist()),
+        ruled_out=ruled_out,
+    )
+
+
 def mesh_class(mesh: DeviceMesh, sizes: frozenset[int]) -> Hashable:
     """Equal for two meshes on which a program of these sizes has the same strategies, and so the same decision graph.
 

@@ -56,14 +56,16 @@ class Tables:
 
     def intern(self, array: Array) -> int:
         """The number of an array's content."""
-        array = np.ascontiguousarray(array)
-        small = array.nbytes <= _COMPARED_BYTES
-        content = array.tobytes() if small else blake2b(array.data, digest_size=16).digest()
+        if array.nbytes <= _COMPARED_BYTES:
+            content = array.tobytes()
+        else:
+            array = np.ascontiguousarray(array)
+            content = blake2b(array.data, digest_size=16).digest()
         key = (array.shape, array.dtype.char, content)
         number = self._by_content.get(key)
         if number is None:
             number = self._by_content[key] = len(self.arrays)
-            self.arrays.append(array)
+            self.arrays.append(np.ascontiguousarray(array))
         return number
 
     def intern_object(self, array: Array, convert: Callable[[Array], Array]) -> int:
@@ -221,20 +223,19 @@ def _masks(k: int) -> tuple[Array, Array]:
 
 
 def _row_margins(m: Array) -> Array:
-    """``min_y m[s, y] - m[t, y]``; a forbidden entry of s never counts in its favour."""
-    with np.errstate(invalid="ignore"):
-        return np.fmin.reduce(m[:, None, :] - m[None, :, :], axis=2)
+    """``min_y m[s, y] - m[t, y]``; a forbidden entry of s never counts in its favour, so its inf - inf is nan."""
+    return np.fmin.reduce(m[:, None, :] - m[None, :, :], axis=2)
 
 
 def _split(m: Array) -> tuple[Array | None, Array | None]:
-    first, last = m[0], m[-1]
-    far = abs(float(last[-1]) - float(last[0]) - (float(first[-1]) - float(first[0])))
-    if not math.isfinite(far) or not np.isfinite(m).all():
+    far = abs(m.item(-1) - m.item(len(m) * m.shape[1] - m.shape[1]) - (m.item(m.shape[1] - 1) - m.item(0)))
+    if not math.isfinite(far):
         return None, None
-    if far and far > 1e-15 * np.abs(m).max():  # one corner mostly tells
+    largest = max(float(np.maximum.reduce(m, axis=None)), -float(np.minimum.reduce(m, axis=None)))
+    if not math.isfinite(largest) or (far and far > 1e-15 * largest):  # one corner mostly tells
         return None, None
     a, b = m[:, 0], m[0] - m[0, 0]
     error = np.abs(m - a[:, None] - b)
-    if error.max() > 1e-15 * np.abs(m).max():  # a few roundings; exact for whole numbers
+    if error.max() > 1e-15 * largest:  # a few roundings; exact for whole numbers
         return None, None
     return a, b

@@ -23,7 +23,7 @@ from alpa_lite.intraop.decisions import build_graph
 from alpa_lite.intraop.repeats import slot_classes
 from alpa_lite.intraop.restrict import restricted, values_of, weight_positions
 from alpa_lite.intraop.slots import Slots, slots_of
-from alpa_lite.intraop.strategies import StrategySet, mesh_class
+from alpa_lite.intraop.strategies import KnownStrategies, mesh_class
 from alpa_lite.plan.records import LeafRole
 
 _STATE = (LeafRole.PARAMETER, LeafRole.OPTIMIZER_STATE)
@@ -58,7 +58,7 @@ class Shared:
     _sizes: frozenset[int] | None = None
     _has_layouts: bool | None = None
     _restricted: dict[SearchRules, tuple[Program, frozenset[int]]] = field(default_factory=dict)
-    _strategies: dict[tuple[object, ...], StrategySet] = field(default_factory=dict)
+    _strategies: KnownStrategies = field(default_factory=KnownStrategies)
     _posed: dict[Hashable, Posed] = field(default_factory=dict)
 
     @property

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -65,7 +67,9 @@ def cells_of(problem: SliceProblem) -> Cells:
     sizes = np.array(problem.submesh_sizes, dtype=np.int64)
     first, submesh, last = np.meshgrid(np.arange(layers), np.arange(len(sizes)), np.arange(layers), indexing="ij")
     first, submesh, last = (axis.ravel() for axis in (first, submesh, last))
-    possible = (first <= last) & (sizes[submesh] <= problem.num_devices)
+    possible = (first <= last) & np.isin(sizes[submesh], _usable_sizes(problem))
+    fewest, most = problem.stage_counts[0], problem.stage_counts[-1]
+    possible &= (last - first <= layers - fewest) & (1 + (first > 0) + (last < layers - 1) <= most)
     for layer, stage in problem.layer_stage:
         for other, other_stage in problem.layer_stage:
             if stage == other_stage:  # all layers of a pinned stage lie in it, and no stage holds layers of two
@@ -88,6 +92,20 @@ def cells_of(problem: SliceProblem) -> Cells:
         once_s=once_s,
     )
     return cells.take(np.isfinite(cost_s).any(axis=1))
+
+
+def _usable_sizes(problem: SliceProblem) -> list[int]:
+    """Sizes that are part of some list of submeshes with all devices, one for each of an allowed number of stages."""
+    sizes = sorted({size for size in problem.submesh_sizes if size <= problem.num_devices})
+    sums, found = 1, set[int]()  # bit n of ``sums``: so many submeshes can have n devices
+    for count in range(1, problem.stage_counts[-1] + 1):
+        if count >= problem.stage_counts[0]:
+            found |= {size for size in sizes if sums >> (problem.num_devices - size) & 1}
+        if len(found) == len(sizes):
+            break
+        sums = functools.reduce(operator.or_, (sums << size for size in sizes), 0)
+        sums &= (1 << problem.num_devices + 1) - 1
+    return sorted(found)
 
 
 def stage_rows(problem: SliceProblem, cells: Cells, stage: int, num_stages: int) -> NDArray[np.bool_]:

@@ -225,7 +225,7 @@ def compare_stage_counts(
 
 def _why_none(problem: SliceProblem) -> str:
     """Names what has to be given up for a slicing to exist: the table itself, memory, or the pins."""
-    cells = cells_of(replace(problem, layer_stage=()))
+    cells = cells_of(replace(problem, layer_stage=(), stage_counts=tuple(range(1, problem.num_layers + 1))))
     for layer in range(problem.num_layers):
         if not ((cells.first <= layer) & (layer <= cells.last)).any():
             return (

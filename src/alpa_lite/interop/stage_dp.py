@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -29,8 +30,8 @@ Stage = tuple[int, int, int, int]
 Counts = NDArray[np.int32]
 
 _NEVER = 1 << 28  # a number of stages that stands for "cannot"
-_NEAR = 1e-11  # a share that is more than rounding
-_SHARE = 1 / 16  # of the way from the bound to the limit
+_GOLDEN, _TOLLS = (5**0.5 - 1) / 2, 10
+_NEAR = (1e-11, 0.01, 0.05, 0.25)  # shares above the bound at which is looked; the first is more than rounding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,19 +84,77 @@ def best_within(problem: SliceProblem, cells: Cells, limits: Limits) -> Slicing 
     if problem.num_devices % unit:
         return None
     grid = _grid(problem, cells, cost_s, limits, unit)
-    start, after, fewest = _suffix_sums(grid, grid.tolerated)
-    least_s = float(start[0, :, -1].min())
-    if not least_s <= raised(limits.sum_s):
+    suffix = _suffix_sums(grid, grid.tolerated)
+    least_s, most = float(suffix.start[0, :, -1].min()), problem.stage_counts[-1]
+    if not least_s <= raised(limits.sum_s) or (suffix.fewest is not None and suffix.fewest[0, :, -1].min() > most):
         return None
-    before = _suffix_sums(_mirrored(grid), None)[1]
+    counted = _Counted(problem, grid, suffix, 0.0)
     # Few arcs lie on slicings near the bound, and mostly one of these keeps the memory: then no other matters.
-    near = [least_s * (1 + _NEAR), least_s + _SHARE * (limits.sum_s - least_s)]
-    for most_s in (*(s for s in near if s < limits.sum_s), raised(limits.sum_s)):
-        arcs = _arcs(problem, cells, grid, start, after, fewest, before, most_s)
+    for turn, share in enumerate((*_NEAR, math.inf)):
+        if turn == 1 and len(problem.stage_counts) == 1:
+            counted = _best_toll(counted, limits)
+        bound_s = counted.bound_s
+        most_s = min(bound_s + share * abs(least_s), raised(limits.sum_s))
+        arcs = _arcs(cells, counted, most_s)
         found = None if arcs is None else _fewest_seconds(problem, cells, cost_s, arcs)
         if arcs is not None and found is not None and found[0] <= most_s:
             return _first_in_order(problem, cells, cost_s, arcs, *found)
+        if most_s >= limits.sum_s:
+            break
     return None
+
+
+class _Counted:
+    """Bounds from both ends of the pipeline, where every stage has a toll beside its time.
+
+    Of a fixed number of stages the tolls are known: they come off the bound. A toll below 0 makes the bound one of slicings with
+    more stages, above 0 with fewer.
+    """
+
+    def __init__(self, problem: SliceProblem, grid: _Grid, suffix: _Suffix, toll_s: float) -> None:
+        self.problem, self.grid, self.suffix, self.toll_s = problem, grid, suffix, toll_s
+        self.most = problem.stage_counts[-1]
+
+    @property
+    def tolls_s(self) -> float:
+        return self.toll_s * self.most if self.toll_s else 0.0
+
+    @property
+    def bound_s(self) -> float:
+        return float(self.suffix.start[0, :, -1].min()) - self.tolls_s
+
+    @cached_property
+    def prefix(self) -> _Suffix:
+        """The suffix of the mirrored pipeline; where stages are few it counts, so that few arcs are left."""
+        few = self.most < self.problem.num_layers
+        return _suffix_sums(_mirrored(self.grid), np.full(self.grid.cell.shape, self.most, np.int32) if few else None)
+
+    def at(self, toll_s: float) -> _Counted:
+        grid = replace(self.grid, least_s=self.grid.least_s + (toll_s - self.toll_s))
+        return _Counted(self.problem, grid, _suffix_sums(grid, grid.tolerated), toll_s)
+
+
+def _best_toll(counted: _Counted, limits: Limits) -> _Counted:
+    """The highest bound for a fixed number of stages, of those tried: it is concave in the toll (golden sections)."""
+    finite = counted.grid.least_s[np.isfinite(counted.grid.least_s)]
+    widest = float(finite.max())
+    low, high = -widest, widest
+    tried = [counted]
+    left, right = high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)
+    a, b = counted.at(left), counted.at(right)
+    for _ in range(_TOLLS):
+        tried += [a, b]
+        if a.bound_s >= b.bound_s:
+            high, right, b = right, left, a
+            left = high - _GOLDEN * (high - low)
+            a = counted.at(left)
+        else:
+            low, left, a = left, right, b
+            right = low + _GOLDEN * (high - low)
+            b = counted.at(right)
+        if max(a.bound_s, b.bound_s) > raised(limits.sum_s):
+            break
+    return max([*tried, a, b], key=lambda one: one.bound_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -105,7 +164,8 @@ class _Grid:
     Attributes:
         least_s: least time over the choices; inf where there is no such stage.
         cell: row of ``Cells``, -1 where there is none.
-        tolerated: most later stages over the choices; None where memory is ample, which is cheaper.
+        tolerated: most later stages over the choices; None where memory is ample and all numbers of stages are allowed, which
+            is cheaper.
         submeshes: of the columns.
         sizes: of the columns, in units.
         transfer_s: (layers - 1, columns, columns), or None.
@@ -147,7 +207,7 @@ def _grid(problem: SliceProblem, cells: Cells, cost_s: Floats, limits: Limits, u
     return _Grid(
         least_s=least_s,
         cell=cell,
-        tolerated=tolerated if tolerated[where].min() < problem.num_layers else None,
+        tolerated=tolerated if min(tolerated[where].min(), problem.stage_counts[-1]) < problem.num_layers else None,
         submeshes=submeshes,
         sizes=np.array(problem.submesh_sizes)[submeshes] // unit,
         transfer_s=transfer_s,
@@ -166,13 +226,27 @@ def _mirrored(grid: _Grid) -> _Grid:
     )
 
 
-def _suffix_sums(grid: _Grid, tolerated: Counts | None) -> tuple[Floats, Floats, Counts | None]:
-    """Lower bounds, by layer, column and units left: of all from a stage on, and of all after a stage.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Suffix:
+    """Lower bounds of the ends of a pipeline, by layer, column and units left.
 
-    The third result, with ``tolerated``, is the fewest stages that can follow, exactly: fewer later stages only help those
-    before, so the smallest count of a suffix is all that memory has to know of it.
-    Without transfers the submesh makes no difference, and its dim in the second and third result has the size 1.
+    Attributes:
+        start: of the sum from a stage on, which starts with this layer and has this column's submesh.
+        rest: of the sum of what follows a stage that ends before this layer, by the units left before that stage.
+        after: the same by the units left after it. Without transfers the submesh makes no difference, and its dim has the size 1.
+        fewest: stages that can follow, by the units left after it, as far as it is known; ``later`` by those left before it.
     """
+
+    start: Floats
+    rest: Floats
+    after: Floats
+    fewest: Counts | None
+    later: Counts | None
+
+
+def _suffix_sums(grid: _Grid, tolerated: Counts | None) -> _Suffix:
+    """Bounds from the end on; with ``tolerated`` counts, which are exact: fewer later stages only help those before, so the
+    smallest count of a suffix is all that memory has to know of it."""
     layers, width, units = grid.num_layers, grid.width, grid.num_units + 1
     start = np.full((layers + 1, len(grid.sizes), units), np.inf)
     after = np.full((layers + 1, width, units), np.inf)
@@ -200,7 +274,7 @@ def _suffix_sums(grid: _Grid, tolerated: Counts | None) -> tuple[Floats, Floats,
         start[first] = sums.min(axis=0)
         after[first] = _entered(start[first], moved_s)
         rest[first] = _shifted(after[first], grid.sizes, np.inf)
-    return start, after, fewest
+    return _Suffix(start=start, rest=rest, after=after, fewest=fewest, later=later)
 
 
 def _shifted(values: Any, sizes: Ints, missing: Any) -> Any:
@@ -217,28 +291,22 @@ def _entered(start: Any, transfer: Any) -> Any:
     return (transfer[:, :, None] + start[None]).min(axis=1)
 
 
-def _arcs(
-    problem: SliceProblem,
-    cells: Cells,
-    grid: _Grid,
-    start: Floats,
-    after: Floats,
-    fewest: Counts | None,
-    before: Floats,
-    most_s: float,
-) -> _Arcs | None:
+def _arcs(cells: Cells, counted: _Counted, most_s: float) -> _Arcs | None:
     """The stages with the units left before them that can lie on a slicing with a sum within ``most_s``."""
+    grid, suffix, prefix, most = counted.grid, counted.suffix, counted.prefix, counted.most
+    most_s += counted.tolls_s
     layers = grid.num_layers
     found_cells, lefts, sums = [], [], []
-    rest = np.stack([_shifted(values, grid.sizes, np.inf) for values in after[1:]])
-    later = None if fewest is None else np.stack([_shifted(counts, grid.sizes, _NEVER) for counts in fewest[1:]])
     for first in range(layers):
         end = min(layers, first + grid.reach)
-        so_far = before[layers - first][:, None, ::-1].transpose(1, 0, 2) + grid.least_s[first, first:end, :, None]
-        bound = so_far + rest[first:end]
+        so_far = prefix.after[layers - first][None, :, ::-1] + grid.least_s[first, first:end, :, None]
+        bound = so_far + suffix.rest[first + 1 : end + 1]
         fits = (bound <= most_s) & (bound < np.inf)
-        if later is not None and grid.tolerated is not None:
-            fits &= later[first:end] <= grid.tolerated[first, first:end, :, None]
+        if suffix.later is not None and grid.tolerated is not None:
+            later = suffix.later[first + 1 : end + 1]
+            fits &= later <= grid.tolerated[first, first:end, :, None]
+            if prefix.fewest is not None:
+                fits &= prefix.fewest[layers - first][None, :, ::-1] + later < most
         last, column, left = np.nonzero(fits)
         found_cells.append(grid.cell[first, first + last, column])
         lefts.append(left)
@@ -247,7 +315,7 @@ def _arcs(
     next_column = np.zeros(len(cell), dtype=np.int64)
     moved_s = np.zeros(len(cell))
     if grid.transfer_s is not None:
-        keep, next_column, moved_s = _with_next(cells, grid, cell, left, so_far, start, most_s)
+        keep, next_column, moved_s = _with_next(cells, grid, cell, left, so_far, suffix.start, most_s)
         cell, left = cell[keep], left[keep]
     return _linked(cells, grid, cell, left, next_column, moved_s)
 

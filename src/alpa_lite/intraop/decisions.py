@@ -26,6 +26,8 @@ from alpa_lite.costs.conversion import Conversions
 from alpa_lite.intraop.decision_graph import DecisionGraph, End, Link, Node
 from alpa_lite.intraop.strategies import KnownStrategies, StrategySet, fixed_strategy
 
+_EndKind = tuple[np.ndarray, tuple[int, int, int]]
+
 CONTRACTIONS = frozenset({"dot_general", "conv_general_dilated"})
 
 
@@ -64,6 +66,7 @@ class _Builder:
         self.known = known
         self.by_rule: dict[tuple[object, ...], StrategySet] = {}
         self.partial: dict[tuple[object, ...], bool] = {}
+        self.known_ends: dict[int, tuple[list[_EndKind], list[_EndKind]]] = {}
         self.port_specs: dict[tuple[object, ...], np.ndarray] = {}
         self.copy_domains: dict[tuple[object, ...], np.ndarray] = {}
         self.loop_reads = self.graph.loop_reads
@@ -119,6 +122,17 @@ class _Builder:
                 sharded_contractions=strict,
             )
         return self.by_rule[quick]
+
+    def ends(self, strategies: StrategySet) -> tuple[list[_EndKind], list[_EndKind]]:
+        """Spec numbers of all operands and all results, and what identifies them."""
+        found = self.known_ends.get(id(strategies))
+        if found is None:
+            number = id(strategies)
+            found = self.known_ends[number] = (
+                [(specs, (number, 0, position)) for position, specs in enumerate(strategies.operands)],
+                [(specs, (number, 1, position)) for position, specs in enumerate(strategies.results)],
+            )
+        return found
 
     def may_leave_partial_sums(self, op: Op, unreduced: tuple[bool, ...]) -> bool:
         key = (id(op.rule), unreduced)
@@ -187,17 +201,16 @@ class _Region:
     def op(self, op: Op, path: str) -> None:
         unreduced = tuple(i >= 0 and self.unreduced[i] for i in op.inputs)
         strategies = self.b.strategies(op, unreduced)
-        node = self.b.add(
-            Node("op", path, len(strategies), self.weight, op=op, program=self.program, strategies=strategies)
-        )
+        node = self.b.add(Node("op", path, len(strategies.used), self.weight, op, self.program, strategies))
         self.b.graph.op_nodes[path] = node
-        for position, value in enumerate(op.inputs):
+        reads, makes = self.b.ends(strategies)
+        for value, (specs, key) in zip(op.inputs, reads, strict=True):
             if value >= 0:
-                self.consume(value, End(node, strategies.operands[position], (id(strategies), 0, position), path))
+                self.links[value].consumers.append(End(node, specs, key, path))
         can = self.b.may_leave_partial_sums(op, unreduced)
-        for position, value in enumerate(op.outputs):
+        for value, (specs, key) in zip(op.outputs, makes, strict=True):
             if value >= 0:
-                self.produce(value, End(node, strategies.results[position], (id(strategies), 1, position)), can, path)
+                self.produce(value, End(node, specs, key), can, path)
 
     def enter(
         self, op: Op, position: int, path: str, weight: float, *, stacked: bool = False, whole: bool = False
@@ -296,7 +309,7 @@ class _Region:
             if self.b.per_reader:
                 if link.consumers and self.unreduced[link.value]:
                     self.reduce_once(link)
-            elif len({c.node for c in link.consumers}) > 1 or (
+            elif (len(link.consumers) > 1 and len({c.node for c in link.consumers}) > 1) or (
                 link.made_at == "in" and not self.prefix and self.in_loops(link)
             ):
                 name, rank = f"{self.prefix}%{link.value}", len(link.shape)
@@ -316,8 +329,8 @@ class _Region:
         key = (link.producer.key, link.shape, tuple(dict.fromkeys(c.key for c in link.consumers)))
         cache = self.b.copy_domains
         if key not in cache:
-            made = {int(s) for s in np.unique(link.producer.specs)}
-            cache[key] = np.array(sorted(made | set(self.wanted(link))), dtype=np.int64)
+            made = {*link.producer.specs.tolist(), *self.wanted(link)}
+            cache[key] = np.array(sorted(made), dtype=np.int64)
         return cache[key]
 
     def reduce_once(self, link: Link) -> None:
@@ -328,7 +341,7 @@ class _Region:
             space = self.b.conversions.space(rank)
             valid = space.valid(link.shape)
             rows = []
-            for made in map(int, np.unique(link.producer.specs)):
+            for made in sorted(set(link.producer.specs.tolist())):
                 before = space.specs[made]
                 after = [i for i, s in enumerate(space.specs) if valid[i] and _reduces_to(before, s)]
                 rows += [(made, i) for i in after] if before.unreduced else [(made, made)]
@@ -344,13 +357,13 @@ class _Region:
         valid = self.b.conversions.space(len(link.shape)).valid(link.shape)
         count: dict[int, int] = defaultdict(int)
         for consumer in link.consumers:
-            for spec in np.unique(consumer.specs):
-                count[int(spec)] += 1
+            for spec in set(consumer.specs.tolist()):
+                count[spec] += 1
         return [s for s in sorted(count) if count[s] > 1 and valid[s]]
 
     def in_loops(self, link: Link) -> list[End]:
         """Consumers that read the value in every iteration: a second layout of it is kept while the loop runs."""
-        return [c for c in link.consumers if c.node in self.b.loop_reads]
+        return [c for c in link.consumers if c.node in self.b.loop_reads] if self.b.loop_reads else []
 
     def argument_pairs(self, link: Link) -> np.ndarray:
         """(passed, handed on) spec numbers; empty if no conversion can be shared or is kept for a loop."""
@@ -360,9 +373,9 @@ class _Region:
             space = self.b.conversions.space(len(link.shape))
             looped = self.in_loops(link)
             valid = self.b.conversions.space(len(link.shape)).valid(link.shape)
-            shared = sorted({*self.wanted(link), *(int(s) for c in looped for s in np.unique(c.specs) if valid[s])})
+            shared = sorted({*self.wanted(link), *(s for c in looped for s in c.specs.tolist() if valid[s])})
             rows = []
-            for made in map(int, np.unique(link.producer.specs)):
+            for made in sorted(set(link.producer.specs.tolist())):
                 rows.append((made, made))
                 rows += [(made, k) for k in shared if k != made and gathers_to(space.specs[made], space.specs[k])]
             only_base = all(a == b for a, b in rows)

@@ -137,9 +137,6 @@ class CostGraph:
         del self.adjacent[i][j]
         del self.adjacent[j][i]
 
-    def num_states(self, i: int) -> int:
-        return len(self.tables.arrays[self.unary[i]])
-
     def keep_states(self, i: int, index: int) -> None:
         """Drops the states of a node that are not in the index list."""
         tables = self.tables

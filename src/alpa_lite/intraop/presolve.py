@@ -144,7 +144,8 @@ def _eliminate(graph: CostGraph, i: int) -> set[int]:
 
 
 def _worthwhile(graph: CostGraph, i: int, j: int, k: int) -> bool:
-    a, b, c = graph.num_states(i), graph.num_states(j), graph.num_states(k)
+    arrays, unary = graph.tables.arrays, graph.unary
+    a, b, c = len(arrays[unary[i]]), len(arrays[unary[j]]), len(arrays[unary[k]])
     if a * b * c > _JOIN_CAP:
         return False
     return k in graph.adjacent[j] or b * c <= max(_SMALL_EDGE, 2 * a * (b + c))

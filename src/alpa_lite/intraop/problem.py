@@ -159,14 +159,14 @@ def evaluate(problem: IntraOpProblem, choice: Array) -> Score:
     Raises:
         ValueError: the choice has a wrong length or an index out of range.
     """
-    picks = [int(x) for x in choice]
+    picks: list[int] = np.asarray(choice).tolist()
     if len(picks) != problem.num_nodes:
         raise ValueError(f"a choice needs {problem.num_nodes} entries, got {len(picks)}")
     for node, (x, costs) in enumerate(zip(picks, problem.node_costs, strict=True)):
         if not 0 <= x < len(costs):
             raise ValueError(f"{problem.name(node)} has {len(costs)} strategies, the choice names number {x}")
-    parts = [costs[x] for x, costs in zip(picks, problem.node_costs, strict=True)]
-    parts += [edge.costs[picks[edge.u], picks[edge.v]] for edge in problem.edges]
+    parts = [costs.item(x) for x, costs in zip(picks, problem.node_costs, strict=True)]
+    parts += [costs.item(picks[u], picks[v]) for u, v, costs in problem.edges]
     peak, time = _peak(usage_profile(problem, picks))
     return Score(_exact_sum(parts), peak, time)
 
@@ -227,7 +227,7 @@ def _peak(profile: Array) -> tuple[int, int]:
 
 
 def _exact_sum(parts: list[Any]) -> float:
-    if any(issubclass(kind, np.integer) for kind in {type(p) for p in parts}):
+    if int in set(map(type, parts)):
         if any(p >= FORBIDDEN for p in parts):
             return math.inf
         if all(float(p).is_integer() for p in parts):

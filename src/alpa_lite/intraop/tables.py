@@ -224,7 +224,9 @@ def _masks(k: int) -> tuple[Array, Array]:
 
 def _row_margins(m: Array) -> Array:
     """``min_y m[s, y] - m[t, y]``; a forbidden entry of s never counts in its favour, so its inf - inf is nan."""
-    return np.fmin.reduce(m[:, None, :] - m[None, :, :], axis=2)
+    columns = np.ascontiguousarray(m.T)  # first, so that rows of rows are compared at once
+    least = np.minimum if np.isfinite(columns).all() else np.fmin
+    return np.asarray(least.reduce(columns[:, :, None] - columns[:, None, :], axis=0))
 
 
 def _split(m: Array) -> tuple[Array | None, Array | None]:

@@ -301,4 +301,5 @@ def run_order(task: MeshTask, mesh: DeviceMesh, written: Realised) -> Timeline:
 
 def _node_prices(graph: DecisionGraph, problem: IntraOpProblem, choice: np.ndarray) -> Mapping[str, float]:
     """Price of every op (all-reduces inside an op included)."""
-    return {path: float(problem.node_costs[n][choice[n]]) for path, n in graph.op_nodes.items()}
+    costs, picks = problem.node_costs, choice.tolist()
+    return {path: float(costs[n].item(picks[n])) for path, n in graph.op_nodes.items()}

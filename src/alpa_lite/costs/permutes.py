@@ -6,13 +6,16 @@ take part; all other axes see the same exchange at each of their positions.
 
 from __future__ import annotations
 
-import itertools
-from collections import defaultdict
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
 
 from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.core.spec import ShardingSpec
 
-Tile = tuple[int, ...]
+Numbers = NDArray[np.int64]
 
 
 def changed_axes(before: ShardingSpec, after: ShardingSpec, mesh: DeviceMesh) -> tuple[str, ...]:
@@ -31,43 +34,51 @@ def permutation(
         (source, target) pairs: a bijection, in which devices keep their tile where they can and the rest are paired in
         order. And per source, which part of its tile it sends, counted per dim.
     """
-    axes = changed_axes(before, after, mesh)
-    cuts = [mesh.axes_size(a) // mesh.axes_size(b) for a, b in zip(after.dims, before.dims, strict=True)]
-    held, wanted = _tiles(before, axes, mesh), _tiles(after, axes, mesh)
-    holders: dict[Tile, list[int]] = defaultdict(list)
-    wanting: dict[Tile, list[int]] = defaultdict(list)
-    for device, tile in enumerate(held):
-        holders[tile].append(device)
-    for device, tile in enumerate(wanted):
-        wanting[tuple(i // cut for i, cut in zip(tile, cuts, strict=True))].append(device)
-    pairs = []
-    for tile, targets in wanting.items():
-        sources = holders[tile]
-        stay = set(sources) & set(targets)
-        pairs += [(d, d) for d in stay]
-        pairs += zip([s for s in sources if s not in stay], [t for t in targets if t not in stay], strict=True)
-    pairs.sort()
-    return pairs, [tuple(i % cut for i, cut in zip(wanted[target], cuts, strict=True)) for _, target in pairs]
+    sources, targets, parts = _exchange(before, after, mesh, changed_axes(before, after, mesh))
+    order = np.argsort(sources)
+    pairs = list(zip(sources[order].tolist(), targets[order].tolist(), strict=True))
+    return pairs, [tuple(part) for part in parts[targets[order]].tolist()]
+
+
+def _exchange(
+    before: ShardingSpec, after: ShardingSpec, mesh: DeviceMesh, axes: tuple[str, ...]
+) -> tuple[Numbers, Numbers, Numbers]:
+    """Sources and targets, pair by pair, and per device (row) and dim which part of the source's tile it wants."""
+    cuts = np.array([mesh.axes_size(a) // mesh.axes_size(b) for a, b in zip(after.dims, before.dims, strict=True)])
+    sizes = [mesh.axes_size(dim) for dim in before.dims]
+    wanted = _tiles(after, axes, mesh)
+    held_tile = _number(_tiles(before, axes, mesh), sizes)
+    wanted_tile = _number(wanted // cuts, sizes)
+    moving = np.flatnonzero(held_tile != wanted_tile)  # the others keep their tile
+    staying = np.flatnonzero(held_tile == wanted_tile)
+    senders = moving[np.argsort(held_tile[moving], kind="stable")]
+    receivers = moving[np.argsort(wanted_tile[moving], kind="stable")]
+    assert (held_tile[senders] == wanted_tile[receivers]).all()
+    return np.concatenate([staying, senders]), np.concatenate([staying, receivers]), wanted % cuts
 
 
 def moved_axes(before: ShardingSpec, after: ShardingSpec, mesh: DeviceMesh) -> tuple[str, ...]:
     """The axes along which anything is sent, in mesh order: some of ``changed_axes``."""
     axes = changed_axes(before, after, mesh)
-    places = list(itertools.product(*(range(mesh.axis_size(a)) for a in axes)))
-    moves = [(places[s], places[t]) for s, t in permutation(before, after, mesh)[0] if s != t]
-    return tuple(axis for i, axis in enumerate(axes) if any(source[i] != target[i] for source, target in moves))
+    sources, targets, _ = _exchange(before, after, mesh, axes)
+    shape = [mesh.axis_size(a) for a in axes]
+    differ = [
+        (s != t).any() for s, t in zip(np.unravel_index(sources, shape), np.unravel_index(targets, shape), strict=True)
+    ]
+    return tuple(axis for axis, moved in zip(axes, differ, strict=True) if moved)
 
 
-def _tiles(spec: ShardingSpec, axes: tuple[str, ...], mesh: DeviceMesh) -> list[Tile]:
-    """Tile coordinates of every device along ``axes``; other axes count as 0."""
-    found = []
-    for coords in itertools.product(*(range(mesh.axis_size(a)) for a in axes)):
-        at = dict(zip(axes, coords, strict=True))
-        tile = []
-        for dim in spec.dims:
-            index = 0
-            for axis in dim:
-                index = index * mesh.axis_size(axis) + at.get(axis, 0)
-            tile.append(index)
-        found.append(tuple(tile))
+def _tiles(spec: ShardingSpec, axes: tuple[str, ...], mesh: DeviceMesh) -> Numbers:
+    """(device along ``axes``, dim): tile coordinates; other axes count as 0."""
+    shape = [mesh.axis_size(a) for a in axes]
+    at = dict(zip(axes, np.indices(shape).reshape(len(axes), -1), strict=True))
+    found = np.zeros((math.prod(shape), len(spec.dims)), dtype=np.int64)
+    for dim, names in enumerate(spec.dims):
+        for axis in names:
+            found[:, dim] = found[:, dim] * mesh.axis_size(axis) + at.get(axis, 0)
     return found
+
+
+def _number(tiles: Numbers, sizes: Sequence[int]) -> Numbers:
+    """One number per row of tile coordinates, of a spec with so many tiles per dim."""
+    return np.ravel_multi_index(tuple(tiles.T), sizes) if sizes else np.zeros(len(tiles), dtype=np.int64)

@@ -6,7 +6,7 @@ What a cut costs shows here alone: a value that crosses it is stored; within one
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -85,12 +85,17 @@ def _slice(spec: ShardingSpec) -> ShardingSpec:
     return ShardingSpec(spec.dims[1:], spec.unreduced)
 
 
-def stage_peak(cut: StageCut, program: Program, flying: InFlight, *, on_cpu: bool) -> SubmeshPeak:
-    """The predicted peak of a stage that has its submesh to itself, with so many microbatches in flight."""
+def stage_peak(cut: StageCut, flying: InFlight, own: Mapping[str, int]) -> SubmeshPeak:
+    """The predicted peak of a stage that has its submesh to itself, with so many microbatches in flight; ``own`` is of
+    ``programs_own_bytes``."""
+    return submesh_peak({0: cut}, _column(cut, flying), {(0, name): size for name, size in own.items()})
+
+
+def programs_own_bytes(cut: StageCut, program: Program, *, on_cpu: bool) -> dict[str, int]:
+    """Per program of a stage, the bytes per device that it needs beside its arguments."""
     body = program.ops[cut.loop].bodies[0]
-    own = {(0, name): own_bytes(cut, cut.outer, program, k, on_cpu=on_cpu) for k, name in enumerate(cut.outer_names)}
-    own |= {(0, name): own_bytes(cut, cut.body, body, k, on_cpu=on_cpu) for k, name in enumerate(cut.pass_names)}
-    return submesh_peak({0: cut}, _column(cut, flying), own)
+    own = {name: own_bytes(cut, cut.outer, program, k, on_cpu=on_cpu) for k, name in enumerate(cut.outer_names)}
+    return own | {name: own_bytes(cut, cut.body, body, k, on_cpu=on_cpu) for k, name in enumerate(cut.pass_names)}
 
 
 def _column(cut: StageCut, flying: InFlight) -> list[tuple[int, int, int]]:

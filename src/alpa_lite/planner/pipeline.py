@@ -172,7 +172,8 @@ def _same_plan(
 ) -> PlannedStage:
     """The plan of an equal stage for this one."""
     result = renamed(stage.result, stage.program, program)
-    costs = stage_costs(part, program, result, flying, on_cpu=stage.cluster.device.platform == "cpu")
+    on_cpu = stage.cluster.device.platform == "cpu"
+    costs = stage_costs(part, program, result, flying, on_cpu=on_cpu, own=stage.costs.own)
     return replace(stage, part=part, program=program, place=place, result=result, costs=costs)
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
 from alpa_lite.core.program import Program
 from alpa_lite.costs.cuts import Pair
@@ -12,7 +12,7 @@ from alpa_lite.costs.stage_cut import StageCut
 from alpa_lite.costs.stage_memory import SubmeshPeak
 from alpa_lite.plan.records import MemoryProfile
 from alpa_lite.planner.one_mesh import MeshResult
-from alpa_lite.planner.part_memory import cut_stage, stage_peak
+from alpa_lite.planner.part_memory import cut_stage, programs_own_bytes, stage_peak
 from alpa_lite.schedule import InFlight
 from alpa_lite.trace.stages import StageProgram
 
@@ -28,6 +28,7 @@ class StageCosts:
         residual_bytes: what a microbatch keeps from its forward to its backward pass, per device.
         halves_bytes: what a microbatch keeps, besides, from the first to the second half of its backward pass, per device.
         memory: with all microbatches in flight.
+        own: per program of the stage, the bytes that it needs beside its arguments.
     """
 
     forward_s: float
@@ -37,10 +38,17 @@ class StageCosts:
     residual_bytes: int
     halves_bytes: int
     memory: MemoryProfile
+    own: Mapping[str, int] = field(default_factory=dict)
 
 
 def stage_costs(
-    part: StageProgram, program: Program, result: MeshResult, flying: InFlight, *, on_cpu: bool
+    part: StageProgram,
+    program: Program,
+    result: MeshResult,
+    flying: InFlight,
+    *,
+    on_cpu: bool,
+    own: Mapping[str, int] | None = None,
 ) -> StageCosts:
     """Take a stage's result apart.
 
@@ -49,6 +57,7 @@ def stage_costs(
         result: its plan, with ``realised`` and ``peak``.
         flying: microbatches in flight at most.
         on_cpu: whether XLA:CPU compiles it.
+        own: as of the result, where they are known: they are the same whatever is in flight.
     """
     written, peak = result.realised, result.peak
     assert written is not None and peak is not None
@@ -71,7 +80,8 @@ def stage_costs(
     later = {pair for segment in passes[1:] for pair in segment.reads}
     residual = _bytes(cut, cut.kept[0] | (received & later & set(passes[0].reads)))
     halves = _bytes(cut, cut.kept[1]) if len(passes) == 3 else 0
-    memory = _memory(peak.profile, stage_peak(cut, program, flying, on_cpu=on_cpu))
+    own = programs_own_bytes(cut, program, on_cpu=on_cpu) if own is None else own
+    memory = _memory(peak.profile, stage_peak(cut, flying, own))
     return StageCosts(
         forward_s=math.fsum(forward) / trips,
         backward_s=math.fsum(backward) / trips,
@@ -80,6 +90,7 @@ def stage_costs(
         residual_bytes=residual,
         halves_bytes=halves,
         memory=memory,
+        own=own,
     )
 
 

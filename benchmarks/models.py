@@ -44,7 +44,10 @@ INIT_SCALE = 0.02
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """Shapes of a decoder-only transformer; ``family`` is "gpt" or "llama", ``compute`` the type that layers compute in."""
+    """Shapes of a decoder-only transformer; ``family`` is "gpt" or "llama", ``compute`` the type that layers compute in.
+
+    ``tied``: whether a GPT's head is its embedding.
+    """
 
     family: str
     num_layers: int
@@ -56,6 +59,7 @@ class Config:
     seq_len: int
     batch_size: int
     compute: Any = jnp.bfloat16
+    tied: bool = True
 
     @property
     def head_width(self) -> int:
@@ -164,15 +168,15 @@ def layer_shapes(config: Config) -> dict[str, tuple[int, ...]]:
 
 
 def param_shapes(config: Config) -> PyTree:
-    """The parameters as float32 ``jax.ShapeDtypeStruct``; a GPT ties its head to the embedding, a Llama does not."""
+    """The parameters as float32 ``jax.ShapeDtypeStruct``; a GPT ties its head to the embedding if asked, a Llama does not."""
     shapes: PyTree = {
         "embed": (config.vocab, config.width),
         "layers": [layer_shapes(config) for _ in range(config.num_layers)],
         "norm": (config.width,),
     }
-    if config.family == "llama":
+    if config.family == "llama" or not config.tied:
         shapes["head"] = (config.width, config.vocab)
-    else:
+    if config.family == "gpt":
         shapes |= {"positions": (config.seq_len, config.width), "norm_bias": (config.width,)}
     return jax.tree.map(
         lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32), shapes, is_leaf=lambda leaf: isinstance(leaf, tuple)
@@ -248,19 +252,25 @@ def loss_fn(
         x = x + params["positions"].astype(compute)[None]
     for index, layer_params in enumerate(params["layers"]):
         x = layer(layer_params, x if index == 0 else boundary(x))
-    head = params["head"] if config.family == "llama" else params["embed"].T
+    head = params["head"] if "head" in params else params["embed"].T
     logits = constrain((norm(params, "norm", x) @ head.astype(compute)).astype(jnp.float32), "logits")
     is_target = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2) == batch["targets"][..., None]
     target_logits = jnp.sum(jnp.where(is_target, logits, 0.0), axis=-1)
     return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - target_logits)
 
 
-def pipelined(config: Config, *, remat: bool = True) -> tuple[Callable[..., Any], tuple[PyTree, PyTree]]:
+def pipelined(
+    config: Config,
+    *,
+    remat: bool = True,
+    constrain: Constrain = unconstrained,
+    boundary: Callable[[jax.Array], jax.Array] = al.layer_boundary,
+) -> tuple[Callable[..., Any], tuple[PyTree, PyTree]]:
     """(training step, abstract arguments) of a model that is cut in microbatches, and in stages between its layers."""
     tx = optax.adamw(LEARNING_RATE)
 
     def loss_of(params: PyTree, batch: PyTree) -> jax.Array:
-        return loss_fn(config, params, batch, remat=remat)
+        return loss_fn(config, params, batch, remat=remat, constrain=constrain, boundary=boundary)
 
     def train_step(state: PyTree, batch: PyTree) -> tuple[PyTree, jax.Array]:
         loss, grads = al.value_and_grad(loss_of)(state["params"], batch)

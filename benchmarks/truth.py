@@ -1,8 +1,8 @@
 """Predicted against published training throughput of GPT on 1 to 64 V100s: ``python -m benchmarks.truth``.
 
-Four plans per number of GPUs (``published.py``): Alpa's stored solution, the best of the Megatron-style grids, one mesh without
-stages, and stages of one GPU each. ``--ours`` adds the plan that is searched. One factor per device type is fitted: the share
-of the predicted throughput that the published runs reach. Planning uses no device.
+Four plans per number of GPUs (``published.py``): Alpa's stored solution, Megatron-LM's grid, one mesh without stages, and stages
+of one GPU each. One factor per device type is fitted: the share of the predicted throughput that the published runs reach.
+Planning uses no device. Memory is a column: beside the predicted peak the published one, where there is one.
 """
 
 from __future__ import annotations
@@ -11,68 +11,71 @@ import argparse
 import json
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 import alpa_lite as al
 from benchmarks import published
-from benchmarks.models import pipelined
+from benchmarks.published import Run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """One prediction; ``tflops`` per GPU, 0 where no plan fits; ``what`` names the plan."""
+    """One prediction; ``tflops`` per GPU, 0 where no plan fits; ``what`` names the plan; ``peak_gib`` per GPU."""
 
     series: str
     num_gpus: int
     tflops: float
     what: str
+    peak_gib: float
     plan_s: float
 
 
-def predicted(num_gpus: int, options: dict[str, Any], pins: dict[str, Any] | None = None) -> tuple[float, str]:
-    """TFLOPS per GPU of the best plan under these options, and what it is; 0 and the reason where there is none."""
-    config = published.config_of(num_gpus)
-    fn, args = pipelined(config)
-    step = al.parallelize(fn, donate_argnums=0, pins=pins)
+def planned(num_gpus: int, run: Run, *, tied: bool = False) -> al.Plan | str:
+    """The plan of a run, or why there is none; ``tied`` as in ``Run.step``."""
+    step, args = run.step(num_gpus, tied=tied)
     try:
-        plan = al.plan(step, *args, cluster=published.cluster_of(num_gpus), options=al.PlanOptions(**options))
+        return al.plan(step, *args, cluster=published.cluster_of(num_gpus), options=al.PlanOptions(**run.options()))
     except al.AlpaLiteError as error:
-        return 0.0, str(error).partition(".")[0]
-    meshes = ", ".join(str(stage.mesh) for stage in plan.stages[:4])
-    what = f"{options['num_microbatches']} microbatches, {len(plan.stages)} stages on {meshes}"
-    return published.step_flops(config) / plan.objective / num_gpus / 1e12, what
+        return str(error).partition(". ")[0]
 
 
-def candidates(series: str, num_gpus: int) -> Iterator[tuple[dict[str, Any], dict[str, Any] | None]]:
-    """Options and pins of a series' plans; the best of them counts."""
-    config = published.config_of(num_gpus)
-    if series == "alpa":
-        yield published.stored_options(num_gpus), None
-    elif series == "megatron":
-        for grid in published.grids(num_gpus):
-            yield grid.options(config.num_layers, published.cluster_of(num_gpus)), grid.pins
-    elif series == "intra-op only":
-        for microbatches in (16, 64, 256):
-            yield {"num_microbatches": microbatches, "num_stages": 1}, None
-    elif series == "inter-op only":
-        for microbatches in (256, 1024):
-            yield {"num_microbatches": microbatches, "num_stages": num_gpus}, None
-    else:
-        yield {"num_microbatches": published.STORED[num_gpus].num_microbatches}, None
+def tflops_per_gpu(num_gpus: int, plan: al.Plan) -> float:
+    return published.step_flops(published.config_of(num_gpus)) / plan.objective / num_gpus / 1e12
+
+
+def peak_gib(plan: al.Plan) -> float:
+    return max(stage.memory.peak for stage in plan.stages) / 2**30
+
+
+def name_of(run: Run) -> str:
+    """Microbatches, and stages on meshes (data, model)."""
+    meshes = dict.fromkeys(run.mesh_shapes)
+    shapes = " and ".join(f"{data}x{model}" for data, model in meshes)
+    return f"{run.num_microbatches} microbatches, {len(run.submeshes)} stages on {shapes}"
 
 
 def cell(series: str, num_gpus: int) -> Cell:
+    """The best of a series' runs."""
     start = time.process_time()
-    found = [predicted(num_gpus, options, pins) for options, pins in candidates(series, num_gpus)]
-    tflops, what = max(found, key=lambda pair: pair[0])
-    return Cell(
-        series=series, num_gpus=num_gpus, tflops=tflops, what=what, plan_s=round(time.process_time() - start, 1)
-    )
+    best = Cell(series=series, num_gpus=num_gpus, tflops=0.0, what="", peak_gib=0.0, plan_s=0.0)
+    for run in published.runs(series, num_gpus):
+        plan = planned(num_gpus, run)
+        if isinstance(plan, str):
+            best = best if best.tflops else Cell(**{**asdict(best), "what": plan})
+            continue
+        reached = tflops_per_gpu(num_gpus, plan)
+        if reached > best.tflops and (run.limited or fits(num_gpus, plan) or series != "megatron"):
+            best = Cell(**{**asdict(best), "tflops": reached, "what": name_of(run), "peak_gib": peak_gib(plan)})
+    return Cell(**{**asdict(best), "plan_s": round(time.process_time() - start, 1)})
+
+
+def fits(num_gpus: int, plan: al.Plan) -> bool:
+    """Whether the peak is within what plans are given by default."""
+    return peak_gib(plan) * 2**30 <= 0.9 * published.cluster_of(num_gpus).device.memory_bytes
 
 
 def fitted(cells: Sequence[Cell]) -> float:
@@ -82,8 +85,11 @@ def fitted(cells: Sequence[Cell]) -> float:
 
 
 def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
-    """Spearman's, without ties."""
-    ranks = [np.argsort(np.argsort(values)) for values in (a, b)]
+    """Spearman's; equal values share the mean of their ranks."""
+    ranks = []
+    for values in map(np.asarray, (a, b)):
+        below = (values[:, None] > values[None, :]).sum(axis=1)
+        ranks.append(below + ((values[:, None] == values[None, :]).sum(axis=1) - 1) / 2)
     return float(np.corrcoef(*ranks)[0, 1])
 
 
@@ -91,8 +97,8 @@ def report(cells: Sequence[Cell]) -> str:
     known = [c for c in cells if c.series in published.TFLOPS_PER_GPU]
     factor = fitted(known)
     lines = [
-        "| series | GPUs | predicted | x factor | published | error | plan | CPU s |",
-        "|---|---|---|---|---|---|---|---|",
+        "| series | GPUs | predicted | x factor | published | error | peak GiB | published | plan | CPU s |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     errors, pairs = [], []
     for c in cells:
@@ -102,7 +108,9 @@ def report(cells: Sequence[Cell]) -> str:
             errors.append(abs(factor * c.tflops / real - 1))
             pairs.append((factor * c.tflops, real))
             error = f"{factor * c.tflops / real - 1:+.1%}"
-        row = (c.series, c.num_gpus, f"{c.tflops:.1f}", f"{factor * c.tflops:.1f}", real or "", error, c.what, c.plan_s)
+        memory = published.PEAK_GIB.get(c.series, {}).get(c.num_gpus, "")
+        row = (c.series, c.num_gpus, f"{c.tflops:.1f}", f"{factor * c.tflops:.1f}", real or "", error)
+        row = (*row, f"{c.peak_gib:.1f}", memory, c.what, c.plan_s)
         lines.append("| " + " | ".join(map(str, row)) + " |")
     if errors:
         lines.append(
@@ -114,7 +122,7 @@ def report(cells: Sequence[Cell]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    series = [*published.TFLOPS_PER_GPU, "ours"]
+    series = list(published.TFLOPS_PER_GPU)
     parser.add_argument("--series", nargs="*", default=series, choices=series)
     parser.add_argument("--gpus", nargs="*", type=int, default=list(published.MODELS), choices=list(published.MODELS))
     parser.add_argument("--cells", type=Path, help="JSON lines of cells: those there are kept, new ones are added")

@@ -44,6 +44,7 @@ class MeshResult:
         seconds: building, solving, writing out.
         unit: of all prices.
         budgeted: what the budget limits, see ``SearchRules``; ``used_bytes`` is how much of it the plan takes.
+        restricted: whether a cheaper plan was passed over for its memory.
     """
 
     mesh: DeviceMesh
@@ -62,6 +63,7 @@ class MeshResult:
     unit: str = "s"
     budgeted: str = "peak"
     used_bytes: int = 0
+    restricted: bool = False
 
     @property
     def peak_profile(self) -> MemoryProfile:
@@ -129,10 +131,10 @@ def _above(
             best = result if best is None or result.objective < best.objective else best
             low = limit
             limit = min(high - 1, max(low + 1, counted - excess))
-    return None if best is None else _as_found(best, free.lower_bound)
+    return None if best is None else as_found(best, free.lower_bound)
 
 
-def _as_found(result: MeshResult, bound: float) -> MeshResult:
+def as_found(result: MeshResult, bound: float) -> MeshResult:
     """A plan of which no proof holds but the bound of the problem without memory."""
     assert result.solution is not None
     if result.objective <= bound:

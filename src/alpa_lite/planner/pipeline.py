@@ -16,12 +16,13 @@ from alpa_lite.core.spec import ShardingSpec
 from alpa_lite.costs.profile import roles_of
 from alpa_lite.errors import MemoryBudgetError, PinError, ScheduleError
 from alpa_lite.interop import PlacedSubmesh
+from alpa_lite.intraop.pricing import Pricer
 from alpa_lite.plan.check import check_plan
 from alpa_lite.plan.pins import ResolvedPins
 from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.records import Leaf, LeafRole, Pipeline, StagePlan, StageTransfer
+from alpa_lite.planner.budget import MeshResult
 from alpa_lite.planner.chunk_memory import within_budget
-from alpa_lite.planner.one_mesh import MeshResult, plan_on_mesh
 from alpa_lite.planner.options import PlanOptions
 from alpa_lite.planner.plan_step import (
     LITERAL,
@@ -35,8 +36,10 @@ from alpa_lite.planner.plan_step import (
 )
 from alpa_lite.planner.stage_costs import StageCosts, stage_costs
 from alpa_lite.planner.stage_cut import StageCut
+from alpa_lite.planner.stage_fit import fit_stage
 from alpa_lite.planner.stage_pins import stage_pins
 from alpa_lite.planner.stage_remat import kept_or_recomputed
+from alpa_lite.planner.stage_rent import Held, held_bytes
 from alpa_lite.planner.stage_reuse import content_key, renamed
 from alpa_lite.schedule import (
     Action,
@@ -53,8 +56,6 @@ from alpa_lite.schedule import (
 from alpa_lite.trace.remat_step import RecomputedStages
 from alpa_lite.trace.staged import StagedStep
 from alpa_lite.trace.stages import StageProgram
-
-_ROUNDS = 4  # of planning a stage whose microbatches in flight pass the budget
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,30 +195,26 @@ def _plan_stage(
     results: list[MeshResult] = []
     refused: list[PinError] = []
     least = math.inf
+
+    def costs_of(result: MeshResult) -> StageCosts:
+        return stage_costs(part, program, result, flying, on_cpu=cluster.device.platform == "cpu")
+
+    def held_of(pricer: Pricer) -> Held:
+        return held_bytes(pricer, part, program, flying.residuals)
+
     for mesh in sorted(mesh_candidates(cluster, pins, options), key=lambda mesh: sum(mesh.shape)):
-        # The stage's program holds what it exchanges stacked over all microbatches; what is in flight is counted after.
-        limit = math.inf
-        for _ in range(_ROUNDS):
-            try:
-                result = plan_on_mesh(replace(task, budget=limit), cluster, mesh)
-            except PinError as error:
-                refused.append(error)
-                break
-            results.append(result)
-            if result.realised is None:
-                break
-            costs = stage_costs(part, program, result, flying, on_cpu=cluster.device.platform == "cpu")
-            least = min(least, costs.memory.peak)
-            if costs.memory.peak <= task.budget:
-                stage = PlannedStage(
-                    part=part, program=program, cluster=cluster, place=place, result=result, costs=costs
-                )
-                found.append(stage)
-                break
-            assert result.peak is not None
-            limit = min(limit, result.peak.profile.peak) - math.ceil(costs.memory.peak - task.budget)
-            if limit <= 0:
-                break
+        try:
+            fit = fit_stage(task, cluster, mesh, held_of, costs_of)
+        except PinError as error:
+            refused.append(error)
+            continue
+        results += fit.results
+        least = min(least, fit.least_bytes)
+        if fit.fitting is not None:
+            result, costs = fit.fitting
+            found.append(
+                PlannedStage(part=part, program=program, cluster=cluster, place=place, result=result, costs=costs)
+            )
     if found:
         return min(found, key=lambda stage: stage.result.objective)
     if not results:

@@ -173,7 +173,7 @@ def _candidate(result: MeshResult) -> MeshCandidate:
 
 def is_limited(result: MeshResult) -> bool:
     """Whether the cheapest plan on the mesh does not fit the memory budget."""
-    return result.budgeted == "peak" and result.limit is not None
+    return result.restricted or (result.budgeted == "peak" and result.limit is not None)
 
 
 def no_plan(task: MeshTask, results: list[MeshResult], cluster: Cluster) -> AlpaLiteError:

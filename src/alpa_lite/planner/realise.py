@@ -1,7 +1,7 @@
 """Choices of the decision graph -> what a plan holds: specs of every op and leaf, conversions, collectives.
 
 A conversion of a value to a spec happens once per region, before the first op that needs it (a reduction of partial sums
-right after the value is made), and serves every later consumer.
+right after the value is made, if no loop made it), and serves every later consumer.
 """
 
 from __future__ import annotations
@@ -179,8 +179,11 @@ class _Writer:
         return any(table[kept, w] < table[made, w] for w in wants)
 
     def first_path(self, link: Link, source: int) -> str:
-        """Partial sums are reduced as soon as they are made; other conversions wait for the first reader."""
-        if not self.spec(len(link.shape), source).unreduced:
+        """Partial sums are reduced as soon as they are made; other conversions wait for the first reader.
+
+        So do the sums that a loop leaves: where a pipeline updates in rounds, each is reduced in the one that reads it.
+        """
+        if not self.spec(len(link.shape), source).unreduced or link.made_at in self.graph.body_ports:
             return link.consumers[0].path
         return next_path(link.made_at, link.region) or link.consumers[0].path
 

@@ -14,6 +14,8 @@ CASES = [
     ("gpt_linen", 2, "1f1b"),
     ("gpt_linen", 2, "gpipe"),
     ("gpt_linen", 4, "1f1b"),
+    ("llama_nnx", 2, "1f1b"),
+    ("llama_nnx", 2, "gpipe"),
     ("moe", 2, "1f1b"),
     ("moe", 2, "gpipe"),
     ("moe", 4, "1f1b"),

@@ -105,6 +105,19 @@ def test_what_is_compiled_keeps_the_budget(microbatches):
 
 
 @pytest.mark.medium
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_what_is_compiled_of_stages_keeps_the_budget(microbatches):
+    """XLA's figures of every program with the buffers that lie beside it, against each stage's prediction."""
+    budget = budget_between(2, microbatches)
+    for options in ({"memory_budget_bytes": budget}, {"remat": ("hidden",)}, {"remat": "none"}):
+        stages = parallel(2, microbatches, **options).compile(WEIGHTS, X).memory()
+        assert len(stages) == 2
+        assert all(stage.ratio == pytest.approx(1, abs=0.1) for stage in stages), stages
+        fits = max(stage.peak_bytes for stage in stages) <= budget
+        assert fits == ("memory_budget_bytes" in options or (options["remat"] != "none" and microbatches == 4))
+
+
+@pytest.mark.medium
 def test_no_more_layers_than_needed_are_recomputed():
     kept, every = peak(1, 1, "none"), peak(1, 1, "all")
     found = []

@@ -252,6 +252,25 @@ def test_a_kernel_gradient_reads_transposed_images_and_is_transposed_itself():
     assert g.instructions[g.outputs[0]].traits == LOOP
 
 
+def test_a_scatter_add_to_zeros_starts_from_what_it_is_added_to():
+    """As the gradient of a table does over microbatches; not where others read it, and not where the target is no constant."""
+
+    def made(fn: Callable[..., Any]) -> Any:
+        g = unsplit(fn, array(512, 128), array(512, 128), array(64, 32, dtype=jnp.int32))
+        return g, g.instructions[g.outputs[0]]
+
+    g, total = made(lambda total, table, tokens: total + jax.grad(embedding)(table, tokens))
+    assert total.traits.updates and g.instructions[total.operands[0]].traits.held
+
+    def read_twice(total: jax.Array, table: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+        gradient = jax.grad(embedding)(table, tokens)
+        return total + gradient, gradient
+
+    assert made(read_twice)[1].traits.elementwise
+    _, total = made(lambda total, table, tokens: total + table.at[tokens].add(1.0))
+    assert total.traits.elementwise
+
+
 def test_what_is_smaller_than_the_result_is_broadcast_once():
     g = unsplit(lambda x, s: (x * s, (x + 1) * s), array(8, 4), array(1, 4))
     assert sum(i.traits == BROADCAST for i in g.instructions) == 1

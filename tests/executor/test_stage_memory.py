@@ -16,6 +16,7 @@ CASES = [
     ("gpt_linen", 4, "1f1b"),
     ("llama_nnx", 2, "1f1b"),
     ("llama_nnx", 2, "gpipe"),
+    ("llama_nnx", 4, "1f1b"),
     ("moe", 2, "1f1b"),
     ("moe", 2, "gpipe"),
     ("moe", 4, "1f1b"),

@@ -10,8 +10,9 @@ concatenation, ``copy_insertion`` gives every loop carry and every stacked resul
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -168,6 +169,8 @@ class _Region:
         self.copies: dict[tuple[int, tuple[int, ...]], int] = {}
         self.broadcasts: dict[tuple[int, tuple[int, ...]], int] = {}
         self.transposes: dict[int, tuple[int, tuple[int, ...]]] = {}  # of transpose ops: what they read, and its dims
+        self.scatters: set[int] = set()  # scatter-adds to a constant, whose results have one reader
+        self.readers = Counter(v for op in program.ops for v in op.inputs) + Counter(program.outputs)
 
     def graph(
         self,
@@ -248,6 +251,8 @@ class _Region:
         if op.primitive in ("dot_general", "conv_general_dilated") and len(reads) == 2:
             self.contraction(op, decision, reads)
             return
+        if op.primitive in ("add", "add_any") and self.scattered(op, decision, reads):
+            return
         kind = (op.primitive, op.elementwise)
         if kind not in self.traits:
             self.traits[kind] = _traits(op)
@@ -255,12 +260,29 @@ class _Region:
             if value >= 0:
                 operands = self.stretched(reads, value, spec) if op.elementwise else reads
                 self.tiles[value, spec] = made = self.add(value, spec, operands, self.traits[kind], op.scope)
+                if (
+                    op.primitive == "scatter-add"
+                    and self.instructions[reads[0]].traits.source
+                    and self.readers[value] == 1
+                ):
+                    self.scatters.add(made)
                 if op.primitive == "transpose" and reads:
                     dims = [*op.rule.operands[0]]
                     self.transposes[made] = (
                         reads[0],
                         tuple(dims.index(dim) if dim else -1 for dim in op.rule.results[0]),
                     )
+
+    def scattered(self, op: Op, decision: OpDecision, reads: list[int]) -> bool:
+        """Whether the sum is no instruction: a scatter-add to zeros, as of a table's gradient, starts from what its result is
+        added to (``AlgebraicSimplifier``)."""
+        for made, other in itertools.permutations(reads, 2):
+            if made in self.scatters and other < made:
+                self.scatters.remove(made)
+                self.instructions[made].operands[0] = other
+                self.tiles[op.outputs[0], decision.results[0]] = made
+                return True
+        return False
 
     def hold(self, group: list[tuple[int, ShardingSpec]]) -> None:
         """Results of one joint barrier, to be read only once all operands are there: their buffers, or copies of what others

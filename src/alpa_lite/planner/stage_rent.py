@@ -81,7 +81,4 @@ def _handed_on(graph: DecisionGraph, link: Link) -> tuple[int, np.ndarray]:
     """The node that decides in which layout a value is kept, and that layout by choice."""
     if link.copy < 0:
         return link.producer.node, link.producer.specs
-    node = graph.nodes[link.copy]
-    specs = node.specs if node.pairs is None else node.pairs[:, 1]
-    assert specs is not None
-    return link.copy, specs
+    return link.copy, graph.handed_on(link.copy)

@@ -90,7 +90,8 @@ class _Searched:
         budget = budget_bytes(task.cluster, options)
         pins = {pin.place: pin.stage for pin in self.layered.pins}
         if pins:
-            check_stage_pins(self.layered.pins, self.layered.num_layers, self.layered.num_layers)
+            fewest = options.stage_count or 1 + max(pins.values())
+            check_stage_pins(self.layered.pins, self.layered.num_layers, fewest)
         self.search = StageSearch(prices, budget, boundary_bytes(self.layered), pins)
         self.rows: dict[int, StageCount] = {}
         self.plans: dict[int, Plan] = {}

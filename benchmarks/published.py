@@ -71,7 +71,9 @@ class Run:
     """A plan that was run: microbatches, and per stage its layers, submesh and logical mesh (data, model).
 
     Attributes:
-        layers: transformer layers per stage; None: cut in equal parts wherever that is possible, and all of them recomputed.
+        layers: transformer layers per stage; None: as equal as can be.
+        cut_layers: whether stages may also end inside of layers. (Alpa keeps the bytes over cuts small first, so that stages of
+            several layers end with a layer.)
         split_batch: whether every activation lies split over the data axis (Alpa's ``force_batch_dim_to_mesh_dim``).
         tensor: whether layers lie as in Megatron-LM: columns over the model axis, then rows, of each pair of matrices,
             activations between layers whole.
@@ -83,6 +85,7 @@ class Run:
     layers: tuple[int, ...] | None
     submeshes: tuple[tuple[int, int], ...]
     mesh_shapes: tuple[tuple[int, int], ...]
+    cut_layers: bool = False
     split_batch: bool = True
     tensor: bool = False
     megatron: bool = False
@@ -96,7 +99,7 @@ class Run:
             "stage_layers": self.layers,
             "stage_mesh_shapes": self.mesh_shapes,
             "axis_names": ("data", "model"),
-            "remat": "auto" if self.layers else "all",
+            "remat": "all" if self.cut_layers else "auto",
             "memory_budget_bytes": None if self.limited else float("inf"),
         }
 
@@ -125,8 +128,8 @@ class Run:
     def step(self, num_gpus: int, *, tied: bool = False) -> tuple[Callable[..., Any], tuple[Any, Any]]:
         """The training step with the run's pins, and its abstract arguments; ``tied``: also of Alpa's runs."""
         config = replace(config_of(num_gpus), tied=tied or self.megatron)
-        boundary = (lambda x: x) if self.layers is None else al.layer_boundary
-        fn, args = pipelined(config, constrain=self.constrain, boundary=boundary, remat=self.layers is not None)
+        boundary = (lambda x: x) if self.cut_layers else al.layer_boundary
+        fn, args = pipelined(config, constrain=self.constrain, boundary=boundary, remat=not self.cut_layers)
         like = {"0/opt_state": "0/params"} if self.megatron else None
         return al.parallelize(fn, donate_argnums=0, pins=self.pins, pin_like=like), args
 
@@ -193,7 +196,7 @@ def grid(num_gpus: int, data: int, tensor: int, pipeline: int, microbatches: int
 def grids(num_gpus: int) -> Iterator[tuple[int, int, int, int]]:
     """(data, tensor, pipeline, microbatches) of every grid whose parts divide and whose state alone fits the memory.
 
-    Tensor parallelism stays inside a host, stages are equal, microbatches have 1 to 16 examples per replica.
+    Tensor parallelism stays inside a host, stages are equal, microbatches have 1 to 8 examples per replica.
     """
     config, cluster = config_of(num_gpus), cluster_of(num_gpus)
     layer_bytes = STATE_BYTES * 12 * config.width**2 * config.num_layers
@@ -205,7 +208,7 @@ def grids(num_gpus: int) -> Iterator[tuple[int, int, int, int]]:
         )
         if not divides or tensor > GPUS_PER_HOST or layer_bytes / (tensor * pipeline) > cluster.device.memory_bytes:
             continue
-        for examples in (1, 2, 4, 8, 16):
+        for examples in (1, 2, 4, 8):
             microbatches = GLOBAL_BATCH // (data * examples)
             if microbatches >= pipeline:
                 yield data, tensor, pipeline, microbatches
@@ -218,9 +221,10 @@ def runs(series: str, num_gpus: int) -> Iterator[Run]:
     elif series == "intra-op only":
         yield INTRA_ONLY[num_gpus]
     elif series == "inter-op only":
-        layers = {"layers": None} if MODELS[num_gpus].num_layers % num_gpus else {}
+        layers = MODELS[num_gpus].num_layers
+        cut = {"layers": None, "cut_layers": layers < num_gpus} if layers % num_gpus else {}
         for microbatches in (128, 256) if num_gpus <= 16 else (256, 1024):
-            yield equal(num_gpus, num_gpus, microbatches, (1, 1), (1, 1), limited=num_gpus < 64, **layers)
+            yield equal(num_gpus, num_gpus, microbatches, (1, 1), (1, 1), limited=num_gpus < 64, **cut)
     else:
         known = [MEGATRON[num_gpus]] if num_gpus in MEGATRON else grids(num_gpus)
         for numbers in known:

@@ -100,16 +100,26 @@ class Cut:
 
     def last_read(self, number: int, pair: Pair) -> int:
         """The last op of segment ``number`` that reads a pair which others made; its end for what it converts there."""
-        segment = self.segments[number]
-        if any((c.value, c.source) == pair for c in segment.out):
-            return segment.stop
-        return max(i for i in self.run(segment.start, segment.stop) if pair in self._read(i, i + 1, ()))
+        return self._last_reads[number][pair]
 
     def maker(self, number: int, pair: Pair) -> int:
         """The op of segment ``number`` that makes or converts to a pair; its end for what it converts there."""
-        segment = self.segments[number]
-        made = (i for i in self.run(segment.start, segment.stop) if pair in self._made(i, i + 1))
-        return next(made, segment.stop)
+        return self._makers[number].get(pair, self.segments[number].stop)
+
+    @cached_property
+    def _last_reads(self) -> tuple[dict[Pair, int], ...]:
+        """Per segment, the last op that reads each pair."""
+        found = []
+        for segment in self.segments:
+            last = {pair: i for i in self.run(segment.start, segment.stop) for pair in self._read(i, i + 1, ())}
+            found.append(last | {(c.value, c.source): segment.stop for c in segment.out})
+        return tuple(found)
+
+    @cached_property
+    def _makers(self) -> tuple[dict[Pair, int], ...]:
+        """Per segment, the first op that makes or converts to each pair."""
+        rows = [reversed(self.run(segment.start, segment.stop)) for segment in self.segments]
+        return tuple({pair: i for i in row for pair in self._made(i, i + 1)} for row in rows)
 
     def _made(self, start: int, stop: int) -> set[Pair]:
         made = {(c.value, c.target) for i in self.run(start, stop) for c in self._conversions(i)}

@@ -6,6 +6,7 @@ forward pass and the backward pass, or the halves of it.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -132,14 +133,18 @@ class StageCut:
             if last and out is not None and out[1] == pair[1] and out in segment.writes:
                 pairs.append((pair, out))
         kept = later | {pair for pair in self.outer.results if pair is not None}
-        free = [pair for pair in segment.writes if pair not in {out for _, out in pairs}]
+        taken = {out for _, out in pairs}
+        free: defaultdict[tuple[Value, ShardingSpec], list[Pair]] = defaultdict(list)
+        for pair in segment.writes:
+            if pair not in taken:
+                free[self._type(pair)].append(pair)
+        made_before = self._made_before(number)
         for pair in segment.reads:
-            if pair in self._made_before(number) and pair not in kept:
-                last = self.outer.last_read(number, pair)
-                fits = (o for o in free if self._type(o) == self._type(pair) and self.outer.maker(number, o) > last)
-                if (out := next(fits, None)) is not None:
+            if pair in made_before and pair not in kept:
+                last, fitting = self.outer.last_read(number, pair), free[self._type(pair)]
+                if (out := next((o for o in fitting if self.outer.maker(number, o) > last), None)) is not None:
                     pairs.append((pair, out))
-                    free.remove(out)
+                    fitting.remove(out)
         return tuple(pairs)
 
     @cached_property
@@ -171,5 +176,11 @@ class StageCut:
 
     def size(self, pair: Pair, *, inside: bool) -> int:
         """Bytes per device of a value of the body (``inside``) or of the outer region."""
-        value = (self.body_values if inside else self.outer_values)[pair[0]]
-        return pair[1].local_size_bytes(value.shape, value.itemsize, self.mesh)
+        if (size := self._sizes.get((pair, inside))) is None:
+            value = (self.body_values if inside else self.outer_values)[pair[0]]
+            size = self._sizes[pair, inside] = pair[1].local_size_bytes(value.shape, value.itemsize, self.mesh)
+        return size
+
+    @cached_property
+    def _sizes(self) -> dict[tuple[Pair, bool], int]:
+        return {}

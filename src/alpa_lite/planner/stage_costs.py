@@ -29,6 +29,7 @@ class StageCosts:
         halves_bytes: what a microbatch keeps, besides, from the first to the second half of its backward pass, per device.
         memory: with all microbatches in flight.
         own: per program of the stage, the bytes that it needs beside its arguments.
+        cut: the stage under its plan.
     """
 
     forward_s: float
@@ -39,6 +40,12 @@ class StageCosts:
     halves_bytes: int
     memory: MemoryProfile
     own: Mapping[str, int] = field(default_factory=dict)
+    cut: StageCut | None = None
+
+    def with_flying(self, whole: MemoryProfile, flying: InFlight) -> StageCosts:
+        """The same plan with so many microbatches in flight; ``whole`` has the totals of its state."""
+        assert self.cut is not None
+        return replace(self, memory=_memory(whole, stage_peak(self.cut, flying, self.own)))
 
 
 def stage_costs(
@@ -91,6 +98,7 @@ def stage_costs(
         halves_bytes=halves,
         memory=memory,
         own=own,
+        cut=cut,
     )
 
 

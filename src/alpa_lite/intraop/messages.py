@@ -24,21 +24,24 @@ from alpa_lite.intraop.tie import Tie
 _CHUNK = 60_000  # entries of the scratch array of one minimum; more would leave the processor's cache
 
 
+Slots = Array | slice
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Edges:
     """The edges of one group: one matrix, and per edge its ends and messages.
 
     Attributes:
         left, right: groups of the ends, left < right.
-        left_slots, right_slots: per edge, places of its ends in their groups.
+        left_slots, right_slots: per edge, places of its ends in their groups; a slice where they follow one another.
         costs, flipped: the matrix and its transpose, shared by all groups with that matrix.
         to_left, to_right: messages, one row per edge.
     """
 
     left: int
     right: int
-    left_slots: Array
-    right_slots: Array
+    left_slots: Slots
+    right_slots: Slots
     costs: Array
     flipped: Array
     to_left: Array
@@ -66,8 +69,8 @@ class Messages:
         for e in edges:
             self._later[e.left].append(e)
             self._earlier[e.right].append(e)
-            np.add.at(num_later[e.left], e.left_slots, 1.0)
-            np.add.at(num_earlier[e.right], e.right_slots, 1.0)
+            _add_rows(num_later[e.left], e.left_slots, np.ones((len(e.to_left), 1)))
+            _add_rows(num_earlier[e.right], e.right_slots, np.ones((len(e.to_right), 1)))
         self._most = [np.maximum(np.maximum(a, b), 1.0) for a, b in zip(num_earlier, num_later, strict=True)]
         self._share_earlier = [a / most for a, most in zip(num_earlier, self._most, strict=True)]
         self._share_later = [a / most for a, most in zip(num_later, self._most, strict=True)]
@@ -88,8 +91,8 @@ class Messages:
                 _Edges(
                     left=left,
                     right=right,
-                    left_slots=np.array([slot[low[e]] for e in members]),
-                    right_slots=np.array([slot[high[e]] for e in members]),
+                    left_slots=_slots([slot[low[e]] for e in members]),
+                    right_slots=_slots([slot[high[e]] for e in members]),
                     costs=matrix,
                     flipped=turned,
                     to_left=np.zeros((len(members), matrix.shape[0])),
@@ -215,10 +218,18 @@ def _least(costs: Array, messages: Array) -> Array:
     return np.concatenate([_minimum(costs[:, None, :] - messages[p : p + step].T[:, :, None], axis=0) for p in parts])
 
 
-def _add_rows(target: Array, rows: Array, values: Array) -> None:
+def _slots(places: list[int]) -> Slots:
+    first = places[0]
+    in_order = places == list(range(first, first + len(places)))
+    return slice(first, first + len(places)) if in_order else np.array(places)
+
+
+def _add_rows(target: Array, rows: Slots, values: Array) -> None:
     """``target[rows[n]] += values[n]``; a row may occur several times."""
     if len(target) == 1:
         target += values if len(values) == 1 else values.sum(0)
+    elif isinstance(rows, slice):
+        target[rows] += values
     else:
         np.add.at(target, rows, values)
 

@@ -32,13 +32,18 @@ def presolve(graph: CostGraph) -> None:
         InfeasibleError: a domain became empty.
     """
     dirty = set(graph.alive())
+    changed = set(dirty)  # since dominance was looked at
     while True:
         while dirty:
             _filter(graph, dirty)
+            changed |= dirty
             dirty = _round(graph, dirty)
+            changed |= dirty
         dirty = trim_usages(graph) if graph.limit is not None else set()
         if not dirty:
-            dirty = _dominated(graph)
+            # Usages may have been trimmed of nodes that keep others.
+            dirty = _dominated(graph, changed if graph.limit is None else set(graph.alive()))
+            changed = set(dirty)
         if not dirty:
             return
 
@@ -151,10 +156,13 @@ def _worthwhile(graph: CostGraph, i: int, j: int, k: int) -> bool:
     return k in graph.adjacent[j] or b * c <= max(_SMALL_EDGE, 2 * a * (b + c))
 
 
-def _dominated(graph: CostGraph) -> set[int]:
+def _dominated(graph: CostGraph, changed: set[int]) -> set[int]:
+    """Drops dominated states of nodes that changed since it was last done, and their neighbours'; returns what changes."""
     dirty: set[int] = set()
     with np.errstate(invalid="ignore"):  # of the differences of forbidden entries
         for i in graph.alive():
+            if i not in changed and i not in dirty:
+                continue
             matrices = tuple(sorted(graph.adjacent[i].values()))
             usages = tuple(sorted({n for _, _, n in graph.usages[i]})) if graph.usages[i] else ()
             index = graph.tables.undominated(graph.unary[i], matrices, usages)

@@ -70,7 +70,7 @@ def solve(
         The answer with its bound; ``status`` is "optimal", "feasible", "infeasible" or "no-solution".
     """
     start = time.monotonic()
-    if not _fits(problem, minimum_peak(problem)):
+    if problem.usage_limit is not None and not _fits(problem, minimum_peak(problem)):
         return _no_answer("infeasible", "the memory limit cannot be kept", start)
     if all(len(costs) == 1 for costs in problem.node_costs) and (only := _only_choice(problem, start)) is not None:
         return only

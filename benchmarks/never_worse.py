@@ -7,16 +7,16 @@ it is asked for nothing but a number of microbatches: Alpa's and the best grid's
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import alpa_lite as al
 from benchmarks import published
 from benchmarks.models import pipelined
 from benchmarks.published import MODELS, Run
+from benchmarks.report import keep, kept
 from benchmarks.truth import fits, name_of, planned
 
 
@@ -105,16 +105,12 @@ def main() -> None:
     parser.add_argument("--gpus", nargs="*", type=int, default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--rows", type=Path, help="JSON lines of rows: those there are kept, new ones are added")
     arguments = parser.parse_args()
-    lines = arguments.rows.read_text().splitlines() if arguments.rows and arguments.rows.exists() else []
-    rows = [Row(**json.loads(line)) for line in lines]
+    rows = kept(Row, arguments.rows)
     for num_gpus in arguments.gpus:
         if any(r.num_gpus == num_gpus for r in rows):
             continue
         rows.append(row(num_gpus))
-        if arguments.rows:
-            with arguments.rows.open("a") as file:
-                file.write(json.dumps(asdict(rows[-1])) + "\n")
-        print(rows[-1], flush=True)
+        keep(rows[-1], arguments.rows)
     print(report(rows))
 
 

@@ -12,8 +12,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 import jax
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +88,20 @@ def save_rows(rows: Sequence[Row], path: Path) -> None:
 
 def load_rows(path: Path) -> list[Row]:
     return [Row(**row) for row in json.loads(path.read_text(encoding="utf-8"))]
+
+
+def kept(kind: type[T], path: Path | None) -> list[T]:
+    """Rows of a run that was ended: a file of JSON lines, each a dataclass of this kind; none without a file."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path is not None and path.exists() else []
+    return [kind(**json.loads(line)) for line in lines]
+
+
+def keep(row: Any, path: Path | None) -> None:
+    """Prints a row, and adds it to that file."""
+    if path is not None:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(dataclasses.asdict(row)) + "\n")
+    print(row, flush=True)
 
 
 def finish(rows: Sequence[Row], argv: Sequence[str]) -> None:

@@ -8,11 +8,10 @@ Planning uses no device. Memory is a column: beside the predicted peak the publi
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +19,7 @@ import numpy as np
 import alpa_lite as al
 from benchmarks import published
 from benchmarks.published import Run
+from benchmarks.report import keep, kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,12 +65,12 @@ def cell(series: str, num_gpus: int) -> Cell:
     for run in published.runs(series, num_gpus):
         plan = planned(num_gpus, run)
         if isinstance(plan, str):
-            best = best if best.tflops else Cell(**{**asdict(best), "what": plan})
+            best = best if best.tflops else replace(best, what=plan)
             continue
         reached = tflops_per_gpu(num_gpus, plan)
         if reached > best.tflops and (run.limited or fits(num_gpus, plan) or series != "megatron"):
-            best = Cell(**{**asdict(best), "tflops": reached, "what": name_of(run), "peak_gib": peak_gib(plan)})
-    return Cell(**{**asdict(best), "plan_s": round(time.process_time() - start, 1)})
+            best = replace(best, tflops=reached, what=name_of(run), peak_gib=peak_gib(plan))
+    return replace(best, plan_s=round(time.process_time() - start, 1))
 
 
 def fits(num_gpus: int, plan: al.Plan) -> bool:
@@ -127,17 +127,13 @@ def main() -> None:
     parser.add_argument("--gpus", nargs="*", type=int, default=list(published.MODELS), choices=list(published.MODELS))
     parser.add_argument("--cells", type=Path, help="JSON lines of cells: those there are kept, new ones are added")
     arguments = parser.parse_args()
-    lines = arguments.cells.read_text().splitlines() if arguments.cells and arguments.cells.exists() else []
-    cells = [Cell(**json.loads(line)) for line in lines]
+    cells = kept(Cell, arguments.cells)
     for num_gpus in arguments.gpus:
         for name in arguments.series:
             if any((c.series, c.num_gpus) == (name, num_gpus) for c in cells):
                 continue
             cells.append(cell(name, num_gpus))
-            if arguments.cells:
-                with arguments.cells.open("a") as file:
-                    file.write(json.dumps(asdict(cells[-1])) + "\n")
-            print(cells[-1], flush=True)
+            keep(cells[-1], arguments.cells)
     print(report(cells))
 
 

@@ -92,6 +92,7 @@ def test_in_a_scan_body():
     np.testing.assert_allclose(got[0], step(*args, mm=matmul)[0], rtol=1e-6)
 
 
+@pytest.mark.medium
 def test_gradient_goes_through_custom_vjp_with_registered_kernels():
     @jax.custom_vjp
     def mm(x, w):

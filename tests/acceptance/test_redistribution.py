@@ -209,6 +209,7 @@ def attention(x, wq, wk, wv, wo):
 
 
 @pytest.mark.parametrize("length", [32, 48])
+@pytest.mark.medium
 def test_tvm_reference_lowering_llama_attention(length):
     """Heads over two workers: one all-reduce, after the last matmul, whatever the sequence length."""
     x, w = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((length, 128), (128, 128)))

@@ -55,6 +55,7 @@ def test_monotone_in_bytes(where, kind, a, b):
 
 
 @given(meshes(), kinds, sizes, st.floats(1, 100), st.sampled_from(["inside", "between"]))
+@pytest.mark.medium
 def test_never_cheaper_over_a_slower_link(where, kind, size, factor, which):
     cluster, mesh, axes = where
     worse = dataclasses.replace(cluster, **{which: slower(getattr(cluster, which), factor)})
@@ -77,6 +78,7 @@ def test_all_reduce_is_reduce_scatter_and_all_gather(where, size):
 
 
 @given(meshes(), st.integers(1, 2**36))
+@pytest.mark.medium
 def test_all_to_all_is_cheaper_than_all_gather_of_the_same_tensor(where, size):
     cluster, mesh, axes = where
     costs = costs_of(cluster, mesh)
@@ -109,6 +111,7 @@ def test_a_gather_over_hosts_takes_at_least_what_must_cross_a_port(where, size):
 
 
 @given(meshes(), kinds)
+@pytest.mark.medium
 def test_arrays_and_linear_form_agree_with_single_prices(where, kind):
     cluster, mesh, axes = where
     costs = costs_of(cluster, mesh)
@@ -121,6 +124,7 @@ def test_arrays_and_linear_form_agree_with_single_prices(where, kind):
 
 
 @given(meshes(), kinds)
+@pytest.mark.medium
 def test_order_of_axes_does_not_matter(where, kind):
     cluster, mesh, axes = where
     costs = costs_of(cluster, mesh)

@@ -17,6 +17,7 @@ pytest.importorskip("flax", reason="Flax is not installed: pip install 'alpa-lit
 TEXT = page.PAGE.read_text(encoding="utf-8")
 
 
+@pytest.mark.medium
 def test_the_blocks_run_and_say_what_their_comments_say(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = {"__name__": "page"}

@@ -23,6 +23,7 @@ def test_the_error_shown_is_the_error_raised():
     assert f"{caught.value}\n" == shown.group(1)
 
 
+@pytest.mark.medium
 def test_what_probing_is_said_to_find():
     rule = al.rules.probe(jnp.matmul, *(jax.ShapeDtypeStruct(s, jnp.float32) for s in ((32, 64), (64, 32))))
     layouts = [str(layout) for layout in al.rules.enumerate_sharded(rule, 4)]

@@ -39,6 +39,7 @@ def test_loss_falls_on_one_batch(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.medium
 def test_grads_step_is_the_train_step_opened_up(name: str) -> None:
     example = EXAMPLES[name](optimizer="sgd")
     state, batch = example.init(jax.random.key(1)), example.batch(1)

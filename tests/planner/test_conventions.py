@@ -82,6 +82,7 @@ def test_ends_are_whole_unless_pinned():
     assert pinned.objective == free.objective - 1  # the slice
 
 
+@pytest.mark.medium
 def test_an_argument_shaped_like_the_result_still_arrives_whole():
     """x first, then the weights: x and the result have one layout, but x is no weight."""
     up, bias, down, x = values((16, 32), (32,), (32, 16), (4, 8, 16))

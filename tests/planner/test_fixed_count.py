@@ -54,6 +54,7 @@ def test_bad_input(options: dict[str, Any], error: type[Exception], parts: str):
         plan(**{"submeshes": "auto", **options})
 
 
+@pytest.mark.medium
 def test_the_option_is_in_the_plan_file(tmp_path):
     made = plan(num_stages=3, submeshes="auto")
     made.save(tmp_path / "plan.json")

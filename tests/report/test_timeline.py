@@ -39,6 +39,7 @@ def test_a_picture_has_a_bar_per_action(tmp_path, monkeypatch):
         assert right == max(line.makespan_s for line in LINES.values())
 
 
+@pytest.mark.medium
 def test_short_steps_are_drawn_in_their_own_unit(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     schedule, scales = make_schedule("1f1b", 4, 4, 1), []

@@ -260,6 +260,7 @@ def test_the_same_every_time():
     assert found[0] == found[1]
 
 
+@pytest.mark.medium
 def test_layers_are_contiguous():
     """Forward ops read nothing of later layers, backward ops nothing of earlier layers' backward part."""
     layered = example("gpt_linen", 4)

@@ -51,6 +51,7 @@ def in_microbatches(f: Any, count: int, *args: Any, **kwargs: Any) -> Any:
 
 @pytest.mark.parametrize("count", [1, 2, 8])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.medium
 def test_equals_a_plain_loop(count, reduction):
     loss = mse if reduction == "mean" else lambda p, b: 16 * mse(p, b)
     got = in_microbatches(al.value_and_grad(loss, reduction=reduction), count, W, (X, Y))

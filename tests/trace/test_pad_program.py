@@ -30,6 +30,7 @@ def agree(traced, expected, results):
 
 
 @pytest.mark.parametrize("name", STEPS)
+@pytest.mark.medium
 def test_the_padded_function_is_the_same_function(name):
     fn, args, traced, made = padded(name)
     assert "pad" in {op.primitive for _, _, op in made.program.walk()}

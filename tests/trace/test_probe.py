@@ -85,6 +85,7 @@ def test_a_factor_is_as_fine_as_was_shown():
     assert str(al.rules.probe(jnp.tanh, struct(16))) == "([i])->([i]) {i=16}"
 
 
+@pytest.mark.medium
 def test_the_same_seed_finds_the_same_rule():
     rules = [al.rules.probe(jnp.matmul, struct(8, 4), struct(4, 8), seed=3) for _ in range(2)]
     assert rules[0] == rules[1]

@@ -57,6 +57,7 @@ def kept(found: Layered) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize(
     ("layers", "saved"), [((0,), ()), ((0, 1, 2), ()), ((1,), ()), ((0, 1), ("hidden",)), ((), ("hidden",))]
 )
+@pytest.mark.medium
 def test_recomputation_changes_no_bit(layers, saved):
     found = rematerialised(layered(), layers, FIXED, saved)
     leaves = jax.tree.leaves((WEIGHTS, DROP, X))

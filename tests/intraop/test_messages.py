@@ -11,6 +11,7 @@ import pytest
 from alpa_lite.intraop.core import Core, extract_core, finite
 from alpa_lite.intraop.graph import CostGraph
 from alpa_lite.intraop.messages import Messages
+from alpa_lite.intraop.messages import _least as least
 from alpa_lite.intraop.presolve import presolve
 from alpa_lite.intraop.tie import tie, tied_core
 from benchmarks.layered import layered
@@ -158,3 +159,12 @@ def test_shares_of_the_tied_core_are_a_valid_start():
             value = messages.backward()
         assert messages.exact_bound() == pytest.approx(value, rel=1e-9)
     assert started.exact_bound() == pytest.approx(fresh.exact_bound(), rel=2e-3)
+
+
+def test_equal_messages_of_copies_are_passed_once_with_the_same_result() -> None:
+    rng = np.random.default_rng(3)
+    costs = rng.random((4, 5))
+    rows = rng.random((4, 4))
+    messages = rows[[0, 1, 1, 1, 1, 1, 1, 2, 2, 2, 3, 1]]
+    one_by_one = np.concatenate([least(costs, message[None]) for message in messages])
+    assert np.array_equal(least(costs, messages), one_by_one)

@@ -141,10 +141,9 @@ class CostGraph:
         """Drops the states of a node that are not in the index list."""
         tables = self.tables
         self.unary[i] = tables.take(self.unary[i], index)
-        for j, m in self.adjacent[i].items():
-            m = tables.take(m, index)
-            self.adjacent[i][j] = m
-            self.adjacent[j][i] = tables.transpose(m)
+        adjacent, near = self.adjacent, self.adjacent[i]
+        for j, m in near.items():
+            near[j], adjacent[j][i] = tables.take_both(m, index)
         self.log.append(("keep", i, index))
 
     def remove(self, i: int, *step: Any) -> None:

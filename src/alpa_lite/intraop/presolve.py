@@ -159,16 +159,22 @@ def _worthwhile(graph: CostGraph, i: int, j: int, k: int) -> bool:
 def _dominated(graph: CostGraph, changed: set[int]) -> set[int]:
     """Drops dominated states of nodes that changed since it was last done, and their neighbours'; returns what changes."""
     dirty: set[int] = set()
+    unary, adjacent, undominated = graph.unary, graph.adjacent, graph.tables.undominated
+    known: dict[tuple[int, ...], int] = {}  # of copies, whose edges are in one order
     with np.errstate(invalid="ignore"):  # of the differences of forbidden entries
         for i in graph.alive():
             if i not in changed and i not in dirty:
                 continue
-            matrices = tuple(sorted(graph.adjacent[i].values()))
+            near = adjacent[i]
             usages = tuple(sorted({n for _, _, n in graph.usages[i]})) if graph.usages[i] else ()
-            index = graph.tables.undominated(graph.unary[i], matrices, usages)
+            key = (unary[i], *near.values(), -1, *usages)
+            index = known.get(key)
+            if index is None:
+                index = known[key] = undominated(unary[i], tuple(sorted(near.values())), usages)
             if index >= 0:
                 graph.keep_states(i, index)
-                dirty |= {i, *graph.adjacent[i]}
+                dirty.add(i)
+                dirty.update(near)
     return dirty
 
 

@@ -29,16 +29,24 @@ def improve(core: Core, unary: Sequence[Array], costs: Sequence[Array], picks: S
     """
     picks = list(picks)
     around = neighbours(core)
+    left = core.left
+    best: dict[tuple[int, ...], int] = {}  # by costs and choices around, which copies share
     dirty = set(range(len(picks)))
     for _ in range(_ROUNDS):
         changed: set[int] = set()
         for i in sorted(dirty):
-            total = unary[i].copy()
+            key = [id(unary[i]), picks[i]]
             for e, j in around[i]:
-                total += costs[e][:, picks[j]] if core.left[e] == i else costs[e][picks[j]]
-            best = int(total.argmin())
-            if total[best] < total[picks[i]] * (1 - 1e-13):
-                picks[i] = best
+                key += id(costs[e]), picks[j] if left[e] == i else ~picks[j]
+            found = best.get(tuple(key))
+            if found is None:
+                total = unary[i].copy()
+                for e, j in around[i]:
+                    total += costs[e][:, picks[j]] if left[e] == i else costs[e][picks[j]]
+                least = int(total.argmin())
+                found = best[tuple(key)] = least if total[least] < total[picks[i]] * (1 - 1e-13) else picks[i]
+            if found != picks[i]:
+                picks[i] = found
                 changed.update(j for _, j in around[i])
         if not changed:
             break

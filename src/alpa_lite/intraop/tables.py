@@ -31,6 +31,7 @@ class Tables:
         "_memo",
         "_open",
         "_parts",
+        "_taken",
         "_transposes",
         "arrays",
         "loose",
@@ -49,6 +50,7 @@ class Tables:
         self._parts: dict[int, tuple[int, int] | None] = {}
         self._functions: dict[int, int] = {}
         self._transposes: dict[int, int] = {}
+        self._taken: dict[tuple[int, int], tuple[int, int]] = {}
         # Numbers of arrays of which nothing is to be done, so that a set comparison tells it of all edges of a node.
         self.open: set[int] = set()  # ``is_open``
         self.whole: set[int] = set()  # matrices without ``split``
@@ -96,6 +98,14 @@ class Tables:
     def take(self, a: int, index: int) -> int:
         """Rows (or entries) ``index`` of an array."""
         return self._remember(("take", a, index), lambda: self.arrays[a][self.arrays[index]])
+
+    def take_both(self, m: int, index: int) -> tuple[int, int]:
+        """Rows ``index`` of a matrix, and the transpose of that."""
+        pair = self._taken.get((m, index))
+        if pair is None:
+            number = self.take(m, index)
+            pair = self._taken[m, index] = number, self.transpose(number)
+        return pair
 
     def excess(self, a: int) -> tuple[int, int]:
         """(smallest entry, number of the array less that entry); the number is -1 if all entries are equal."""

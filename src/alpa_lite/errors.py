@@ -35,7 +35,10 @@ class UnevenPinError(PinError):
 
 
 class PinClashError(PinError):
-    """A set of pins (and possibly the budget) cannot hold together; ``members`` is a smallest such set."""
+    """A set of pins (and possibly the budget) cannot hold together, or no plan was found that keeps them; the message says which.
+
+    ``members`` is a smallest such set, as far as that could be settled in the time for an explanation.
+    """
 
     def __init__(self, message: str, members: tuple[str, ...] = ()) -> None:
         super().__init__(message)

@@ -116,6 +116,19 @@ def test_far_above_the_budget_nothing_is_tried():
     assert limits == [None, 20]
 
 
+@pytest.mark.parametrize(("slow", "status"), [(False, "infeasible"), (True, "over budget")])
+def test_a_search_out_of_time_is_no_proof(slow, status):
+    """The solver counts 10 too much, so limits above the budget are tried, for which it has an answer or no time."""
+    table = Table([(1, 40, 30), (2, 35, 25)])
+
+    def solved(limit):
+        if slow and limit is not None and limit > 24:
+            return MeshResult(mesh=ONE, status="no-solution", problem=table.solved(limit).problem)
+        return table.solved(limit)
+
+    assert within_budget(solved, 24).status == status
+
+
 # -- steps ----------------------------------------------------------------------------------------------------------------
 
 

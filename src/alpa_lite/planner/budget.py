@@ -33,7 +33,7 @@ class MeshResult:
 
     Attributes:
         mesh: the device mesh.
-        status: the solver's status.
+        status: the solver's status; or "over budget" where plans were found and none that fits, which is no proof.
         realised, peak: the plan and its memory; None without a plan.
         objective, lower_bound: in the cost model's unit.
         compute: total compute price; ``op_times`` per op path.
@@ -108,20 +108,21 @@ def _above(
     """The best plan found that fits, by limits between the budget and what the plan without a limit takes.
 
     Up to ``low`` the solver finds nothing, or something that fits; what it finds at ``high`` is over the budget. Where even
-    the smallest count is far above the budget, nothing is tried.
+    the smallest count is far above the budget, nothing is tried. Where time ran out, ``refused`` is no proof any more.
     """
     assert free.solution is not None and refused.problem is not None
     low = max(int(budget), minimum_peak(refused.problem) - 1)
     high = evaluate(refused.problem, free.solution.choice).peak_bytes
     if low - budget > max(_NEAR * budget, _TIMES * (high - free.used_bytes)):
         return None
-    limit, best = low + 1, None
+    limit, best, cut_short = low + 1, None, False
     for _ in range(_ROUNDS):
         if not low < limit < high:
             break
         result = solved(limit)
         if result.peak is None or result.solution is None:
             low, limit = limit, (limit + high) // 2
+            cut_short |= result.status != "infeasible"
             continue
         counted, excess = result.solution.peak_bytes, math.ceil(result.used_bytes - budget)
         if excess > 0:
@@ -131,7 +132,9 @@ def _above(
             best = result if best is None or result.objective < best.objective else best
             low = limit
             limit = min(high - 1, max(low + 1, counted - excess))
-    return None if best is None else as_found(best, free.lower_bound)
+    if best is None:
+        return replace(refused, status="over budget") if cut_short else None
+    return as_found(best, free.lower_bound)
 
 
 def as_found(result: MeshResult, bound: float) -> MeshResult:

@@ -20,6 +20,10 @@ from alpa_lite.units import format_bytes
 _PIN, _TIE, _PIN_OP, _BUDGET, _FORBID, _CONTRACTIONS = "pin", "pin_like", "al.pin", "budget", "forbid", "contractions"
 _CLOSE = 1.01
 _TRY_S = 5.0  # per attempt; an explanation is no reason to wait for long
+_OUT_OF_TIME = 3  # attempts that may end so; nothing is tried after them
+_PROVEN = "infeasible"  # of a result's statuses the only one that rules plans out
+
+_Id = tuple[str, int | str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,31 +35,82 @@ class _Demand:
     text: str
 
     @property
-    def id(self) -> tuple[str, int | str]:
+    def id(self) -> _Id:
         return self.kind, self.key
 
 
 def explain_infeasible(task: MeshTask, results: Sequence[MeshResult], cluster: Cluster) -> AlpaLiteError:
-    """The error to raise when every mesh is infeasible; explains the first mesh."""
-    mesh = results[0].mesh
+    """The error to raise when no mesh has a plan, and each either cannot have one or has plans over the budget alone.
+
+    It explains the first mesh. What it calls impossible is proven: a try that ran out of time drops no demand from the clash,
+    so that a slow machine names more of them, never too few.
+    """
+    first = results[0]
     # Not the user's own limit: what is said to be impossible must not come from a search that was cut short.
     quick = replace(task, options=replace(task.options, time_limit_s=_TRY_S))
-
-    def feasible(chosen: tuple[_Demand, ...]) -> bool:
-        return plan_on_mesh(_restricted(quick, {d.id for d in chosen}), cluster, mesh).realised is not None
-
-    members = minimal_clash(_demands(task), feasible)
+    tries = _Tries(quick, cluster, first)
+    members = minimal_clash(tries.demands, tries.may_hold)
     if [m.kind for m in members] == [_BUDGET]:
         return _over_budget(quick, results, cluster)
-    lines = "\n".join(f"  - {m.text}" for m in members)
-    count = f"these {len(members)} demands cannot hold together" if len(members) > 1 else "this demand cannot hold"
+    unsettled = [not tries.holds_without(m, members) for m in members]
+    lines = "\n".join(f"  - {m.text}{' [not settled]' if u else ''}" for m, u in zip(members, unsettled, strict=True))
+    these = f"these {len(members)} demands" if len(members) > 1 else "this demand"
+    claim = f"{these} cannot hold{' together' if len(members) > 1 else ''}"
+    if tries.status[_ids(members)] != _PROVEN:
+        claim = f"no plan was found that keeps {these}"
+    advice = "drop or change any one of them; each one alone makes the rest possible"
+    if any(unsettled):
+        advice += f", but for those not settled: without one of these no plan was found in {_TRY_S:g} s, and none is ruled out"
     return PinClashError(
-        f"{count} on the mesh {mesh}:\n{lines}\n"
+        f"{claim} on the mesh {first.mesh}:\n{lines}\n"
         "  allowed: any set of pins, restrictions and budget of which at least one plan keeps all.\n"
         f"  where: {task.pins.source}\n"
-        "  next: drop or change any one of them; each one alone makes the rest possible.",
+        f"  next: {advice}.",
         tuple(m.text for m in members),
     )
+
+
+class _Tries:
+    """Which sets of the demands hold on one mesh, where ``first`` is what came of all of them.
+
+    Attributes:
+        demands: those that may be to blame.
+        status: of the sets for which no plan was found, see ``MeshResult``.
+    """
+
+    def __init__(self, task: MeshTask, cluster: Cluster, first: MeshResult) -> None:
+        self.task, self.cluster, self.mesh = task, cluster, first.mesh
+        limited = first.limit is not None  # else there is no plan without the budget either
+        self.demands = tuple(d for d in _demands(task) if limited or d.kind != _BUDGET)
+        everything = _ids(self.demands)
+        self.status = {everything: first.status}
+        self.held = [everything - {(_BUDGET, "")}] if limited else []  # sets that a plan keeps
+        self.out_of_time = 0
+
+    def may_hold(self, chosen: Sequence[_Demand]) -> bool:
+        """Whether a plan keeps these; also True if that could not be told in the time."""
+        ids = _ids(chosen)
+        if ids in self.status:
+            return False
+        if any(ids <= held for held in self.held) or self.out_of_time >= _OUT_OF_TIME:
+            return True
+        result = plan_on_mesh(_restricted(self.task, ids), self.cluster, self.mesh)
+        if result.realised is not None:
+            self.held.append(ids)
+        elif result.status == "no-solution":
+            self.out_of_time += 1
+        else:
+            self.status[ids] = result.status
+        return ids not in self.status
+
+    def holds_without(self, member: _Demand, members: Sequence[_Demand]) -> bool:
+        """Whether a plan is known that keeps the other members."""
+        others = _ids(members) - {member.id}
+        return any(others <= held for held in self.held)
+
+
+def _ids(demands: Sequence[_Demand]) -> frozenset[_Id]:
+    return frozenset(d.id for d in demands)
 
 
 def _demands(task: MeshTask) -> tuple[_Demand, ...]:
@@ -87,7 +142,7 @@ def _demands(task: MeshTask) -> tuple[_Demand, ...]:
     return tuple(demands)
 
 
-def _restricted(task: MeshTask, chosen: set[tuple[str, int | str]]) -> MeshTask:
+def _restricted(task: MeshTask, chosen: frozenset[_Id]) -> MeshTask:
     """The task with only some of the demands."""
 
     def keep(pins: tuple[PinnedDims, ...], first: int) -> tuple[PinnedDims, ...]:
@@ -120,26 +175,31 @@ def _over_budget(task: MeshTask, results: Sequence[MeshResult], cluster: Cluster
     limited = [(minimum_peak(r.problem), r) for r in results if r.problem and r.problem.usage_limit is not None]
     floor, result = min(limited, key=lambda pair: pair[0])
     low, high = _smallest_peak(task, result.mesh, cluster, floor)
+    budget = f"budget {format_bytes(task.budget)} per device"
     program = task.program
     word = "peak"
     advice = "donate the state (donate_argnums), wrap layers in jax.checkpoint, use a smaller batch or more devices"
     if result.budgeted == "weights":
         word, advice = "bytes of the weights", "use more devices, pin fewer weights"
-    # Where the search was cut short the truth lies between what is proven and what was found.
-    peak, excess = format_bytes(high), format_bytes(high - task.budget)
-    claim = f"no plan fits: smallest possible {word}"
-    if low <= task.budget:  # nothing rules out a plan that fits, but none was found
-        claim = f"no plan was found that fits: smallest {word} found"
-    elif high > _CLOSE * low:
-        peak, excess = f"between {format_bytes(low)} and {peak},", f"at least {format_bytes(low - task.budget)}"
     sized = sorted(
         ((program.values[v].size_bytes, path) for path, v in zip(program.input_paths, program.inputs, strict=True)),
         reverse=True,
     )
     largest = ", ".join(f"{path} {format_bytes(size)}" for size, path in sized[:3])
-    budget = f"budget {format_bytes(task.budget)} per device"
+    # Where the search was cut short the truth lies between what is proven and what was found.
+    peak, excess = format_bytes(high), format_bytes(high - task.budget)
+    if math.isinf(high):
+        found = f"no plan was found that fits the {budget}, nor the smallest {word} in {_TRY_S:g} s"
+    elif low <= task.budget:  # nothing rules out a plan that fits
+        found = f"no plan was found that fits: smallest {word} found {peak} > {budget}, {excess} too much"
+    elif high <= _CLOSE * low:
+        found = f"no plan fits: smallest possible {word} {peak} > {budget}, {excess} too much"
+    else:
+        excess = f"at least {format_bytes(low - task.budget)}"
+        possible = f"smallest possible {word} at least {format_bytes(low)}, smallest found {peak}"
+        found = f"no plan fits: {possible} > {budget}, {excess} too much"
     return MemoryBudgetError(
-        f"{claim} {peak} > {budget}, {excess} too much (mesh {result.mesh} of {cluster}).\n"
+        f"{found} (mesh {result.mesh} of {cluster}).\n"
         f"  largest arguments, unsharded: {largest}\n"
         f"  where: {task.pins.source}\n"
         f"  next: {advice}, or raise PlanOptions.memory_budget_bytes."
@@ -147,22 +207,25 @@ def _over_budget(task: MeshTask, results: Sequence[MeshResult], cluster: Cluster
 
 
 def _smallest_peak(task: MeshTask, mesh: DeviceMesh, cluster: Cluster, floor: int) -> tuple[float, float]:
-    """(too small, enough): the smallest budget with a plan lies between; found by bisection, within 1 % if time allows.
+    """(ruled out, enough): the smallest budget with a plan lies between; found by bisection, within 1 % if time allows.
 
+    The first is the task's budget if nothing above it is ruled out, the second ``inf`` if no plan was found without a budget.
     ``floor``, the least that any plan takes by the solver's count, is where the search begins.
     """
     begin = time.perf_counter()
     unlimited = plan_on_mesh(replace(task, budget=math.inf), cluster, mesh)
-    low = task.budget
+    ruled_out = failed = task.budget
     if unlimited.peak is None:
-        return low, low
+        return ruled_out, math.inf
     high = float(unlimited.used_bytes)
     middle = min(float(floor), high) / math.sqrt(_CLOSE)
-    while high > _CLOSE * low and time.perf_counter() - begin < task.options.time_limit_s:
-        result = plan_on_mesh(replace(task, budget=middle), cluster, mesh) if middle > low else None
-        if result is not None and result.realised is not None and result.peak is not None:
-            high = float(result.used_bytes)
-        else:
-            low = max(low, middle)
-        middle = (low + high) / 2
-    return low, high
+    while high > _CLOSE * failed and time.perf_counter() - begin < task.options.time_limit_s:
+        if middle > failed:
+            result = plan_on_mesh(replace(task, budget=middle), cluster, mesh)
+            if result.realised is not None:
+                high = float(result.used_bytes)
+            else:
+                failed = middle
+                ruled_out = middle if result.status == _PROVEN else ruled_out
+        middle = (failed + high) / 2
+    return ruled_out, high

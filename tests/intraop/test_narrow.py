@@ -52,3 +52,22 @@ def test_all_tables_together_may_be_capped():
     free = solve_narrow(unary, left, right, costs)
     assert free == solve_narrow(unary, left, right, costs, max_entries=entries)
     assert solve_narrow(unary, left, right, costs, max_entries=entries - 1) is None
+
+
+def test_tables_of_copies_are_made_and_counted_once():
+    rng = np.random.default_rng(2)
+    one = [rng.random(5) for _ in range(4)], [(0, 1), (1, 2), (2, 3), (0, 3)]
+    matrices = [rng.random((5, 5)) for _ in one[1]]
+
+    def copies(count, *, share):
+        unary = [c if share else c.copy() for _ in range(count) for c in one[0]]
+        pairs = [(4 * k + a, 4 * k + b) for k in range(count) for a, b in one[1]]
+        costs = [m if share else m.copy() for _ in range(count) for m in matrices]
+        return unary, *zip(*pairs, strict=True), costs
+
+    alone = solve_narrow(*copies(1, share=True))
+    entries = 2 * 5**3 + 5**2 + 5  # a node with two neighbours twice, then one, then none
+    assert solve_narrow(*copies(6, share=True), max_entries=entries) == alone * 6
+    assert solve_narrow(*copies(6, share=True), max_entries=entries - 1) is None
+    assert solve_narrow(*copies(6, share=False), max_entries=6 * entries) == alone * 6
+    assert solve_narrow(*copies(6, share=False), max_entries=6 * entries - 1) is None

@@ -1,13 +1,14 @@
 """Exact answers for narrow cores without memory: nodes are eliminated one by one, tables over their neighbours remain.
 
-Elimination picks the node whose table is smallest; the largest table is known before any is made, so a core that is too
-wide is refused at no cost.
+Elimination picks the node whose table is smallest. All tables are known by what they are made of before any is made: those
+that copies of a layer have in common are made and counted once, and a core that is too wide is refused at no cost.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import pairwise
 
@@ -15,8 +16,25 @@ import numpy as np
 
 from alpa_lite.intraop.problem import Array
 
-_TABLE_CAP = 2_000_000  # entries of one table, the eliminated node included
+_TABLE_CAP = 4_000_000  # entries of one table, the eliminated node included
 _MAX_DIMS = 30
+
+# A sum of tables: per table its number, and the dims of the sum that are its own.
+_Parts = tuple[tuple[int, tuple[int, ...]], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """The eliminations.
+
+    Attributes:
+        steps: (node, neighbours then, number of the sum over both), in order.
+        sums: (sizes, parts) of every sum, over a node and its neighbours; its minimum over the node is the next table,
+            numbered on from those of nodes and edges.
+    """
+
+    steps: list[tuple[int, tuple[int, ...], int]]
+    sums: list[tuple[tuple[int, ...], _Parts]]
 
 
 def solve_narrow(
@@ -32,40 +50,41 @@ def solve_narrow(
     Args:
         unary: costs per node, ``inf`` = forbidden.
         left, right, costs: end points and matrices of the edges.
-        max_entries: of all tables together.
+        max_entries: of all different tables together. Tables of the same arrays in the same places are one.
     """
-    sizes = [len(c) for c in unary]
-    order = _order(sizes, left, right, max_entries)
+    tables: list[Array] = []
+    numbers: dict[int, int] = {}
+    given = []
+    for array in (*unary, *costs):
+        if id(array) not in numbers:
+            numbers[id(array)] = len(tables)
+            tables.append(array)
+        given.append(numbers[id(array)])
+    order = _order([len(c) for c in unary], left, right, given, max_entries)
     if order is None:
         return None
-    # Every factor is (nodes, table); a node's bucket holds the factors whose first node in the order it is.
-    rank = [0] * len(order)
-    for position, node in enumerate(order):
-        rank[node] = position
-    buckets: list[list[tuple[tuple[int, ...], Array]]] = [[((i,), c)] for i, c in enumerate(unary)]
-    for a, b, m in zip(left, right, costs, strict=True):
-        buckets[a if rank[a] < rank[b] else b].append(((a, b), m))
-    joined: list[tuple[int, tuple[int, ...], Array]] = []
-    for node in order:
-        inside = {i for nodes, _ in buckets[node] for i in nodes}
-        inside.discard(node)
-        scope = tuple(sorted(inside, key=rank.__getitem__))
-        axes = {i: dim for dim, i in enumerate((node, *scope))}
-        (nodes, part), *others = buckets[node]
-        table = _aligned(part, [axes[i] for i in nodes], len(axes))  # grows to its size with what is added
-        for nodes, part in others:
-            table = table + _aligned(part, [axes[i] for i in nodes], len(axes))
-        joined.append((node, scope, table))
-        if scope:
-            buckets[scope[0]].append((scope, np.minimum.reduce(table, axis=0)))
+    sums: list[Array] = []
+    for shape, parts in order.sums:
+        (number, dims), *others = parts
+        table = _aligned(tables[number], dims, len(shape))  # grows to its size with what is added
+        own = False
+        for number, dims in others:
+            part = _aligned(tables[number], dims, len(shape))
+            if own:
+                table += part
+            else:
+                table = table + part
+                own = table.shape == shape
+        sums.append(table)
+        tables.append(np.minimum.reduce(table, axis=0))
     picks = [0] * len(unary)
-    for node, scope, table in reversed(joined):
-        picks[node] = int(table[(slice(None), *(picks[i] for i in scope))].argmin())
+    for node, scope, number in reversed(order.steps):
+        picks[node] = int(sums[number][(slice(None), *[picks[i] for i in scope])].argmin())
     return picks
 
 
 def _aligned(part: Array, dims: Sequence[int], num_dims: int) -> Array:
-    """A factor's table whose dims become those named, size 1 in all others."""
+    """A table whose dims become those named, size 1 in all others."""
     if len(dims) == num_dims == 1 or list(dims) == list(range(num_dims)):
         return part
     if any(a > b for a, b in pairwise(dims)):
@@ -77,12 +96,22 @@ def _aligned(part: Array, dims: Sequence[int], num_dims: int) -> Array:
     return part.reshape(shape)
 
 
-def _order(sizes: Sequence[int], left: Sequence[int], right: Sequence[int], max_entries: float) -> list[int] | None:
-    """Nodes by smallest table first; None if a table, or all of them together, would be too large."""
+def _order(
+    sizes: Sequence[int], left: Sequence[int], right: Sequence[int], given: Sequence[int], max_entries: float
+) -> _Order | None:
+    """Nodes by smallest table first; None if a table, or all different ones together, would be too large.
+
+    ``given`` are numbers of the tables of all nodes, then of all edges.
+    """
+    num_given = max(given) + 1
     around: list[set[int]] = [set() for _ in sizes]
-    for a, b in zip(left, right, strict=True):
+    # Every factor is (nodes, number of its table); a node holds those that it is in, by the order of their making.
+    held: list[dict[int, tuple[tuple[int, ...], int]]] = [{node: ((node,), given[node])} for node in range(len(sizes))]
+    for factor, (a, b) in enumerate(zip(left, right, strict=True), start=len(sizes)):
         around[a].add(b)
         around[b].add(a)
+        held[a][factor] = held[b][factor] = (a, b), given[factor]
+    num_factors = len(given)
 
     def weight(node: int) -> int:
         entries = sizes[node]
@@ -93,24 +122,41 @@ def _order(sizes: Sequence[int], left: Sequence[int], right: Sequence[int], max_
     weights = {node: weight(node) for node in range(len(sizes))}
     waiting = [(w, node) for node, w in weights.items()]
     heapify(waiting)
-    order: list[int] = []
+    known: dict[tuple[tuple[int, ...], _Parts], int] = {}
+    steps: list[tuple[int, tuple[int, ...], int]] = []
     while waiting:
         entries, node = heappop(waiting)
         if weights.get(node) != entries:
             continue  # gone, or its table has changed since
-        max_entries -= entries
-        if entries > _TABLE_CAP or len(around[node]) >= _MAX_DIMS or max_entries < 0:
+        near = around[node]
+        if entries > _TABLE_CAP or len(near) >= _MAX_DIMS:
             return None
         del weights[node]
-        order.append(node)
-        near = around[node]
-        for j in near:
+        scope = tuple(sorted(near))
+        dim = {j: d for d, j in enumerate((node, *scope))}
+        factors = held[node]
+        parts = tuple([(number, tuple([dim[j] for j in nodes])) for nodes, number in factors.values()])
+        key = tuple([sizes[j] for j in dim]), parts
+        found = known.get(key)
+        if found is None:
+            found = known[key] = len(known)
+            max_entries -= entries
+            if max_entries < 0:
+                return None
+        steps.append((node, scope, found))
+        made = scope, num_given + found
+        for j in scope:
+            own = held[j]
+            for factor in own.keys() & factors.keys():
+                del own[factor]
+            own[num_factors] = made
             around[j] |= near
             around[j].discard(j)
             around[j].discard(node)
-        for j in near:
+        num_factors += 1
+        for j in scope:
             changed = weight(j)
             if changed != weights[j]:
                 weights[j] = changed
                 heappush(waiting, (changed, j))
-    return order
+    return _Order(steps, list(known))

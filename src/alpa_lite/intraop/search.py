@@ -27,7 +27,8 @@ _FRONTIER_GAP = 5e-3  # from which on a search along the frontier may be complet
 _FRONTIER_WORK = 150  # partial choices per node
 _BEAM = 100
 _ANYTHING = 1e300  # a slack that keeps out what is forbidden alone
-_QUICK_ENTRIES = 1_000_000  # of the tables of an elimination that takes less time than any sweep
+_QUICK_ENTRIES = 8_000_000  # of the tables of an elimination that takes less time than a search
+_NARROW_EDGE = 64  # mean entries of an edge, above which large cores are not narrow, and to find that out takes a while
 
 
 def search_core(search: Search, problem: IntraOpProblem, seed: int, rel_gap: float, *, proof: bool = True) -> None:
@@ -40,8 +41,10 @@ def search_core(search: Search, problem: IntraOpProblem, seed: int, rel_gap: flo
         else:
             search.proven_infeasible = True
         return
-    if core.memory is None and prove_narrow(search, core, [np.arange(len(c)) for c in core.unary], _QUICK_ENTRIES):
-        return
+    if core.memory is None and (core.num_nodes <= _TIED_FROM or core.num_pairs <= _NARROW_EDGE * len(core.costs)):
+        kept = [np.arange(len(c)) for c in core.unary]
+        if prove_narrow(search, core, kept, _QUICK_ENTRIES):
+            return
     tied = tie(core, problem.classes if core.num_nodes > _TIED_FROM else None)
     if tied.is_trivial:
         messages = Messages.zero(core, search.unary, search.costs, tied)

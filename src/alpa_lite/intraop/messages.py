@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -29,7 +30,7 @@ _ZERO = np.zeros(1, dtype=np.int64)
 Slots = Array | slice
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Edges:
     """The edges of one group: one matrix, and per edge its ends and messages.
 
@@ -37,7 +38,7 @@ class _Edges:
         left, right: groups of the ends, left < right.
         left_slots, right_slots: per edge, places of its ends in their groups; a slice where they follow one another.
         costs, flipped: the matrix and its transpose, shared by all groups with that matrix.
-        to_left, to_right: messages, one row per edge.
+        to_left, to_right: messages, one row per edge; they change in place.
     """
 
     left: int
@@ -50,6 +51,44 @@ class _Edges:
     to_right: Array
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _End:
+    """One end of an edge group, as the group of nodes there sees it.
+
+    Attributes:
+        slots: per edge, the place of its node in the group; None if they are all nodes of the group in order.
+        costs: the matrix, with the states of the group as columns.
+        heard: messages to the group.
+        sent: messages to the other end.
+        room: where there are few edges, (matrix, ``sent``, scratch array, ``heard``), the first three shaped (states there,
+            edges, states here); without the middle dim where there is one edge.
+    """
+
+    slots: Slots | None
+    costs: Array
+    heard: Array
+    sent: Array
+    room: tuple[Array, Array, Array, Array] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Visit:
+    """What a sweep does at one group.
+
+    Attributes:
+        group: number of the group.
+        behind, ahead: ends of its edges to groups that were visited, and to those that come.
+        most: (copies, 1) into how many parts a node's costs go.
+        stays: per copy, the share of them that is sent nowhere; None if there is none.
+    """
+
+    group: int
+    behind: list[_End]
+    ahead: list[_End]
+    most: Array
+    stays: Array | None
+
+
 class Messages:
     """Messages of one core, changed in place by the sweeps.
 
@@ -58,24 +97,24 @@ class Messages:
         unary: per group [copies, states], costs without messages (with memory prices, if any).
     """
 
-    __slots__ = ("_earlier", "_edges", "_later", "_most", "_share_earlier", "_share_later", "tied", "unary")
+    __slots__ = ("_backward", "_edges", "_edges_to", "_forward", "tied", "unary")
 
     def __init__(self, tied: Tie, unary: list[Array], edges: list[_Edges]) -> None:
         self.tied = tied
         self.unary = unary
         self._edges = edges
-        self._earlier: list[list[_Edges]] = [[] for _ in unary]
-        self._later: list[list[_Edges]] = [[] for _ in unary]
-        num_earlier = [np.zeros((len(u), 1)) for u in unary]
-        num_later = [np.zeros((len(u), 1)) for u in unary]
+        self._edges_to: list[list[_Edges]] = [[] for _ in unary]  # from earlier groups
+        earlier: list[list[_End]] = [[] for _ in unary]
+        later: list[list[_End]] = [[] for _ in unary]
+        rooms: dict[tuple[int, ...], Array] = {}
         for e in edges:
-            self._later[e.left].append(e)
-            self._earlier[e.right].append(e)
-            _add_rows(num_later[e.left], e.left_slots, np.ones((len(e.to_left), 1)))
-            _add_rows(num_earlier[e.right], e.right_slots, np.ones((len(e.to_right), 1)))
-        self._most = [np.maximum(np.maximum(a, b), 1.0) for a, b in zip(num_earlier, num_later, strict=True)]
-        self._share_earlier = [a / most for a, most in zip(num_earlier, self._most, strict=True)]
-        self._share_later = [a / most for a, most in zip(num_later, self._most, strict=True)]
+            copies = len(unary[e.left]), len(unary[e.right])
+            later[e.left].append(_end(e.left_slots, copies[0], e.flipped, e.to_left, e.to_right, rooms))
+            self._edges_to[e.right].append(e)
+            earlier[e.right].append(_end(e.right_slots, copies[1], e.costs, e.to_right, e.to_left, rooms))
+        groups = range(len(unary))
+        self._forward = [_visit(g, len(unary[g]), earlier[g], later[g]) for g in groups]
+        self._backward = [_visit(g, len(unary[g]), later[g], earlier[g]) for g in reversed(groups)]
 
     @classmethod
     def zero(cls, core: Core, unary: Sequence[Array], costs: Sequence[Array], tied: Tie) -> Messages:
@@ -107,8 +146,8 @@ class Messages:
         """Gives every copy its share of the messages of the tied core, one edge of which stands for one group here."""
         for own, whole in zip(self._edges, inner._edges, strict=True):
             count = len(own.to_left)
-            own.to_left = np.repeat(whole.to_left / count, count, axis=0)
-            own.to_right = np.repeat(whole.to_right / count, count, axis=0)
+            own.to_left[...] = whole.to_left / count
+            own.to_right[...] = whole.to_right / count
 
     def set_unary(self, unary: Sequence[Array]) -> None:
         """Replaces the costs of the core's nodes; the messages stay."""
@@ -116,47 +155,50 @@ class Messages:
 
     def forward(self) -> float:
         """Sweeps from first to last group; returns the bound (without constant)."""
-        total = 0.0
-        for g, unary in enumerate(self.unary):
-            theta = unary.copy()
-            for e in self._earlier[g]:
-                e.to_right = _least(e.costs, e.to_left)
-                _add_rows(theta, e.right_slots, e.to_right)
-            for e in self._later[g]:
-                _add_rows(theta, e.left_slots, e.to_left)
-            if self._later[g]:
-                part = theta / self._most[g]
-                for e in self._later[g]:
-                    e.to_left = e.to_left - (part if len(part) == 1 else part[e.left_slots])
-            total += _stays(theta, self._share_later[g])
-        return total
+        return self._sweep(self._forward)
 
     def backward(self) -> float:
         """As ``forward``, from last to first group."""
+        return self._sweep(self._backward)
+
+    def _sweep(self, visits: list[_Visit]) -> float:
         total = 0.0
-        for g in range(len(self.unary) - 1, -1, -1):
-            theta = self.unary[g].copy()
-            for e in self._later[g]:
-                e.to_left = _least(e.flipped, e.to_right)
-                _add_rows(theta, e.left_slots, e.to_left)
-            for e in self._earlier[g]:
-                _add_rows(theta, e.right_slots, e.to_right)
-            if self._earlier[g]:
-                part = theta / self._most[g]
-                for e in self._earlier[g]:
-                    e.to_right = e.to_right - (part if len(part) == 1 else part[e.right_slots])
-            total += _stays(theta, self._share_earlier[g])
+        for visit in visits:
+            theta = self.unary[visit.group].copy()
+            for end in visit.behind:
+                if end.room is None:
+                    end.heard[...] = _least(end.costs, end.sent)
+                else:
+                    matrix, sent, scratch, heard = end.room
+                    _subtract(matrix, sent, scratch)
+                    _minimum(scratch, 0, None, heard)
+                if end.slots is None:
+                    _add(theta, end.heard, theta)
+                else:
+                    _add_rows(theta, end.slots, end.heard)
+            for end in visit.ahead:
+                if end.slots is None:
+                    _add(theta, end.heard, theta)
+                else:
+                    _add_rows(theta, end.slots, end.heard)
+            if visit.ahead:
+                part = theta / visit.most
+                for end in visit.ahead:
+                    _subtract(end.heard, part if end.slots is None else part[end.slots], end.heard)
+            if visit.stays is not None:
+                least = _minimum(theta, 1)
+                total += float(least[0] * visit.stays[0] if len(least) == 1 else (least * visit.stays).sum())
         return total
 
     def pick(self) -> list[int]:
         """A choice, group by group: what the chosen earlier nodes cost, and what the messages say of later ones."""
         picks: list[Array] = []
-        for g, unary in enumerate(self.unary):
-            seen = unary.copy()
-            for e in self._earlier[g]:
+        for visit in self._forward:
+            seen = self.unary[visit.group].copy()
+            for e in self._edges_to[visit.group]:
                 _add_rows(seen, e.right_slots, e.costs[picks[e.left][e.left_slots]])
-            for e in self._later[g]:
-                _add_rows(seen, e.left_slots, e.to_left)
+            for end in visit.ahead:
+                _add_rows(seen, slice(0, len(seen)) if end.slots is None else end.slots, end.heard)
             picks.append(seen.argmin(1))
         return [int(picks[g][s]) for g, s in zip(self.tied.group, self.tied.slot, strict=True)]
 
@@ -205,7 +247,8 @@ def _stacked(tied: Tie, unary: Sequence[Array]) -> list[Array]:
 
 # The arrays here are small, and there are thousands of them in every sweep: what counts is the number of calls of numpy, so
 # reductions are called without the methods around them, and rows that stand alone are not indexed.
-_minimum = np.minimum.reduce
+_minimum: Any = np.minimum.reduce  # numpy types its `out` as None
+_add, _subtract = np.add, np.subtract
 
 
 def _least(costs: Array, messages: Array) -> Array:
@@ -242,8 +285,27 @@ def _add_rows(target: Array, rows: Slots, values: Array) -> None:
         np.add.at(target, rows, values)
 
 
-def _stays(theta: Array, sent: Array) -> float:
-    """The smallest costs that stay when these shares are sent."""
-    if len(theta) == 1:
-        return float(_minimum(theta[0]) * (1.0 - sent[0, 0]))
-    return float((_minimum(theta, axis=1) * (1.0 - sent[:, 0])).sum())
+def _end(
+    slots: Slots, copies: int, costs: Array, heard: Array, sent: Array, rooms: dict[tuple[int, ...], Array]
+) -> _End:
+    """``copies`` of the group; ``rooms``: scratch arrays by shape, for all ends to share."""
+    count, room = len(heard), None
+    if count == 1 or (count < _MANY_COPIES and count * costs.size <= _CHUNK):
+        shape = len(costs), count, costs.shape[1]
+        if shape not in rooms:
+            rooms[shape] = np.empty(shape)
+        room = costs[:, None, :], sent.T[:, :, None], rooms[shape], heard
+        if count == 1:
+            room = costs, sent.T, rooms[shape][:, 0], heard[0]
+    whole = isinstance(slots, slice) and slots.stop - slots.start == copies
+    return _End(slots=None if whole else slots, costs=costs, heard=heard, sent=sent, room=room)
+
+
+def _visit(group: int, copies: int, behind: list[_End], ahead: list[_End]) -> _Visit:
+    num_behind, num_ahead = np.zeros((copies, 1)), np.zeros((copies, 1))
+    for count, ends in ((num_behind, behind), (num_ahead, ahead)):
+        for end in ends:
+            _add_rows(count, slice(0, copies) if end.slots is None else end.slots, np.ones((len(end.heard), 1)))
+    most = np.maximum(np.maximum(num_behind, num_ahead), 1.0)
+    stays = (1.0 - num_ahead / most)[:, 0]
+    return _Visit(group=group, behind=behind, ahead=ahead, most=most, stays=stays if stays.any() else None)

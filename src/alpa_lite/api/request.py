@@ -243,7 +243,7 @@ class Request:
         body = traced.program.ops[microbatch_loop(traced.flat)].bodies[0]
         cut = given_cut(options, cluster, layered, body, self.source)
         split = asked_schedule(options).split_stages
-        step = staged_step(traced.program, flat, layered, cut.stage_of_layer, options.rules, split)
+        step = staged_step(traced.program, flat, layered, cut.stage_of_layer, options.rules, split, known=traced.known)
         saved = options.remat if isinstance(options.remat, tuple) else ()
         remat = all_recomputed(layered, saved, self.source)
         return cut, RecomputedStages(step, flat, layered, remat, options.rules, split)

@@ -16,14 +16,18 @@ from __future__ import annotations
 import datetime
 import math
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
-from ortools.math_opt import model_pb2
-from ortools.math_opt.python import mathopt
-from ortools.math_opt.solvers import highs_pb2
 
 from alpa_lite.intraop.core import Core
 from alpa_lite.intraop.problem import Array
+
+# MathOpt takes a fifth of a second to import, and many plans need no MILP.
+if TYPE_CHECKING:
+    from ortools.math_opt import model_pb2
+    from ortools.math_opt.python import mathopt
+    from ortools.math_opt.solvers import highs_pb2
 
 _SCALE = 1e5
 _ERROR = 1e-6  # by which HiGHS' scaled bounds may be too high; 1000 times the largest error seen at ``_precise``
@@ -51,6 +55,8 @@ class MilpResult:
 
 def _precise() -> highs_pb2.HighsOptionsProto:
     """HiGHS' tolerances as tight as it takes them: a binary off by the usual 1e-6 hides several units of a whole cost."""
+    from ortools.math_opt.solvers import highs_pb2
+
     names = ("mip_feasibility_tolerance", "primal_feasibility_tolerance", "dual_feasibility_tolerance")
     return highs_pb2.HighsOptionsProto(double_options=dict.fromkeys(names, 1e-9))
 
@@ -146,6 +152,8 @@ class Encoding:
         self._memory.append((cols, np.ones(len(cols)), float(len(cover) - 1), math.inf))
 
     def _proto(self, relax: bool) -> model_pb2.ModelProto:
+        from ortools.math_opt import model_pb2
+
         proto = model_pb2.ModelProto()
         num_x, num_vars = int(self._first[-1]), len(self.objective)
         ids = np.arange(num_vars)
@@ -184,6 +192,8 @@ class Encoding:
         node_limit: int | None = None,
     ) -> MilpResult:
         """Runs HiGHS on the model with the memory rows added so far."""
+        from ortools.math_opt.python import mathopt
+
         if not self.core.num_nodes:
             return MilpResult(picks=[], bound=self.core.constant, optimal=True)
         model = mathopt.Model.from_model_proto(self._proto(relax))
@@ -199,6 +209,8 @@ class Encoding:
         return self._read(model, result, relax)
 
     def _read(self, model: mathopt.Model, result: mathopt.SolveResult, relax: bool) -> MilpResult:
+        from ortools.math_opt.python import mathopt
+
         reason = result.termination.reason
         if reason in (mathopt.TerminationReason.INFEASIBLE, mathopt.TerminationReason.INFEASIBLE_OR_UNBOUNDED):
             return MilpResult(picks=None, bound=math.inf, optimal=False, infeasible=True)

@@ -82,10 +82,13 @@ def plan_with_stages_searched(task: SearchTask) -> Plan:
 class _Searched:
     def __init__(self, task: SearchTask) -> None:
         self.task, options = task, task.options
-        assert task.traced.layered is not None
-        self.layered = layers_of(task.traced.layered)
+        traced = task.traced
+        assert traced.layered is not None
+        self.layered = layers_of(traced.layered)
         labels = tuple(tuple(str(pin.dims) for pin in side) for side in (task.pins.inputs, task.pins.outputs))
-        runs = LayerRuns(task.traced.program, task.traced.layered, self.layered, options.rules, (labels[0], labels[1]))
+        runs = LayerRuns(
+            traced.program, traced.layered, self.layered, options.rules, (labels[0], labels[1]), traced.known
+        )
         prices = RunPrices(runs, task.cluster, task.pins, options, task.progress)
         budget = budget_bytes(task.cluster, options)
         pins = {pin.place: pin.stage for pin in self.layered.pins}
@@ -168,7 +171,12 @@ class _Searched:
         task = self.task
         assert task.traced.layered is not None
         step = staged_step(
-            task.traced.program, task.traced.layered, self.layered, found.cut.stage_of_layer, task.options.rules
+            task.traced.program,
+            task.traced.layered,
+            self.layered,
+            found.cut.stage_of_layer,
+            task.options.rules,
+            known=task.traced.known,
         )
         saved = task.options.remat if isinstance(task.options.remat, tuple) else ()
         remat = all_recomputed(self.layered, saved, task.pins.source)

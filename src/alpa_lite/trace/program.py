@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -44,6 +44,7 @@ class Traced:
         in_tree, out_tree: pytree structures of the (dynamic) arguments and of the result.
         layered: if layers were asked for, the jaxpr with the boundaries between them; its values have numbers of their own.
         parts: if arguments and results of the program are parts of the leaves, how (``unstack.unstacked``).
+        known: rules of the step's ops, under the rules it was traced with; programs made of the same ops need not ask again.
     """
 
     program: Program
@@ -52,6 +53,7 @@ class Traced:
     out_tree: Any
     layered: FlatJaxpr | None = None
     parts: LayeredStep | None = None
+    known: Rules = field(default_factory=dict, repr=False, compare=False)
 
 
 def trace(
@@ -107,7 +109,8 @@ def trace(
             f"argument {in_paths[zero[0]]!r} has a dim of size 0 (shape {flat.avals[flat.inputs[zero[0]]].shape}); "
             "a plan needs sizes of at least 1 on every dim. Pass arguments with the shapes of a real step."
         )
-    program = build_program(flat, in_paths, out_paths, donated, rules)
+    known: Rules = {}
+    program = build_program(flat, in_paths, out_paths, donated, rules, known=known)
     in_tree = jax.tree_util.tree_structure((tuple(dynamic.values()), named))
     return Traced(
         program=program,
@@ -115,6 +118,7 @@ def trace(
         in_tree=in_tree,
         out_tree=jax.tree_util.tree_structure(out_tree),
         layered=None if layers is None else flatten(traced.jaxpr, keep_boundaries=True),
+        known=known,
     )
 
 

@@ -65,7 +65,10 @@ class RecomputedStages:
     def all(self) -> StagedStep:
         """All of them recomputed."""
         layered = with_recomputed_layers(self.traced_flat, self.layered, self.remat)
-        return staged_step(self.kept.whole, self.traced_flat, layered, self.kept.stage_of_layer, self.rules, self.split)
+        kept = self.kept
+        return staged_step(
+            kept.whole, self.traced_flat, layered, kept.stage_of_layer, self.rules, self.split, known=kept.known
+        )
 
     def only(self, layers: Collection[int]) -> tuple[StagedStep, Rematerialisation]:
         """The stages that hold ``layers`` recomputed, the others kept: what stages exchange is the same."""
@@ -96,7 +99,8 @@ def rematerialised_step(traced: Traced, remat: Rematerialisation, rules: tuple[N
     flat = replace(flat, ops=[*flat.ops[:number], loop, *flat.ops[number + 1 :]])
     if loop.params["length"] == 1:
         flat = _without_loop(flat, number)
-    made = build_program(flat, list(program.input_paths), list(program.output_paths), list(program.donated), rules)
+    paths = list(program.input_paths), list(program.output_paths)
+    made = build_program(flat, *paths, list(program.donated), rules, known=traced.known)
     return replace(traced, program=made, flat=flat)
 
 

@@ -35,10 +35,11 @@ class LayerRuns:
         layered: Layered,
         rules: tuple[NamedRule, ...] = (),
         labels: tuple[Sequence[str], Sequence[str]] | None = None,
+        known: Rules | None = None,
     ) -> None:
         """Arguments as of ``staged_step``; ``labels`` of the step's arguments and results (pins) make layers differ."""
         self.whole, self.flat, self.layered, self.rules, self.labels = whole, flat, layered, rules, labels
-        self.known: Rules = {}
+        self.known = {} if known is None else known
 
     @property
     def num_layers(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from alpa_lite.core.program import Program, Value
 from alpa_lite.core.rule_text import NamedRule
@@ -28,6 +28,7 @@ class StagedStep:
         num_microbatches: trips of its loop.
         stages, programs: per stage its part, and the Program that mirrors it.
         flat, layered: the step and its loop's body that the parts were taken from; crossings number their values.
+        known: rules of its ops.
     """
 
     whole: Program
@@ -37,6 +38,7 @@ class StagedStep:
     programs: tuple[Program, ...]
     flat: FlatJaxpr
     layered: Layered
+    known: Rules = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def num_stages(self) -> int:
@@ -75,6 +77,7 @@ def staged_step(
     stage_of_layer: Sequence[int],
     rules: tuple[NamedRule, ...] = (),
     split: Collection[int] = (),
+    known: Rules | None = None,
 ) -> StagedStep:
     """Join layers to stages.
 
@@ -85,6 +88,7 @@ def staged_step(
         stage_of_layer: one number per layer, rising by 0 or 1 from 0.
         rules: the user's, by primitive.
         split: stages whose backward pass is cut in halves.
+        known: rules of ops found before, under the same ``rules``; those found here join it.
 
     Raises:
         LayerError: the numbers are no such list.
@@ -101,7 +105,7 @@ def staged_step(
     flat, layered = commute_sums(flat, loop, layered, given)
     stages = split_step(flat, loop, layered, given, whole.aliases)
     stages = tuple(split_backward(stage) if n in split else stage for n, stage in enumerate(stages))
-    known: Rules = {}  # stages are made of the same ops
+    known = {} if known is None else known
     programs = tuple(stage_program(whole, stage, rules, known) for stage in stages)
     return StagedStep(
         whole=whole,
@@ -111,6 +115,7 @@ def staged_step(
         programs=programs,
         flat=flat,
         layered=layered,
+        known=known,
     )
 
 

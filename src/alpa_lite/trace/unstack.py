@@ -115,7 +115,7 @@ def unstacked(traced: Traced, rules: tuple[NamedRule, ...] = ()) -> Traced:
     out_paths = [part.path(whole.output_paths[part.leaf]) for part in step.results]
     donated = [whole.donated[part.leaf] for part in step.arguments]
     plain = _plain(step.flat)
-    program = build_program(plain, in_paths, out_paths, donated, rules, step.aliases)
+    program = build_program(plain, in_paths, out_paths, donated, rules, step.aliases, traced.known)
     return replace(traced, program=program, flat=plain, layered=step.flat, parts=step)
 
 

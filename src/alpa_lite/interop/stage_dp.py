@@ -30,7 +30,8 @@ Stage = tuple[int, int, int, int]
 Counts = NDArray[np.int32]
 
 _NEVER = 1 << 28  # a number of stages that stands for "cannot"
-_GOLDEN, _TOLLS = (5**0.5 - 1) / 2, 10
+_TOLLS = 10  # that are tried at most
+_FLAT = 1e-4  # of the bound: less is not worth a further toll
 _NEAR = (1e-11, 0.01, 0.05, 0.25)  # shares above the bound at which is looked; the first is more than rounding
 
 
@@ -129,32 +130,58 @@ class _Counted:
         few = self.most < self.problem.num_layers
         return _suffix_sums(_mirrored(self.grid), np.full(self.grid.cell.shape, self.most, np.int32) if few else None)
 
+    def stages_behind(self) -> int:
+        """How many stages the slicing has that gives the bound."""
+        grid, suffix = self.grid, self.suffix
+        first, left, count = 0, grid.num_units, 0
+        start_s = suffix.start[0, :, left]
+        while True:
+            column, count = int(start_s.argmin()), count + 1
+            end = min(grid.num_layers, first + grid.reach)
+            sums = suffix.rest[first + 1 : end + 1, column, left] + grid.least_s[first, first:end, column]
+            if suffix.later is not None and grid.tolerated is not None:
+                fits = suffix.later[first + 1 : end + 1, column, left] <= grid.tolerated[first, first:end, column]
+                sums = np.where(fits, sums, np.inf)
+            first, left = first + 1 + int(sums.argmin()), left - int(grid.sizes[column])
+            if first == grid.num_layers:
+                return count
+            start_s = suffix.start[first, :, left]
+            if grid.transfer_s is not None:
+                start_s = start_s + grid.transfer_s[first - 1, column]
+
     def at(self, toll_s: float) -> _Counted:
         grid = replace(self.grid, least_s=self.grid.least_s + (toll_s - self.toll_s))
         return _Counted(self.problem, grid, _suffix_sums(grid, grid.tolerated), toll_s)
 
 
 def _best_toll(counted: _Counted, limits: Limits) -> _Counted:
-    """The highest bound for a fixed number of stages, of those tried: it is concave in the toll (golden sections)."""
-    finite = counted.grid.least_s[np.isfinite(counted.grid.least_s)]
-    widest = float(finite.max())
-    low, high = -widest, widest
-    tried = [counted]
-    left, right = high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)
-    a, b = counted.at(left), counted.at(right)
+    """The highest bound for a fixed number of stages, of those tried.
+
+    The bound is concave in the toll, and its slope is by how many stages the slicing behind it has too many: where the tangents
+    from both sides meet is the next toll to try (cutting planes).
+    """
+    best, low, high = counted, None, None  # low: too many stages, the toll must rise; high: too few
+    now, step_s = counted, abs(counted.bound_s) / counted.most or 1.0
     for _ in range(_TOLLS):
-        tried += [a, b]
-        if a.bound_s >= b.bound_s:
-            high, right, b = right, left, a
-            left = high - _GOLDEN * (high - low)
-            a = counted.at(left)
-        else:
-            low, left, a = left, right, b
-            right = low + _GOLDEN * (high - low)
-            b = counted.at(right)
-        if max(a.bound_s, b.bound_s) > raised(limits.sum_s):
+        slope = now.stages_behind() - counted.most
+        best = max(best, now, key=lambda one: one.bound_s)
+        if slope == 0 or best.bound_s > raised(limits.sum_s):
             break
-    return max([*tried, a, b], key=lambda one: one.bound_s)
+        if slope > 0:
+            low = now, slope
+        else:
+            high = now, slope
+        if low is None or high is None:
+            toll_s = now.toll_s + math.copysign(step_s, slope)
+            step_s *= 4
+        else:
+            (left, rises), (right, falls) = low, high
+            toll_s = (right.bound_s - left.bound_s + rises * left.toll_s - falls * right.toll_s) / (rises - falls)
+            top_s = left.bound_s + rises * (toll_s - left.toll_s)
+            if not left.toll_s < toll_s < right.toll_s or top_s <= best.bound_s + _FLAT * abs(top_s):
+                break
+        now = counted.at(toll_s)
+    return max(best, now, key=lambda one: one.bound_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -1,0 +1,43 @@
+"""The toll on every stage that makes the bound of a fixed number of stages highest."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+
+from alpa_lite.interop.problem import cells_of, check_problem
+from alpa_lite.interop.stage_dp import Limits, _best_toll, _Counted, _grid, _suffix_sums, best_within
+
+
+def random_problem(seed: int, num_stages: int):
+    """Stages on more devices have less time, and what they move costs some: many layers on few devices are dear."""
+    rng = np.random.default_rng(seed)
+    layers, sizes = 12, (1, 2, 4)
+    span = np.maximum(np.arange(layers)[None, :] - np.arange(layers)[:, None] + 1, 1)[:, :, None, None]
+    cost_s = span * rng.uniform(0.8, 1.2, (layers, layers, 3, 2)) / np.array(sizes)[:, None] ** 0.8
+    tolerated = rng.integers(0, layers, cost_s.shape) if seed % 2 else np.full(cost_s.shape, layers)
+    transfer_s = rng.uniform(0, 0.2, (layers - 1, 3, 3)) if seed % 3 else None
+    more = {"once_s": None, "layer_stage": None, "stage_submeshes": None}
+    return check_problem(cost_s, tolerated, sizes, 8, 4, transfer_s=transfer_s, num_stages=num_stages, **more)
+
+
+def counted_of(problem) -> _Counted:
+    cells = cells_of(problem)
+    grid = _grid(problem, cells, cells.cost_s, Limits(), 1)
+    return _Counted(problem, grid, _suffix_sums(grid, grid.tolerated), 0.0)
+
+
+def test_no_toll_of_a_fine_grid_gives_a_higher_bound():
+    raised = 0
+    for seed, num_stages in itertools.product(range(5), (2, 4, 7)):
+        problem = random_problem(seed, num_stages)
+        plain, exact = counted_of(problem), best_within(problem, cells_of(problem), Limits())
+        if exact is None:
+            continue
+        best = _best_toll(plain, Limits())
+        highest_s = max(plain.at(toll_s).bound_s for toll_s in np.linspace(-2, 2, 41))
+        assert best.bound_s >= highest_s * (1 - 1e-3), (seed, num_stages)
+        assert best.bound_s <= exact.sum_s * (1 + 1e-9), (seed, num_stages)
+        raised += best.bound_s > 1.01 * plain.bound_s
+    assert raised > 3

@@ -6,8 +6,8 @@ What a cut costs shows here alone: a value that crosses it is stored; within one
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from alpa_lite._jax_compat import CPU_KEEPS_BARRIERS
@@ -18,7 +18,7 @@ from alpa_lite.core.spec import ShardingSpec
 from alpa_lite.costs.cuts import Cut
 from alpa_lite.costs.facts import Facts
 from alpa_lite.costs.late_order import has_barriers, late_order
-from alpa_lite.costs.memory import Order, timeline
+from alpa_lite.costs.memory import Order, Timeline, timeline, with_moves
 from alpa_lite.costs.overlap_order import Schedule, overlap_order
 from alpa_lite.costs.profile import memory_profile
 from alpa_lite.costs.stage_cut import StageCut
@@ -91,11 +91,39 @@ def stage_peak(cut: StageCut, flying: InFlight, own: Mapping[str, int]) -> Subme
     return submesh_peak({0: cut}, _column(cut, flying), {(0, name): size for name, size in own.items()})
 
 
-def programs_own_bytes(cut: StageCut, program: Program, *, on_cpu: bool) -> dict[str, int]:
-    """Per program of a stage, the bytes per device that it needs beside its arguments."""
+@dataclass(eq=False, slots=True)
+class KnownParts:
+    """Of one stage, cut into programs under several plans: a part that was cut alike before is the same program.
+
+    Plans on other meshes mostly read and write the same values there.
+    """
+
+    _facts: dict[Hashable, Facts] = field(default_factory=dict)
+    _lines: dict[int, tuple[tuple[bool, Sequence[int]], Timeline]] = field(
+        default_factory=dict
+    )  # the last of each part
+
+    def facts(self, prefix: str, run: Sequence[int], part: Program) -> Facts:
+        """``prefix`` of the part's region, numbers of its ops there, and the part."""
+        key = (prefix, tuple(run), part.inputs, part.outputs, part.donated, part.aliases)
+        return self._facts.setdefault(key, Facts(part))
+
+    def line(self, facts: Facts, schedule: Schedule) -> Timeline:
+        """When a part's ops and their conversions run."""
+        key, known = (schedule.overlaps, schedule.order), self._lines.get(id(facts))
+        if known is None or known[0] != key:
+            known = self._lines[id(facts)] = key, timeline(facts.program, schedule=schedule, facts=facts)
+        return with_moves(known[1], schedule)
+
+
+def programs_own_bytes(
+    cut: StageCut, program: Program, *, on_cpu: bool, known: KnownParts | None = None
+) -> dict[str, int]:
+    """Per program of a stage, the bytes per device that it needs beside its arguments; ``known`` is of the stage's program."""
+    known = KnownParts() if known is None else known
     body = program.ops[cut.loop].bodies[0]
-    own = {name: own_bytes(cut, cut.outer, program, k, on_cpu=on_cpu) for k, name in enumerate(cut.outer_names)}
-    return own | {name: own_bytes(cut, cut.body, body, k, on_cpu=on_cpu) for k, name in enumerate(cut.pass_names)}
+    own = {name: own_bytes(cut, cut.outer, program, k, known, on_cpu) for k, name in enumerate(cut.outer_names)}
+    return own | {name: own_bytes(cut, cut.body, body, k, known, on_cpu) for k, name in enumerate(cut.pass_names)}
 
 
 def _column(cut: StageCut, flying: InFlight) -> list[tuple[int, int, int]]:
@@ -110,7 +138,7 @@ def _column(cut: StageCut, flying: InFlight) -> list[tuple[int, int, int]]:
     return passes
 
 
-def own_bytes(cut: StageCut, region_cut: Cut, region: Program, number: int, *, on_cpu: bool) -> int:
+def own_bytes(cut: StageCut, region_cut: Cut, region: Program, number: int, known: KnownParts, on_cpu: bool) -> int:
     """Bytes per device that one program needs beside its arguments."""
     segment = region_cut.segments[number]
     run = region_cut.run(segment.start, segment.stop)
@@ -130,7 +158,8 @@ def own_bytes(cut: StageCut, region_cut: Cut, region: Program, number: int, *, o
     conversions += [replace(c, op="out") for c in segment.out]
     part, in_specs = _program_of(cut, region_cut, region, number, [region.ops[i] for i in run])
     out_specs = [spec for _, spec in segment.writes]
-    profile = _profile(part, cut.mesh, in_specs, out_specs, decisions, conversions, on_cpu=on_cpu)
+    facts = known.facts(region_cut.prefix, run, part)
+    profile = _profile(facts, known, cut.mesh, in_specs, out_specs, decisions, conversions, on_cpu=on_cpu)
     return profile - sum(
         spec.local_size_bytes(part.values[v].shape, part.values[v].itemsize, cut.mesh)
         for v, spec in zip(part.inputs, in_specs, strict=True)
@@ -158,7 +187,8 @@ def _program_of(
 
 
 def _profile(
-    part: Program,
+    facts: Facts,
+    known: KnownParts,
     mesh: DeviceMesh,
     in_specs: Sequence[ShardingSpec],
     out_specs: Sequence[ShardingSpec],
@@ -167,15 +197,15 @@ def _profile(
     *,
     on_cpu: bool,
 ) -> int:
-    facts = Facts(part)
+    part = facts.program
     moves = any(step.kind is not None for c in conversions for step in c.steps)
     if on_cpu:
         line = timeline(part, Order.BREADTH_FIRST, facts=facts)
     elif moves and has_barriers(part):
         order = sums_at_once(part, late_order(part))
-        line = timeline(part, schedule=Schedule(order=order, moves={}), facts=facts)
+        line = known.line(facts, Schedule(order=order, moves={}))
     else:
-        line = timeline(part, schedule=overlap_order(part, mesh, decisions, conversions, facts), facts=facts)
+        line = known.line(facts, overlap_order(part, mesh, decisions, conversions, facts))
     report = memory_profile(
         part,
         line,

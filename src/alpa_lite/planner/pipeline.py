@@ -207,7 +207,8 @@ def _plan_stage(
     least = math.inf
 
     def costs_of(result: MeshResult) -> StageCosts:
-        return stage_costs(part, program, result, flying, on_cpu=cluster.device.platform == "cpu")
+        on_cpu = cluster.device.platform == "cpu"
+        return stage_costs(part, program, result, flying, on_cpu=on_cpu, known=task.shared.parts)
 
     def held_of(pricer: Pricer) -> Held:
         return held_bytes(pricer, part, program, flying.residuals)

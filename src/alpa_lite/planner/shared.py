@@ -25,6 +25,7 @@ from alpa_lite.intraop.restrict import restricted, values_of, weight_positions
 from alpa_lite.intraop.slots import Slots, slots_of
 from alpa_lite.intraop.strategies import KnownStrategies, mesh_class
 from alpa_lite.plan.records import LeafRole
+from alpa_lite.planner.part_memory import KnownParts
 
 _STATE = (LeafRole.PARAMETER, LeafRole.OPTIMIZER_STATE)
 
@@ -50,10 +51,11 @@ class Posed:
 
 @dataclass(eq=False, slots=True)
 class Shared:
-    """Of one program."""
+    """Of one program; ``parts`` where it is a stage."""
 
     facts: Facts
     roles: tuple[LeafRole, ...]
+    parts: KnownParts = field(default_factory=KnownParts)
     _line: tuple[tuple[bool, list[int]], Timeline] | None = None  # the last one; most plans run their ops alike
     _sizes: frozenset[int] | None = None
     _has_layouts: bool | None = None

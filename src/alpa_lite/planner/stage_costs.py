@@ -12,7 +12,7 @@ from alpa_lite.costs.stage_cut import StageCut
 from alpa_lite.costs.stage_memory import SubmeshPeak
 from alpa_lite.plan.records import MemoryProfile
 from alpa_lite.planner.one_mesh import MeshResult
-from alpa_lite.planner.part_memory import cut_stage, programs_own_bytes, stage_peak
+from alpa_lite.planner.part_memory import KnownParts, cut_stage, programs_own_bytes, stage_peak
 from alpa_lite.schedule import InFlight
 from alpa_lite.trace.stages import StageProgram
 
@@ -56,6 +56,7 @@ def stage_costs(
     *,
     on_cpu: bool,
     own: Mapping[str, int] | None = None,
+    known: KnownParts | None = None,
 ) -> StageCosts:
     """Take a stage's result apart.
 
@@ -65,6 +66,7 @@ def stage_costs(
         flying: microbatches in flight at most.
         on_cpu: whether XLA:CPU compiles it.
         own: as of the result, where they are known: they are the same whatever is in flight.
+        known: of the program.
     """
     written, peak = result.realised, result.peak
     assert written is not None and peak is not None
@@ -87,7 +89,7 @@ def stage_costs(
     later = {pair for segment in passes[1:] for pair in segment.reads}
     residual = _bytes(cut, cut.kept[0] | (received & later & set(passes[0].reads)))
     halves = _bytes(cut, cut.kept[1]) if len(passes) == 3 else 0
-    own = programs_own_bytes(cut, program, on_cpu=on_cpu) if own is None else own
+    own = programs_own_bytes(cut, program, on_cpu=on_cpu, known=known) if own is None else own
     memory = _memory(peak.profile, stage_peak(cut, flying, own))
     return StageCosts(
         forward_s=math.fsum(forward) / trips,

@@ -176,7 +176,7 @@ class RunPrices:
         if result.realised is None or result.peak is None:
             return None
         one, on_cpu = InFlight(stage=0, inputs=1, residuals=1), cluster.device.platform == "cpu"
-        costs = stage_costs(part, task.program, result, one, on_cpu=on_cpu)
+        costs = stage_costs(part, task.program, result, one, on_cpu=on_cpu, known=task.shared.parts)
         working = min(costs.memory.temporaries, costs.memory.peak)
         return RunPrice(
             time_s=costs.forward_s + costs.backward_s,

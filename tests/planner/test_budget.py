@@ -56,6 +56,11 @@ class Table:
             used_bytes=needed,
         )
 
+    def rented(self, rent: float, like: MeshResult) -> MeshResult:
+        found = int(np.argmin(self.price + rent * self.counted))
+        only = Table([(int(self.price[found]), int(self.counted[found]), int(self.needed[found]))])
+        return only.solved(None)
+
     def cheapest(self, budget: float) -> float:
         return float(np.min(self.price.astype(float), where=self.needed <= budget, initial=np.inf))
 
@@ -63,22 +68,33 @@ class Table:
 PLANS = st.lists(st.tuples(st.integers(1, 50), st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=8)
 
 
-@given(plans=PLANS, budget=st.integers(1, 40))
-@example(plans=[(5, 30, 20)], budget=20)
-@example(plans=[(5, 40, 30), (7, 30, 20), (9, 28, 18)], budget=20)
-def test_what_is_found_fits_and_what_is_claimed_holds(plans, budget):
+@given(plans=PLANS, budget=st.integers(1, 40), rents=st.booleans())
+@example(plans=[(5, 30, 20)], budget=20, rents=False)
+@example(plans=[(5, 40, 30), (7, 30, 20), (9, 28, 18)], budget=20, rents=False)
+@example(plans=[(5, 20, 40), (7, 30, 20), (9, 20, 20)], budget=20, rents=False)  # a bound by the count would be 9
+def test_what_is_found_fits_and_what_is_claimed_holds(plans, budget, rents):
     table = Table(plans)
     best = table.cheapest(budget)
-    result = within_budget(table.solved, budget)
+    result = within_budget(table.solved, budget, table.rented if rents else None)
     if result.realised is None:
         assert result.status in ("infeasible", "over budget")
         return
     assert result.used_bytes <= budget
     assert result.objective >= best
+    assert result.lower_bound <= best
+    assert result.status == ("optimal" if result.objective == result.lower_bound else "feasible")
     if result.status == "feasible":
-        assert result.lower_bound <= best
         assert result.solution.trace[-1].found_by == "search"
         assert all(step.lower_bound <= best for step in result.solution.trace)
+
+
+def test_a_rent_finds_what_limits_miss():
+    """The solver counts too little of what it takes under lower limits; the plan that fits lies on the hull."""
+    table = Table([(10, 20, 30), (11, 18, 21), (12, 10, 19), (13, 17, 25), (30, 9, 9)])
+    with_limits = within_budget(table.solved, 20)
+    with_rents = within_budget(table.solved, 20, table.rented)
+    assert (with_rents.objective, with_rents.status, with_rents.lower_bound) == (12.0, "feasible", 10.0)
+    assert with_limits.objective >= with_rents.objective
 
 
 @pytest.mark.medium

@@ -4,7 +4,9 @@ The ILP's memory rows count the tensors as they are made and the copies that are
 for a moment, too much where XLA never stores a tensor. What counts is the profile of the written-out plan. So
 
 - what fits without the rows is taken first;
-- else the ILP's limit is the budget, lowered by what the answers written out exceed it;
+- else the ILP's limit is the budget;
+- if its answer, written out, is too large: a price on every byte at the fullest time (a rent), which rises until a plan fits,
+  and limits lowered by what the answers exceed the budget;
 - if the ILP finds nothing at the budget itself, its limit is raised, from the smallest that any choice can keep.
 """
 
@@ -25,6 +27,8 @@ _ROUNDS = 4  # with the limit lowered, or raised
 # How far above the budget the smallest count may lie for a try: this share of the budget, or so many times what the solver
 # counts too much of the cheapest plan.
 _NEAR, _TIMES = 0.1, 2
+_RENTS = (0.03, 0.3, 3.0, 30.0)  # of all bytes of the cheapest plan together, as shares of its price
+_CLOSE = 0.01  # above the cheapest plan's price, which is close enough
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,25 +76,62 @@ class MeshResult:
         return self.peak.profile
 
 
-def within_budget(solved: Callable[[int | None], MeshResult], budget: float) -> MeshResult:
-    """The best plan whose written-out memory keeps to ``budget``, or why there is none.
+def within_budget(
+    solved: Callable[[int | None], MeshResult],
+    budget: float,
+    rented: Callable[[float, MeshResult], MeshResult] | None = None,
+) -> MeshResult:
+    """The best plan found whose written-out memory keeps to ``budget``, or why there is none.
+
+    Where the cheapest plan does not fit, no bound but its own is claimed: the solver may count too much of a plan that does.
 
     Args:
         solved: the best plan by the solver's count of memory, under a limit or none.
         budget: bytes per device; may be infinite.
+        rented: the cheapest plan, without a limit, where every byte costs so much that lies there at the fullest time of
+            the given plan.
     """
     free = solved(None)
     if free.peak is None or free.used_bytes <= budget:
         return free
-    limit, low, high, excess = int(budget), 0, int(budget), 0
-    for turn in range(_ROUNDS):
-        result = solved(limit)
-        if result.peak is None and turn == 0:
-            return (_above(solved, free, result, budget) if result.budgeted == "peak" else None) or result
+    first = solved(int(budget))
+    if first.peak is None:
+        return (_above(solved, free, first, budget) if first.budgeted == "peak" else None) or first
+    if first.used_bytes <= budget:  # weights are counted as they are
+        return first if first.budgeted == "weights" else as_found(first, free.lower_bound)
+    found = [] if rented is None else _under_rent(rented, free, budget)
+    if not any(result.objective <= (1 + _CLOSE) * free.objective for result in found):
+        found += _below(solved, first, budget)
+    if not found:
+        return replace(first, status="over budget", realised=None, objective=math.inf, lower_bound=-math.inf)
+    return as_found(min(found, key=lambda result: result.objective), free.lower_bound)
+
+
+def _under_rent(rented: Callable[[float, MeshResult], MeshResult], free: MeshResult, budget: float) -> list[MeshResult]:
+    """Plans that fit at a rent that rises until one does, and is then lowered once."""
+    unit = free.objective / max(1, free.used_bytes)
+    found: list[MeshResult] = []
+    for number, share in enumerate(_RENTS):
+        result = rented(share * unit, free)
+        if result.peak is None or result.used_bytes > budget:
+            continue
+        found.append(result)
+        if number and result.objective > (1 + _CLOSE) * free.objective:
+            result = rented(math.sqrt(share * _RENTS[number - 1]) * unit, free)
+            found += [result] if result.peak is not None and result.used_bytes <= budget else []
+        break
+    return found
+
+
+def _below(solved: Callable[[int | None], MeshResult], result: MeshResult, budget: float) -> list[MeshResult]:
+    """The first plan that fits of those by limits below the budget, as a list of one or none."""
+    low, high, excess = 0, int(budget), 1
+    limit = high
+    for _ in range(_ROUNDS - 1):
         if result.peak is None:
             low = limit  # too low; between it and what the last answer counts there may be one
         elif result.used_bytes <= budget:
-            return result
+            return [result]
         else:
             assert result.solution is not None
             # The next answer must need less than this one, by the solver's own count.
@@ -99,7 +140,8 @@ def within_budget(solved: Callable[[int | None], MeshResult], budget: float) -> 
         limit = high - excess if not low else (low + high) // 2
         if not low < limit < high:
             break
-    return replace(result, status="over budget", realised=None, objective=math.inf, lower_bound=-math.inf)
+        result = solved(limit)
+    return [result] if result.peak is not None and result.used_bytes <= budget else []
 
 
 def _above(

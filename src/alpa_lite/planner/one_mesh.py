@@ -34,6 +34,7 @@ from alpa_lite.plan.records import LeafRole, SearchStep
 from alpa_lite.planner.budget import MeshResult, within_budget
 from alpa_lite.planner.options import PlanOptions
 from alpa_lite.planner.realise import Realised, realise
+from alpa_lite.planner.rent import bytes_at_peak, with_rent
 from alpa_lite.planner.shared import Shared
 
 Rent = Callable[[Pricer, IntraOpProblem], Sequence[np.ndarray]]
@@ -72,15 +73,26 @@ def plan_on_mesh(task: MeshTask, cluster: Cluster, mesh: DeviceMesh, *, cutoff: 
     begin = time.perf_counter()
     costs, pricer, problem_within = _pose(task, cluster, mesh)
 
+    def found(problem: IntraOpProblem, charged: IntraOpProblem) -> MeshResult:
+        check_problem(problem)
+        solution = solve_in_units(charged, costs, task.options, cutoff, proof=task.proof)
+        return _write_out(task, costs, pricer.graph, problem, solution, begin)
+
     def solved(limit: int | None) -> MeshResult:
         """The best plan by the solver's own count of memory, written out."""
         problem = problem_within(limit)
-        check_problem(problem)
         charged = problem if task.rent is None else replace(problem, node_costs=tuple(task.rent(pricer, problem)))
-        solution = solve_in_units(charged, costs, task.options, cutoff, proof=task.proof)
-        return replace(_write_out(task, costs, pricer.graph, problem, solution, begin), limit=limit)
+        return replace(found(problem, charged), limit=limit)
 
-    return within_budget(solved, task.budget)
+    def rented(rent: float, like: MeshResult) -> MeshResult:
+        """The cheapest plan, without a limit, where a byte that ``like`` may hold at its fullest time costs ``rent``."""
+        assert like.solution is not None
+        problem = problem_within(None)
+        held = bytes_at_peak(problem_within(int(task.budget)), like.solution.choice)
+        charged = replace(problem, node_costs=tuple(with_rent(problem, held, rent)))
+        return replace(found(problem, charged), restricted=True)
+
+    return within_budget(solved, task.budget, rented if task.rent is None else None)
 
 
 def greedy_first(task: MeshTask, cluster: Cluster, result: MeshResult) -> SearchStep | None:

@@ -34,12 +34,13 @@ from alpa_lite.planner.plan_step import (
     mesh_task,
     no_plan,
 )
+from alpa_lite.planner.rent import Held
 from alpa_lite.planner.stage_costs import StageCosts, stage_costs
 from alpa_lite.planner.stage_cut import StageCut
 from alpa_lite.planner.stage_fit import fit_stage
 from alpa_lite.planner.stage_pins import stage_pins
 from alpa_lite.planner.stage_remat import kept_or_recomputed
-from alpa_lite.planner.stage_rent import Held, held_bytes
+from alpa_lite.planner.stage_rent import held_bytes
 from alpa_lite.planner.stage_reuse import content_key, renamed
 from alpa_lite.schedule import (
     Action,

@@ -22,12 +22,12 @@ from alpa_lite.intraop.pricing import Pricer
 from alpa_lite.intraop.problem import IntraOpProblem
 from alpa_lite.planner.budget import MeshResult, as_found
 from alpa_lite.planner.one_mesh import MeshTask, plan_on_mesh
+from alpa_lite.planner.rent import Held, with_rent
 from alpa_lite.planner.stage_costs import StageCosts
-from alpa_lite.planner.stage_rent import Held, with_rent
 
 _ROUNDS = 4  # under a limit
+_RENTS = (0.003, 0.03, 0.3)  # of all bytes of the cheapest plan together, as shares of its price
 _NEAR = 0.01  # share of the cheapest plan's price
-_RENTS = (0.003, 0.03, 0.3)  # of all bytes of the cheapest plan together, as a share of its price
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

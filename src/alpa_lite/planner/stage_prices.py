@@ -34,9 +34,10 @@ from alpa_lite.plan.pins import ResolvedPins
 from alpa_lite.planner.one_mesh import MeshTask, plan_on_mesh
 from alpa_lite.planner.options import PlanOptions
 from alpa_lite.planner.plan_step import budget_bytes, mesh_candidates, mesh_task
+from alpa_lite.planner.rent import with_rent
 from alpa_lite.planner.stage_costs import stage_costs
 from alpa_lite.planner.stage_pins import stage_pins
-from alpa_lite.planner.stage_rent import held_bytes, with_rent
+from alpa_lite.planner.stage_rent import held_bytes
 from alpa_lite.schedule import InFlight
 from alpa_lite.trace.stage_runs import LayerRuns, Run
 from alpa_lite.trace.stages import StageProgram

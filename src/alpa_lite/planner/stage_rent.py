@@ -1,37 +1,19 @@
-"""A price on what a stage holds while microbatches pass: the dearer a byte, the leaner the cheapest plan.
+"""What a stage holds while microbatches pass, for a price on it (``rent.py``).
 
-With a rent of r seconds per byte the cheapest choice lies on the lower hull of (time, memory): no other choice is both as fast
-and as small. One rent for all runs of layers gives plans that belong together: what one layer saves at that price, no other saves
-for less. Rents are costs of nodes, so such a plan takes as long to find as the cheapest one; rows of a memory limit take five to
-ten times as long.
+One rent for all runs of layers gives plans that belong together: what one layer saves at that price, no other saves for less.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
 
 import numpy as np
 
 from alpa_lite.core.program import Program
 from alpa_lite.intraop.decision_graph import DecisionGraph, Link
 from alpa_lite.intraop.pricing import Pricer
-from alpa_lite.intraop.problem import IntraOpProblem
+from alpa_lite.planner.rent import Held
 from alpa_lite.trace.stages import StageProgram
-
-Held = Mapping[int, np.ndarray]
-
-
-def with_rent(problem: IntraOpProblem, held: Held, rent: float) -> list[np.ndarray]:
-    """Node costs with ``rent`` seconds per step for every byte held; arrays that were shared stay shared."""
-    made: dict[tuple[int, int], np.ndarray] = {}
-    costs = list(problem.node_costs)
-    for node, sizes in held.items():
-        key = id(costs[node]), id(sizes)
-        if key not in made:
-            made[key] = costs[node] + rent * sizes
-        costs[node] = made[key]
-    return costs
 
 
 def held_bytes(pricer: Pricer, part: StageProgram, program: Program, in_flight: float) -> Held:

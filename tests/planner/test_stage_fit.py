@@ -21,7 +21,8 @@ from alpa_lite.planner.options import PlanOptions
 from alpa_lite.planner.stage_costs import StageCosts
 
 CLUSTER, MESH = al.Cluster.parse("1x4:cpu"), DeviceMesh(shape=(4,), axis_names=("x",))
-PLANS = np.array([(100.0, 1000), (100.2, 700), (104.0, 500), (150.0, 300)])  # (price, bytes)
+# (price, bytes); all but the last are corners of their hull. Of those the rents that rise find 1000, 700, 500 and 400 bytes.
+PLANS = np.array([(100, 1000), (100.2, 700), (101, 600), (103.5, 500), (120, 400), (160, 300), (112, 480)])
 
 
 class Planner:
@@ -75,12 +76,29 @@ def test_a_near_plan_under_a_rent_is_enough(monkeypatch: pytest.MonkeyPatch) -> 
     assert all(budget == math.inf for budget, _ in planner.asked)
 
 
-def test_a_dear_plan_is_searched_under_limits_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    fit, planner = fitted(monkeypatch, 550)
-    assert fit.fitting is not None and fit.fitting[0].objective == 104.0
+def test_a_corner_of_the_hull_between_two_rents(monkeypatch: pytest.MonkeyPatch) -> None:
+    fit, planner = fitted(monkeypatch, 650)
+    assert fit.fitting is not None and fit.fitting[0].objective == 101.0
+    assert all(budget == math.inf for budget, _ in planner.asked)
+
+
+def test_no_limits_where_the_hull_promises_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    fit, planner = fitted(monkeypatch, 505)
+    assert fit.fitting is not None and fit.fitting[0].objective == 103.5
+    assert all(budget == math.inf for budget, _ in planner.asked)
+
+
+def test_limits_find_what_no_rent_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    fit, planner = fitted(monkeypatch, 490)
+    assert fit.fitting is not None and fit.fitting[0].objective == 112.0
     assert any(budget < math.inf for budget, _ in planner.asked)
+
+
+def test_limits_where_no_rent_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    fit, _ = fitted(monkeypatch, 350)
+    assert fit.fitting is not None and fit.fitting[0].objective == 160.0
 
 
 def test_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     fit, _ = fitted(monkeypatch, 200)
-    assert fit.fitting is None and fit.least_bytes == 500
+    assert fit.fitting is None and fit.least_bytes == 400

@@ -76,6 +76,10 @@ class PlannedStage:
         return range(self.place.first_host, self.place.first_host + self.cluster.num_hosts)
 
 
+KnownStages = dict[object, PlannedStage]
+"""Planned stages by what they are and the microbatches in flight that they were planned for."""
+
+
 def plan_pipeline(
     step: StagedStep,
     cut: StageCut,
@@ -87,10 +91,12 @@ def plan_pipeline(
     recompute: RecomputedStages | None = None,
     notes: tuple[str, ...] = (),
     progress: Callable[[str], None] | None = None,
+    earlier: KnownStages | None = None,
 ) -> Plan:
     """The plan for ``step``, whose layers are already joined to stages as ``cut`` says.
 
     ``recompute``: the same step with layers recomputed, for stages that are cheaper so, or fit the memory budget only so.
+    ``earlier``: stages planned for other cuts of the step under the same options; new ones are added.
 
     Raises:
         SlicingError: the submeshes cannot be placed on the cluster.
@@ -102,10 +108,11 @@ def plan_pipeline(
     check_possible(schedule, pins.source)
     flying = in_flight(schedule)
     known: dict[object, tuple[InFlight, PlannedStage]] = {}
+    earlier = {} if earlier is None else earlier
 
     def plan_all(budgets: Sequence[float]) -> list[PlannedStage]:
         def planned(step: StagedStep, number: int) -> PlannedStage:
-            return _planned(step, number, cut, cluster, pins, options, flying, budgets[number], known, tell)
+            return _planned(step, number, cut, cluster, pins, options, flying, budgets[number], known, earlier, tell)
 
         return [kept_or_recomputed(planned, step, recompute, number) for number in range(step.num_stages)]
 
@@ -134,6 +141,7 @@ def _planned(
     flying: Sequence[InFlight],
     limit: float,
     known: dict[object, tuple[InFlight, PlannedStage]],
+    earlier: KnownStages,
     tell: Callable[[str], None],
 ) -> PlannedStage:
     """A stage with at most ``limit`` bytes per device; equal stages are planned once and kept in ``known``."""
@@ -143,9 +151,12 @@ def _planned(
     key = content_key(program, own), submesh, shape, limit
     # What fits with more microbatches in flight fits with fewer, and equal stages stay one program.
     if key not in known or not _holds(known[key][0], count):
-        tell(f"planning stage {number} of {step.num_stages}, {len(program.ops)} ops")
-        mine = replace(options, mesh_shape=shape, submeshes=None, stage_mesh_shapes=None)
-        known[key] = count, _plan_stage(part, program, submesh, place, own, mine, count, limit)
+        same = key, count.inputs, count.residuals, count.halves
+        if same not in earlier:
+            tell(f"planning stage {number} of {step.num_stages}, {len(program.ops)} ops")
+            mine = replace(options, mesh_shape=shape, submeshes=None, stage_mesh_shapes=None)
+            earlier[same] = _plan_stage(part, program, submesh, place, own, mine, count, limit)
+        known[key] = count, earlier[same]
     return _same_plan(known[key][1], part, program, place, count)
 
 

@@ -1,12 +1,15 @@
 """A step whose number of stages is searched: the best cuts are planned exactly, "no pipeline" is one of them.
 
+Cuts are found by a formula that hides transfers and compared by an estimate that does not; cuts on equal submeshes, as a user
+would give them, are among them.
+
 What the search found is kept with the plan: per number of stages what a step takes, planned or estimated.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from alpa_lite.cluster.cluster import Cluster
@@ -16,7 +19,7 @@ from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.records import StageCount
 from alpa_lite.planner.options import PlanOptions
 from alpa_lite.planner.pinned_stages import check_stage_pins
-from alpa_lite.planner.pipeline import plan_pipeline
+from alpa_lite.planner.pipeline import KnownStages, plan_pipeline
 from alpa_lite.planner.plan_step import Versions, budget_bytes
 from alpa_lite.planner.stage_layers import boundary_bytes, check_enough_layers
 from alpa_lite.planner.stage_prices import RunPrices
@@ -29,7 +32,9 @@ from alpa_lite.trace.staged import StagedStep, layers_of, staged_step
 from alpa_lite.units import format_bytes
 
 SEARCHED_SCHEDULES = ("gpipe", "1f1b", "eager-1f1b")
-_CANDIDATES = 2  # numbers of stages that are planned exactly
+_CANDIDATES = 2  # cuts that are planned exactly
+_WORTH = 0.01  # share of the estimate that another number of stages must promise by its bound
+_COMPARED = 4  # numbers of stages of which cuts are estimated
 _ROUNDS = 4  # of searching again, where a cut has no plan within the memory
 
 
@@ -98,36 +103,63 @@ class _Searched:
         self.search = StageSearch(prices, budget, boundary_bytes(self.layered), pins)
         self.rows: dict[int, StageCount] = {}
         self.plans: dict[int, Plan] = {}
+        self.stages: KnownStages = {}
 
     def run(self) -> Plan:
         best = self.search.best()
         if best is None or self.layered.num_layers == 1:
             return self.task.one_stage()
-        self.plan(best)
         counts = counts_to_compare(self.layered.num_layers, self.task.cluster.num_devices, best.cut.num_stages)
-        others = {count: self.search.bound_s(count) for count in counts if count not in self.rows}
-        for count, bound in others.items():
+        bounds = {count: self.search.bound_s(count) for count in counts}
+        for count, bound in bounds.items():
             status = "no less" if math.isfinite(bound) else "no cut fits the memory"
             objective = bound if math.isfinite(bound) else None
             self.rows[count] = StageCount(num_stages=count, objective=objective, status=status)
-        ranked = sorted((count for count in others if count > 1), key=lambda count: (others[count], count))
-        for tried, count in enumerate(ranked, start=1):  # as many as it takes where memory refuses them
-            if tried >= _CANDIDATES and self.plans:
-                break
-            if others[count] < self.least() and (cut := self.search.best(count)) is not None:
+        ranked = sorted((n for n, bound in bounds.items() if n > 1 and bound < math.inf), key=lambda n: (bounds[n], n))
+        for found in self.compared(best, ranked, bounds)[:_CANDIDATES]:
+            if found.estimate_s < self.least():
+                self.plan(found)
+        for count in ranked:  # as many as it takes where memory refuses them
+            untried = self.rows[count].status in ("no less", "estimated")
+            if not self.plans and untried and (cut := self.search.best(count)) is not None:
                 self.plan(cut)
-        if 1 not in self.plans and (not self.plans or others.get(1, math.inf) < self.least()):
+        if 1 not in self.plans and (not self.plans or bounds.get(1, math.inf) < self.least()):
             self.may_be_one_stage()
         if not self.plans:
             return self.task.one_stage()  # which says what is missing
         plan = min(self.plans.values(), key=lambda plan: (plan.objective, len(plan.stages)))
         return replace(plan, stage_counts=tuple(self.rows[count] for count in sorted(self.rows)))
 
+    def compared(self, best: FoundCut, ranked: Sequence[int], bounds: Mapping[int, float]) -> list[FoundCut]:
+        """One cut per number of stages, by what they are estimated to take: the best by the formula, on any or on equal
+        submeshes; and of other numbers of stages as far as their bounds allow a better one."""
+        found: list[FoundCut] = [best]
+        own = best.cut.num_stages
+        for count in [own, *(n for n in ranked if n != own)][:_COMPARED]:
+            least = min(cut.estimate_s for cut in found)
+            if count == 1 or (count != own and bounds[count] >= (1 - _WORTH) * least):
+                continue
+            found += self.cuts(count)
+        least_of: dict[int, FoundCut] = {}
+        for cut in sorted(found, key=lambda cut: (cut.estimate_s, cut.cut.num_stages)):
+            least_of.setdefault(cut.cut.num_stages, cut)
+        for count, cut in least_of.items():
+            self.rows[count] = StageCount(num_stages=count, objective=cut.estimate_s, status="estimated")
+        return list(least_of.values())
+
+    def cuts(self, count: int) -> list[FoundCut]:
+        """The best cuts into so many stages, on any and on equal submeshes."""
+        any_cut = self.search.best(count)
+        if any_cut is None or any_cut.on_equal:
+            return [] if any_cut is None else [any_cut]
+        equal_cut = self.search.best_on_equal(count)
+        return [any_cut] if equal_cut is None else [any_cut, equal_cut]
+
     def run_fixed(self, count: int) -> Plan:
         source = self.task.pins.source
         check_enough_layers(count, self.layered, source)
-        if (found := self.search.best(count)) is not None:
-            self.plan(found)
+        if cuts := self.cuts(count):
+            self.plan(min(cuts, key=lambda cut: cut.estimate_s))
         if count not in self.plans:
             raise MemoryBudgetError(
                 f"no cut of {self.layered.num_layers} layers into {count} stages on {self.task.cluster} was found that fits "
@@ -143,7 +175,7 @@ class _Searched:
     def may_be_one_stage(self) -> None:
         """No pipeline, unless its estimate is above a pipeline that is planned."""
         cut = self.search.best(1)
-        estimate = math.inf if cut is None else cut.slicing.objective
+        estimate = math.inf if cut is None else cut.estimate_s
         if not self.plans or estimate < self.least():
             self.plan_one_stage()
         elif cut is not None:
@@ -161,11 +193,12 @@ class _Searched:
                 return
             except MemoryBudgetError:
                 self.search.forbid(found)
-                again = self.search.best(count)
-                if again is None:
+                again = self.search.best_on_equal(count) if found.equal else self.search.best(count)
+                if again is None or again.estimate_s >= self.least():
                     break
                 found = again
-        self.rows[count] = StageCount(num_stages=count, status="no plan within the memory was found")
+        if count not in self.plans:
+            self.rows[count] = StageCount(num_stages=count, status="no plan within the memory was found")
 
     def exact(self, found: FoundCut) -> Plan:
         task = self.task
@@ -193,6 +226,7 @@ class _Searched:
                 recompute=recompute,
                 notes=task.notes,
                 progress=task.progress,
+                earlier=self.stages,
             )
 
         plan = plan_with_remat(planned, again, task.options.remat)
@@ -205,6 +239,8 @@ class _Searched:
             self.rows[1] = StageCount(num_stages=1, status="no plan fits the memory")
 
     def keep(self, count: int, plan: Plan) -> None:
+        if count in self.plans and self.plans[count].objective <= plan.objective:
+            return
         bubble = 0.0 if plan.pipeline is None else plan.pipeline.bubble_share
         self.plans[count] = plan
         self.rows[count] = StageCount(num_stages=count, objective=plan.objective, bubble_share=bubble, status="planned")

@@ -3,9 +3,12 @@
 In: the stage as a task for one mesh, and what a plan of it takes. Out: the cheapest plan found that fits. In order:
 
 1. the cheapest plan; it is the answer if it fits.
-2. Plans under a rent (``stage_rent``) for what lies there while microbatches pass, which rises until one fits and is
-   then lowered once. They need no search under a limit, and where time goes into microbatches they cost hardly more.
-3. If they fit not, or cost more than ``_NEAR`` above the cheapest plan: plans under a limit, lowered by what the last exceeds.
+2. Plans under a rent (``stage_rent``) for what lies there while microbatches pass, which rises until one fits. Then corners
+   of the hull of (bytes held, price) between that plan and the last that was too large: the rent at which both are equally dear
+   finds the corner between them, if there is one. No plan under a rent needs a search under a limit, and where time goes into
+   microbatches they cost hardly more.
+3. Plans under a limit, lowered by what the last exceeds, if none of these fits or the hull promises that one is cheaper by
+   ``_NEAR``. Rows of a limit take ten times as long as a rent, and on large problems find dearer plans.
 """
 
 from __future__ import annotations
@@ -26,8 +29,20 @@ from alpa_lite.planner.rent import Held, with_rent
 from alpa_lite.planner.stage_costs import StageCosts
 
 _ROUNDS = 4  # under a limit
-_RENTS = (0.003, 0.03, 0.3)  # of all bytes of the cheapest plan together, as shares of its price
-_NEAR = 0.01  # share of the cheapest plan's price
+_NEAR = 0.01  # share of the price that a search under limits must promise
+_RENTS = (0.003, 0.03, 0.3, 3.0)  # of all bytes of the cheapest plan together, as a share of its price
+_CORNERS = 4  # of the hull that are looked for
+_SAME = 1e-4  # prices at a rent that differ by no more are of one line of the hull
+_GAIN = 0.002  # share of the price that a further corner must promise
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Point:
+    """What a plan takes: its price, bytes at its peak, and bytes that a rent was charged for (inf without one)."""
+
+    price: float
+    size: float
+    held: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,43 +92,74 @@ class _Fit:
     ) -> None:
         self.task, self.cluster, self.mesh, self.held_of, self.costs_of = task, cluster, mesh, held_of, costs_of
         self.results: list[MeshResult] = []
+        self.points: list[_Point] = []  # of each
         self.least = math.inf
         self.best: tuple[MeshResult, StageCosts] | None = None
 
     def run(self) -> StageFit:
         free = self.plan(math.inf)
-        if free.realised is not None and self.best is None:
-            self.raise_rent(free)
-            if self.best is None or self.best[0].objective > (1 + _NEAR) * free.objective:
-                self.lower_limits(free)
+        if free.realised is not None and self.best is None and self.raise_rent(free) > _NEAR:
+            self.lower_limits(free)
         return StageFit(fitting=self.best, results=tuple(self.results), least_bytes=self.least)
 
-    def raise_rent(self, free: MeshResult) -> None:
+    def raise_rent(self, free: MeshResult) -> float:
+        """Plans under rents; returns which share of the price a plan between them may save."""
         unit = free.objective / max(1.0, self.least)
-        for number, share in enumerate(_RENTS):
-            self.plan(math.inf, share * unit, bound=free.lower_bound)
-            if self.best is None:
-                continue
-            if number and self.best[0].objective > (1 + _NEAR) * free.objective:
-                self.plan(math.inf, math.sqrt(share * _RENTS[number - 1]) * unit, bound=free.lower_bound)
-            break
+        over = self.points[-1]
+        for share in _RENTS:
+            fitting = self.at(share * unit, free)
+            if fitting.size <= self.task.budget:
+                break
+            over = fitting
+        else:
+            return math.inf
+        for _ in range(_CORNERS):
+            if self.promised(over, fitting) <= _GAIN or not fitting.held < over.held < math.inf:
+                break
+            rent = (fitting.price - over.price) / (over.held - fitting.held)
+            corner = self.at(rent, free)
+            on_line = corner.price + rent * corner.held >= (1 - _SAME) * (fitting.price + rent * fitting.held)
+            if corner.size <= self.task.budget:
+                fitting = corner
+            else:
+                over = corner
+            if on_line:
+                break
+        return self.promised(over, fitting)
+
+    def promised(self, over: _Point, fitting: _Point) -> float:
+        """The share of the price that the line between a plan that is too large and one that fits gains at the budget."""
+        share = (self.task.budget - fitting.size) / (over.size - fitting.size)
+        return share * (fitting.price - over.price) / over.price
+
+    def at(self, rent: float, free: MeshResult) -> _Point:
+        self.plan(math.inf, rent, bound=free.lower_bound)
+        return self.points[-1]
 
     def plan(self, limit: float, rent: float = 0.0, bound: float = math.inf) -> MeshResult:
         """One plan; kept if it fits and is the best so far."""
+        held: Held = {}
 
         def charged(pricer: Pricer, problem: IntraOpProblem) -> Sequence[np.ndarray]:
-            return with_rent(problem, self.held_of(pricer), rent)
+            nonlocal held
+            held = self.held_of(pricer)
+            return with_rent(problem, held, rent)
 
         task = replace(self.task, budget=limit, rent=charged if rent else None)
         result = plan_on_mesh(task, self.cluster, self.mesh)
         if result.realised is not None and rent:
             result = replace(as_found(result, bound), restricted=True)
         self.results.append(result)
-        if result.realised is not None:
-            costs = self.costs_of(result)
-            self.least = min(self.least, costs.memory.peak)
-            if costs.memory.peak <= self.task.budget and self.is_better(result):
-                self.best = result, costs
+        if result.realised is None or result.solution is None:
+            self.points.append(_Point(price=math.inf, size=math.inf, held=math.inf))
+            return result
+        costs, choice = self.costs_of(result), result.solution.choice
+        size = costs.memory.peak
+        total = math.fsum(float(sizes[choice[node]]) for node, sizes in held.items()) if rent else math.inf
+        self.points.append(_Point(price=result.objective, size=size, held=total))
+        self.least = min(self.least, size)
+        if size <= self.task.budget and self.is_better(result):
+            self.best = result, costs
         return result
 
     def is_better(self, result: MeshResult) -> bool:

@@ -2,22 +2,26 @@
 
 The table starts as bounds (``stage_table``). The best slicing is found, what it touches and is not solved yet is solved, and so
 on, until all of it is solved: then no cut is better by the formula of ``al.interop.slice_stages``. For other numbers of stages
-the table then has a bound, which is the answer to "why one stage or sixteen" where it lies above the best. The formula bounds
-what a schedule takes, so the caller plans candidates exactly and simulates them.
+the table then has a bound, which is the answer to "why one stage or sixteen" where it lies above the best. The formula is
+what a schedule takes where it hides all transfers, so cuts are compared by an estimate that knows them (``stage_estimate``),
+and the caller plans the best exactly and simulates them.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
+
+import numpy as np
 
 from alpa_lite.errors import SlicingError
 from alpa_lite.interop import StageSlicing, slice_stages
 from alpa_lite.planner.stage_cut import StageCut
+from alpa_lite.planner.stage_estimate import estimate_s
 from alpa_lite.planner.stage_prices import RunPrices
-from alpa_lite.planner.stage_table import Cell, StageTable
+from alpa_lite.planner.stage_table import Cell, StageTable, round_trip_s
 from alpa_lite.schedule import peak_residuals
 
 _MAX_TURNS = 400  # of solving what the best slicing touches
@@ -32,12 +36,21 @@ class FoundCut:
         slicing: its times by the table.
         cells: per stage its entry.
         composed: stages of which the price was composed, not solved.
+        estimate_s: seconds of a step by the table, with what the schedule waits for transfers.
+        equal: whether it was searched on equal submeshes.
     """
 
     cut: StageCut
     slicing: StageSlicing
     cells: tuple[Cell, ...]
     composed: tuple[int, ...]
+    estimate_s: float
+    equal: bool = False
+
+    @property
+    def on_equal(self) -> bool:
+        """Whether all stages have equal submeshes."""
+        return len(set(self.cut.submeshes)) == 1
 
 
 class StageSearch:
@@ -56,24 +69,38 @@ class StageSearch:
         assert isinstance(prices.options.schedule, str)
         flying = in_flight_of(prices.options.schedule, prices.num_layers, count)
         self.table = StageTable(prices, budget, flying, boundary_bytes)
+        self.boundary_bytes = np.asarray(boundary_bytes, dtype=np.float64)
 
-    def best(self, num_stages: int | None = None) -> FoundCut | None:
-        """The best cut, of all or into ``num_stages`` stages; None where memory or devices allow none."""
-        slicing = self._slice(num_stages)
+    def best_on_equal(self, num_stages: int) -> FoundCut | None:
+        """The best cut into stages on equal submeshes; None where devices or memory allow none.
+
+        The formula sees no difference between submeshes that differ in how often they lie on one host.
+        """
+        size, rest = divmod(self.prices.cluster.num_devices, num_stages)
+        if rest or size not in self.table.sizes:
+            return None
+        found = self.best(num_stages, self.table.sizes.index(size))
+        return None if found is None else replace(found, equal=True)
+
+    def best(self, num_stages: int | None = None, submesh: int | None = None) -> FoundCut | None:
+        """The best cut by the formula; None where memory or devices allow none.
+
+        Args:
+            num_stages: into so many; None into any number.
+            submesh: which all stages have, as a position in the table; None for any.
+        """
+        slicing = self._slice(num_stages, submesh)
         for _ in range(_MAX_TURNS):
             if slicing is None:
                 return None
-            cells = [
-                Cell(self.prices.kind((first, last)), submesh, choice)
-                for first, last, submesh, choice in slicing.stages
-            ]
+            cells = [Cell(self.prices.kind((first, last)), own, choice) for first, last, own, choice in slicing.stages]
             missing = self.table.missing(cells)
             if not missing:
                 return self._found(slicing, cells)
             before = self._entries(slicing)
             worse = self.table.solve(missing)
             if not worse or self._entries(slicing) != before:  # else it is still the best
-                slicing = self._slice(num_stages)
+                slicing = self._slice(num_stages, submesh)
         raise AssertionError("the search of stages does not end")
 
     def _entries(self, slicing: StageSlicing) -> list[tuple[float, float, bool]]:
@@ -94,11 +121,14 @@ class StageSearch:
         for number, cell in enumerate(found.cells):
             self.table.forbid(cell, len(found.cells) - 1 - number)
 
-    def _slice(self, num_stages: int | None) -> StageSlicing | None:
-        table = self.table
+    def _slice(self, num_stages: int | None, submesh: int | None = None) -> StageSlicing | None:
+        table, cost_s = self.table, self.table.cost_s
+        if submesh is not None:
+            cost_s = np.full_like(table.cost_s, np.inf)
+            cost_s[:, :, submesh] = table.cost_s[:, :, submesh]
         try:
             return slice_stages(
-                table.cost_s,
+                cost_s,
                 table.tolerated,
                 table.sizes,
                 self.prices.cluster.num_devices,
@@ -120,7 +150,19 @@ class StageSearch:
             mesh_shapes=tuple(shapes),
         )
         composed = tuple(n for n, cell in enumerate(cells) if self.prices.composed(cell.kind))
-        return FoundCut(cut=cut, slicing=slicing, cells=tuple(cells), composed=composed)
+        estimate = self._estimate_s(cut, slicing)
+        return FoundCut(cut=cut, slicing=slicing, cells=tuple(cells), composed=composed, estimate_s=estimate)
+
+    def _estimate_s(self, cut: StageCut, slicing: StageSlicing) -> float:
+        cluster, count = self.prices.cluster, self.prices.num_microbatches
+        placed = [(place.first_host, place.shape) for place in cut.placed(cluster)]
+        trips = []
+        for stage, ((host, shape), (next_host, next_shape)) in zip(slicing.stages, pairwise(placed), strict=False):
+            apart = host != next_host or max(shape[0], next_shape[0]) > 1
+            size_bytes = self.boundary_bytes[stage[1]]
+            trips.append(float(round_trip_s(cluster, shape, next_shape, size_bytes, apart=apart)))
+        flying = self.table.in_flight[: cut.num_stages][::-1].tolist()
+        return estimate_s(slicing.times_s, trips, slicing.once_s, flying, count)
 
 
 def in_flight_of(schedule: str, num_stages: int, num_microbatches: int) -> list[int]:

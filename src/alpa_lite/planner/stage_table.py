@@ -244,10 +244,21 @@ def _transfers(cluster: Cluster, submeshes: Sequence[Submesh], boundary_bytes: S
     size_bytes = np.asarray(boundary_bytes, dtype=np.float64)
     for a, first in enumerate(submeshes):
         for b, second in enumerate(submeshes):
-            lanes = min(first[0] * first[1], second[0] * second[1])
-            link = cluster.inside
-            if first[0] * first[1] + second[0] * second[1] > cluster.devices_per_host:
-                link = cluster.between
-                lanes = min(first[0], second[0]) if link.per_host else lanes
-            found[:, a, b] = 2 * (link.setup_s + link.latency_s) + size_bytes / (lanes * link.bandwidth_bytes_per_s)
+            apart = first[0] * first[1] + second[0] * second[1] > cluster.devices_per_host
+            found[:, a, b] = round_trip_s(cluster, first, second, size_bytes, apart=apart)
     return found
+
+
+def round_trip_s(cluster: Cluster, first: Submesh, second: Submesh, size_bytes: Array, *, apart: bool) -> Array:
+    """Seconds to send one microbatch from submesh to submesh and back.
+
+    Args:
+        cluster, first, second: of two parts of the cluster, their shapes.
+        size_bytes: there and back together.
+        apart: whether the parts lie on several hosts.
+    """
+    lanes = min(first[0] * first[1], second[0] * second[1])
+    link = cluster.between if apart else cluster.inside
+    if apart and link.per_host:
+        lanes = min(first[0], second[0])
+    return 2 * (link.setup_s + link.latency_s) + size_bytes / (lanes * link.bandwidth_bytes_per_s)

@@ -302,10 +302,19 @@ def _end(
 
 
 def _visit(group: int, copies: int, behind: list[_End], ahead: list[_End]) -> _Visit:
-    num_behind, num_ahead = np.zeros((copies, 1)), np.zeros((copies, 1))
-    for count, ends in ((num_behind, behind), (num_ahead, ahead)):
-        for end in ends:
-            _add_rows(count, slice(0, copies) if end.slots is None else end.slots, np.ones((len(end.heard), 1)))
+    num_behind, num_ahead = _num_edges(behind, copies), _num_edges(ahead, copies)
     most = np.maximum(np.maximum(num_behind, num_ahead), 1.0)
-    stays = (1.0 - num_ahead / most)[:, 0]
-    return _Visit(group=group, behind=behind, ahead=ahead, most=most, stays=stays if stays.any() else None)
+    stays = None if (most == num_ahead).all() else 1.0 - num_ahead / most
+    return _Visit(group=group, behind=behind, ahead=ahead, most=most[:, None], stays=stays)
+
+
+def _num_edges(ends: list[_End], copies: int) -> Array:
+    """Per copy, at how many edges it is."""
+    found = np.zeros(copies)
+    for end in ends:
+        slots = slice(None) if end.slots is None else end.slots
+        if isinstance(slots, slice):
+            found[slots] += 1.0
+        else:
+            np.add.at(found, slots, 1.0)
+    return found

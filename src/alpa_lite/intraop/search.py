@@ -18,6 +18,9 @@ from alpa_lite.intraop.tie import Tie, tie, tied_core
 _LARGE_GAP = 1.5e-3  # good enough where a proof is out of reach
 _TIED_FROM = 200  # core nodes from which on copies are treated alike
 _ROUGH_GAP = 1e-2  # for answers without proof
+_FEW_COPIES = (
+    0.75  # groups per node above which the tied problem takes as long as the untied one; a proof needs its incumbent
+)
 _TIED_GAP = 5e-4  # for the tied problem, which only gives an incumbent
 _EARLY_SWEEPS = 15  # on the tied problem
 _TRIED_SWEEPS = 2  # on the untied one, from its messages
@@ -46,6 +49,8 @@ def search_core(search: Search, problem: IntraOpProblem, seed: int, rel_gap: flo
         if prove_narrow(search, core, kept, _QUICK_ENTRIES):
             return
     tied = tie(core, problem.classes if core.num_nodes > _TIED_FROM else None)
+    if not proof and len(tied.members) > _FEW_COPIES * core.num_nodes:
+        tied = tie(core, None)
     if tied.is_trivial:
         messages = Messages.zero(core, search.unary, search.costs, tied)
     else:

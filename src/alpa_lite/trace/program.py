@@ -24,7 +24,7 @@ from alpa_lite.trace.flops import loop_layout, op_flops
 from alpa_lite.trace.microbatch import check_regions, microbatches
 from alpa_lite.trace.paths import leaf_paths
 from alpa_lite.trace.rule_check import check_user_ops
-from alpa_lite.trace.rules import op_key, rules_for
+from alpa_lite.trace.rules import dtype_name, op_key, rules_for
 from alpa_lite.trace.user_rules import named_rules, shown_name
 
 if TYPE_CHECKING:
@@ -263,7 +263,7 @@ def value_of(aval: Any) -> Value:
     """Shape and type of an abstract value."""
     dtype = getattr(aval, "dtype", np.dtype("uint32"))
     itemsize = getattr(dtype, "itemsize", _KEY_ITEMSIZE)
-    return Value(shape=tuple(getattr(aval, "shape", ())), dtype=str(dtype), itemsize=itemsize)
+    return Value(shape=tuple(getattr(aval, "shape", ())), dtype=dtype_name(dtype), itemsize=itemsize)
 
 
 def _fixed_layout(op: FlatOp, flat: FlatJaxpr) -> FixedLayout:

@@ -6,6 +6,7 @@ On top of Shardy's factors it is stated here how partial results of a reduction 
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -45,7 +46,13 @@ def op_key(op: FlatOp, flat: FlatJaxpr) -> tuple[Any, ...]:
 
 
 def _aval_key(aval: Any) -> tuple[Any, ...]:
-    return (aval.shape, str(aval.dtype)) if hasattr(aval, "shape") else (str(aval),)
+    return (aval.shape, dtype_name(aval.dtype)) if hasattr(aval, "shape") else (str(aval),)
+
+
+@functools.cache
+def dtype_name(dtype: Any) -> str:
+    """``str(dtype)``, which takes numpy longer than all else that is asked of a value, and there are few types."""
+    return str(dtype)
 
 
 def _param_key(value: Any) -> Any:

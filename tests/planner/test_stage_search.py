@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
@@ -14,7 +15,10 @@ import pytest
 import alpa_lite as al
 from alpa_lite.errors import AlpaLiteError, MemoryBudgetError
 from alpa_lite.plan.plan import Plan
+from alpa_lite.planner import searched as searched_module
 from alpa_lite.planner import stage_prices
+from alpa_lite.planner.stage_search import StageSearch
+from alpa_lite.planner.stage_table import Cell, StageTable
 
 pytestmark = pytest.mark.medium
 WIDTH, BATCH, MICROBATCHES = 1024, 64, 8
@@ -38,8 +42,9 @@ def step_of(num_layers: int, width: int = WIDTH, batch: int = BATCH) -> tuple[An
     return step, ([(up, down)] * num_layers, jax.ShapeDtypeStruct((batch, width), jnp.float32))
 
 
-def plan(num_layers: int = 4, cluster: Any = CLUSTER, **options: Any) -> Plan:
-    step, args = step_of(num_layers)
+def plan(num_layers: int = 4, cluster: Any = CLUSTER, *, many: bool = False, **options: Any) -> Plan:
+    """``many`` examples and narrow layers: what is kept for the backward pass takes nearly all of the memory."""
+    step, args = step_of(num_layers, 256, 16384) if many else step_of(num_layers)
     return al.plan(
         step, *args, cluster=cluster, options=al.PlanOptions(**{"num_microbatches": MICROBATCHES, **options})
     )
@@ -100,6 +105,110 @@ def test_no_equal_cut_is_better_where_the_schedule_waits_for_transfers():
     assert len(found.stages) == 16
     estimates = {c.num_stages: c.status for c in found.stage_counts}
     assert estimates[16] == "planned" and estimates[8] == "estimated"
+
+
+# -- recomputation ----------------------------------------------------------------------------------------------------------
+
+
+@cache
+def ample() -> int:
+    """Peak of the best plan where memory is ample."""
+    return plan(many=True, remat="none").memory.peak
+
+
+def kept_or(remat: str, budget: float) -> float:
+    """Objective of the searched plan; inf where there is none."""
+    try:
+        found = plan(many=True, remat=remat, memory_budget_bytes=budget)
+    except MemoryBudgetError:
+        return math.inf
+    assert found.memory.peak <= budget
+    return found.objective
+
+
+@pytest.mark.parametrize(
+    ("share", "more"), [(0.9, 1.04), (0.5, 1.3), pytest.param(0.3, math.inf, marks=pytest.mark.slow)]
+)
+def test_recomputation_is_searched_with_the_cut(share, more):
+    """It keeps the cut where that is cheaper than another one, or the only way; no cut that a user could give is better."""
+    budget = share * ample()
+    found = kept_or("auto", budget)
+    assert found <= 1.03 * cheapest(many=True, memory_budget_bytes=budget)
+    assert more * found <= kept_or("none", budget)
+
+
+def test_what_must_be_recomputed_is_priced_so():
+    """All layers are recomputed by request; in this budget no cut fits without that."""
+    found = plan(many=True, remat="all", memory_budget_bytes=0.3 * ample())
+    assert len(found.stages) > 1 and found.remat.layers == (0, 1, 2, 3)
+
+
+def test_where_memory_is_ample_nothing_is_priced_recomputed(monkeypatch):
+    def never(*args):
+        raise AssertionError("recomputed runs were asked for")
+
+    monkeypatch.setattr(searched_module, "with_recomputed_layers", never)
+    assert plan(many=True).objective == plan(many=True, remat="none").objective
+
+
+def cells_of(table: StageTable) -> list[Cell]:
+    return [Cell(k, m, c) for k in table.cells for m, given in enumerate(table.choices) for c in range(len(given))]
+
+
+@pytest.fixture(scope="module")
+def search_of() -> Callable[[], StageSearch]:
+    """Makes the search of a step that must recompute, at its beginning."""
+    given: list[tuple[Any, ...]] = []
+
+    class Told(StageSearch):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            given.append(args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(searched_module, "StageSearch", Told)
+        plan(many=True, memory_budget_bytes=0.3 * ample())
+    return lambda: StageSearch(*given[-1])
+
+
+@pytest.fixture(scope="module")
+def full(search_of) -> StageSearch:
+    """The same with every entry of its table solved."""
+    search = search_of()
+    for _ in range(2):  # at first what recomputation repeats
+        search.table.solve(cells_of(search.table))
+    return search
+
+
+@pytest.mark.parametrize("num_stages", [None, 1, 2, 3, 4])
+def test_what_is_solved_when_it_is_asked_for_is_as_good_as_all(search_of, full, num_stages):
+    lazy, best = search_of().best(num_stages), full.best(num_stages)
+    assert (lazy is None) == (best is None) == (num_stages == 4)
+    if lazy is not None:
+        assert lazy.slicing.objective == pytest.approx(best.slicing.objective, rel=1e-12)
+
+
+def test_entries_that_are_not_solved_are_bounds(search_of, full):
+    table, solved = search_of().table, full.table
+    layers = [cell for cell in cells_of(table) if len(cell.kind) == 1]
+    # Without what recomputation repeats, with it, with all layers but nothing longer.
+    for cells in ([], layers, layers):
+        if cells:
+            table.solve(cells)
+        assert (table.cost_s <= solved.cost_s * (1 + 1e-12)).all()
+        assert (table.tolerated >= solved.tolerated).all()
+
+
+def test_a_layer_that_recomputes_holds_its_input_for_each_microbatch(full):
+    prices = full.prices
+    inner = prices.kind((1, 1))
+    kept, recomputed = (
+        next(p for (k, m, c), p in prices.solved.items() if (k, m, c.recomputed, c.rent) == (inner, (1, 1), again, 0))
+        for again in (False, True)
+    )
+    x = 16384 // MICROBATCHES * 256 * 4
+    assert recomputed.residual_bytes == x < kept.residual_bytes
+    assert recomputed.time_s > kept.time_s
 
 
 def test_the_plan_says_why():

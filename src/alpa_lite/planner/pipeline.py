@@ -114,7 +114,9 @@ def plan_pipeline(
         def planned(step: StagedStep, number: int) -> PlannedStage:
             return _planned(step, number, cut, cluster, pins, options, flying, budgets[number], known, earlier, tell)
 
-        return [kept_or_recomputed(planned, step, recompute, number) for number in range(step.num_stages)]
+        return [
+            kept_or_recomputed(planned, step, recompute, number, cut.recomputed) for number in range(step.num_stages)
+        ]
 
     stages = within_budget(plan_all, schedule, flying, budget_bytes(cluster, options), pins.source)
     remat = None

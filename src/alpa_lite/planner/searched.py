@@ -25,8 +25,9 @@ from alpa_lite.planner.stage_layers import boundary_bytes, check_enough_layers
 from alpa_lite.planner.stage_prices import RunPrices
 from alpa_lite.planner.stage_remat import plan_with_remat
 from alpa_lite.planner.stage_search import FoundCut, StageSearch, counts_to_compare
+from alpa_lite.trace.layers import Layered
 from alpa_lite.trace.program import Traced
-from alpa_lite.trace.remat_step import RecomputedStages, all_recomputed
+from alpa_lite.trace.remat_step import RecomputedStages, all_recomputed, with_recomputed_layers
 from alpa_lite.trace.stage_runs import LayerRuns
 from alpa_lite.trace.staged import StagedStep, layers_of, staged_step
 from alpa_lite.units import format_bytes
@@ -87,14 +88,22 @@ def plan_with_stages_searched(task: SearchTask) -> Plan:
 class _Searched:
     def __init__(self, task: SearchTask) -> None:
         self.task, options = task, task.options
-        traced = task.traced
+        traced, saved = task.traced, options.remat if isinstance(options.remat, tuple) else ()
         assert traced.layered is not None
-        self.layered = layers_of(traced.layered)
+        flat = traced.layered
+        self.layered = layers_of(flat)
+        self.remat = all_recomputed(self.layered, saved, task.pins.source)
         labels = tuple(tuple(str(pin.dims) for pin in side) for side in (task.pins.inputs, task.pins.outputs))
-        runs = LayerRuns(
-            traced.program, traced.layered, self.layered, options.rules, (labels[0], labels[1]), traced.known
-        )
-        prices = RunPrices(runs, task.cluster, task.pins, options, task.progress)
+
+        def runs_of(layered: Layered) -> LayerRuns:
+            return LayerRuns(traced.program, flat, layered, options.rules, (labels[0], labels[1]), traced.known)
+
+        def recomputed() -> LayerRuns:
+            return runs_of(with_recomputed_layers(flat, self.layered, self.remat))
+
+        runs = runs_of(self.layered) if options.remat in ("auto", "none") else recomputed()
+        again = recomputed if options.remat == "auto" and self.remat.layers else None
+        prices = RunPrices(runs, task.cluster, task.pins, options, task.progress, again)
         budget = budget_bytes(task.cluster, options)
         pins = {pin.place: pin.stage for pin in self.layered.pins}
         if pins:
@@ -211,9 +220,7 @@ class _Searched:
             task.options.rules,
             known=task.traced.known,
         )
-        saved = task.options.remat if isinstance(task.options.remat, tuple) else ()
-        remat = all_recomputed(self.layered, saved, task.pins.source)
-        again = RecomputedStages(step, task.traced.layered, self.layered, remat, task.options.rules)
+        again = RecomputedStages(step, task.traced.layered, self.layered, self.remat, task.options.rules)
 
         def planned(step: StagedStep, recompute: RecomputedStages | None) -> Plan:
             return plan_pipeline(

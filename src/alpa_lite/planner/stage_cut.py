@@ -30,12 +30,14 @@ class StageCut:
         submeshes: per stage (hosts, devices per host), together all devices of the cluster.
         places: per stage the number of its submesh, from 0 on; stages of one number share it. Empty: each has its own.
         mesh_shapes: per stage the shape of its logical mesh; None = searched.
+        recomputed: stages that were found to be best recomputed; they are planned otherwise only where that does not fit.
     """
 
     stage_of_layer: tuple[int, ...]
     submeshes: tuple[tuple[int, int], ...]
     mesh_shapes: tuple[tuple[int, ...] | None, ...]
     places: tuple[int, ...] = ()
+    recomputed: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         assert self.stage_of_layer and self.stage_of_layer[0] == 0

@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import pairwise, product
 
 import numpy as np
 
@@ -69,10 +69,14 @@ class RunPrice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """How a stage may be planned on a submesh: its logical mesh, and which of ``RENTS`` is charged for memory."""
+    """How a stage may be planned on a submesh: its logical mesh, and which of ``RENTS`` is charged for memory.
+
+    Where ``recomputed``, its layers' backward passes recompute what they read of the forward pass.
+    """
 
     mesh: DeviceMesh
     rent: int = 0
+    recomputed: bool = False
 
 
 class RunPrices:
@@ -85,12 +89,15 @@ class RunPrices:
         pins: ResolvedPins,
         options: PlanOptions,
         progress: Callable[[str], None] | None = None,
+        recomputed: Callable[[], LayerRuns] | None = None,
     ) -> None:
+        """``recomputed`` makes the same runs with layers recomputed, where stages may do so; it is asked once, if at all."""
         self.runs, self.cluster, self.pins, self.options = runs, cluster, pins, options
         self.tell = progress or (lambda text: None)
-        self.parts: dict[Kind, tuple[StageProgram, MeshTask]] = {}
+        self._recomputed = recomputed
+        self.parts: dict[tuple[Kind, bool], tuple[StageProgram, MeshTask]] = {}
         self.solved: dict[tuple[Kind, Submesh, Choice], RunPrice | None] = {}
-        self._least_s: dict[int, float] = {}
+        self._least_s: dict[tuple[int, bool], float] = {}
         self.num_solves = 0
 
     @property
@@ -110,7 +117,7 @@ class RunPrices:
         return len(kind) > 2 and not self.all_solved
 
     def choices(self, submesh: Submesh) -> tuple[Choice, ...]:
-        """The cheapest plan on each logical mesh, then those at higher rents.
+        """The cheapest plan on each logical mesh, then those at higher rents; where stages may recompute, these again so.
 
         On several hosts one axis has at most the devices of a host: what it splits is exchanged inside of hosts.
         """
@@ -119,18 +126,33 @@ class RunPrices:
         if cluster.num_hosts > 1 and self.options.mesh_shape is None:
             inner = [m for m in meshes if len(m.shape) == 1 or min(m.shape[1:]) <= cluster.devices_per_host]
             meshes = [m for m in inner if len(m.shape) == 1 or math.prod(m.shape[1:]) <= cluster.devices_per_host]
-        return tuple(Choice(mesh=mesh, rent=rent) for rent in range(len(RENTS)) for mesh in meshes)
+        kinds = product((False, True) if self.recomputes else (False,), range(len(RENTS)), meshes)
+        return tuple(Choice(mesh=mesh, rent=rent, recomputed=again) for again, rent, mesh in kinds)
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether stages may recompute."""
+        return self._recomputed is not None
+
+    @cached_property
+    def recomputed_runs(self) -> LayerRuns:
+        """The runs with layers recomputed; those that are equal as they are are taken to be equal so too."""
+        assert self._recomputed is not None
+        return self._recomputed()
 
     def on(self, submesh: Submesh) -> Cluster:
         hosts, devices = submesh
         return replace(self.cluster, num_hosts=hosts, devices_per_host=devices)
 
-    def prepare(self, kinds: Iterable[Kind]) -> None:
+    def prepare(self, kinds: Iterable[Kind], recomputed: bool = False) -> None:
         """Make the programs of kinds of runs, together, because each cut of the step costs time."""
-        wanted = {self._first(kind): kind for kind in kinds if kind not in self.parts}
-        for run, (part, program) in self.runs.programs(wanted).items():
+        wanted = {self._first(kind): kind for kind in kinds if (kind, recomputed) not in self.parts}
+        if not wanted:
+            return
+        runs = self.recomputed_runs if recomputed else self.runs
+        for run, (part, program) in runs.programs(wanted).items():
             own = stage_pins(self.pins, part, program)
-            self.parts[wanted[run]] = part, mesh_task(program, self.cluster, own, self.options)
+            self.parts[wanted[run], recomputed] = part, mesh_task(program, self.cluster, own, self.options)
 
     def _first(self, kind: Kind) -> Run:
         """The first run of a kind."""
@@ -158,11 +180,12 @@ class RunPrices:
         return self.solved[key]
 
     def _solve(self, kind: Kind, submesh: Submesh, choice: Choice) -> RunPrice | None:
-        self.prepare([kind])
-        part, task = self.parts[kind]
+        self.prepare([kind], choice.recomputed)
+        part, task = self.parts[kind, choice.recomputed]
         self.num_solves += 1
         cluster, mesh = self.on(submesh), choice.mesh
-        self.tell(f"pricing layers {part.layers[0]}-{part.layers[-1]} on {cluster}, mesh {mesh}")
+        again = ", recomputed" if choice.recomputed else ""
+        self.tell(f"pricing layers {part.layers[0]}-{part.layers[-1]} on {cluster}, mesh {mesh}{again}")
         stages = max(1, min(self.num_layers, self.cluster.num_devices // math.prod(submesh)))
         flying, rent_s = min(stages, self.num_microbatches), RENTS[choice.rent] * self.rent_unit_s
 
@@ -196,13 +219,14 @@ class RunPrices:
         whole_s = sum(self.least_time_s(c) * count for c, count in times.items()) * self.num_microbatches
         return whole_s / self.cluster.num_devices / budget if budget > 0 else 0.0
 
-    def least_time_s(self, layer_class: int) -> float:
+    def least_time_s(self, layer_class: int, recomputed: bool = False) -> float:
         """Seconds that one microbatch of a layer takes one device at least; 0 for conventions that count no time."""
-        if layer_class not in self._least_s:
-            self.prepare([(layer_class,)])
-            part, task = self.parts[layer_class,]
-            self._least_s[layer_class] = _least_time_s(task.program, part.loop, self.cluster, self.options)
-        return self._least_s[layer_class]
+        key = layer_class, recomputed
+        if key not in self._least_s:
+            self.prepare([(layer_class,)], recomputed)
+            part, task = self.parts[(layer_class,), recomputed]
+            self._least_s[key] = _least_time_s(task.program, part.loop, self.cluster, self.options)
+        return self._least_s[key]
 
     @property
     def num_microbatches(self) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -37,8 +38,16 @@ def kept_or_recomputed(
     step: StagedStep,
     recompute: RecomputedStages | None,
     number: int,
+    found_recomputed: Collection[int] = (),
 ) -> PlannedStage:
-    """A stage as it is; where the memory budget rules its cheapest plan out, recomputed if that fits or costs less."""
+    """A stage as it is; where the memory budget rules its cheapest plan out, recomputed if that fits or costs less.
+
+    Stages that the search ``found_recomputed`` are so, if they fit.
+    """
+    if recompute is not None and number in found_recomputed:
+        with suppress(MemoryBudgetError):
+            return replace(planned(recompute.all, number), recomputed=True)
+        recompute = None
     kept: PlannedStage | None = None
     refused: MemoryBudgetError | None = None
     try:

@@ -143,11 +143,12 @@ class StageSearch:
 
     def _found(self, slicing: StageSlicing, cells: Sequence[Cell]) -> FoundCut:
         stages = slicing.stages
-        shapes = [self.table.choices[m][c].mesh.shape for _, _, m, c in stages]
+        choices = [self.table.choices[m][c] for _, _, m, c in stages]
         cut = StageCut(
             stage_of_layer=tuple(s for s, (first, last, _, _) in enumerate(stages) for _ in range(first, last + 1)),
             submeshes=tuple(self.table.submeshes[m] for _, _, m, _ in stages),
-            mesh_shapes=tuple(shapes),
+            mesh_shapes=tuple(choice.mesh.shape for choice in choices),
+            recomputed=frozenset(n for n, choice in enumerate(choices) if choice.recomputed),
         )
         composed = tuple(n for n, cell in enumerate(cells) if self.prices.composed(cell.kind))
         estimate = self._estimate_s(cut, slicing)

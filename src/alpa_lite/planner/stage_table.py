@@ -5,8 +5,10 @@ In come prices (``stage_prices``), out come arrays. A price that was not solved 
 - a single layer: its matmuls at full efficiency on all devices of the submesh, and no fewer seconds times devices than on
   the smaller submeshes where it was solved (more devices exchange more); what has no fewer matmuls than the most common layer
   takes no less time than that one and its further matmuls;
-- a run: the sum of its layers, each free to choose alone; they work one after the other;
-- a plan at a higher rent: that at the lowest one; its memory as if it took none.
+- a run: the sum of its layers, each free to choose alone; they work one after the other. Where no run is composed, its
+  memory as if it took none; else what pairs of layers share is counted twice until they are solved;
+- a plan at a higher rent: that at the lowest one; its memory as if it took none;
+- a run that recomputes: as it is, and the matmuls that it repeats, once one such run has been asked for.
 
 So a slicing of which every stage is solved is the best of the table, whatever the other entries will turn out to be
 (``stage_search`` solves what the best slicing touches until that is so).
@@ -24,10 +26,11 @@ from numpy.typing import NDArray
 
 from alpa_lite.cluster.cluster import Cluster
 from alpa_lite.interop import admissible_submeshes
-from alpa_lite.planner.stage_prices import RENTS, Kind, RunPrice, RunPrices, Submesh
+from alpa_lite.planner.stage_prices import RENTS, Choice, Kind, RunPrice, RunPrices, Submesh
 
 Array = NDArray[np.float64]
 TIME, ONCE, HELD, WORKING, RESIDUAL = range(5)
+MEMORY = [HELD, WORKING, RESIDUAL]
 SUMMED = [TIME, ONCE, HELD, RESIDUAL]
 
 
@@ -79,6 +82,7 @@ class StageTable:
         self.transfer_s = _transfers(cluster, self.submeshes, boundary_bytes)
         self.known: dict[Kind, Array] = {}
         self.forbidden: dict[Cell, int] = {}
+        self.repeats_known = False  # what recomputation repeats, which takes another cut of the step
         self.singles: dict[int, Array] = {}
         prices.prepare({(c,) for c in prices.runs.classes})
         self.refresh(self.cells)
@@ -110,20 +114,39 @@ class StageTable:
         return []
 
     def num_meshes(self, submesh: int) -> int:
-        """Logical meshes of a submesh: so many choices have one rent."""
-        return len(self.choices[submesh]) // len(RENTS)
+        """Logical meshes of a submesh: so many choices have one rent, and recompute alike."""
+        return len(self.choices[submesh]) // self.num_blocks
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of choices that differ in their logical meshes alone: rents, then rents of plans that recompute."""
+        return len(RENTS) * (2 if self.prices.recomputes else 1)
 
     def solve(self, cells: Sequence[Cell]) -> bool:
-        """Solve entries, and whatever of the table they are part of; returns whether entries became worse alone."""
-        self.prices.prepare(cell.kind for cell in cells)
+        """Solve entries, and whatever of the table they are part of; returns whether entries became worse alone.
+
+        Where the first ones are asked for that recompute, their bounds are raised and nothing is solved yet.
+        """
+        kinds: dict[bool, list[Kind]] = {False: [], True: []}
         for cell in cells:
-            submesh = self.submeshes[cell.submesh]
-            price = self.prices.price(cell.kind, submesh, self.choices[cell.submesh][cell.choice])
+            kinds[self._choice(cell).recomputed].append(cell.kind)
+        if kinds[True] and not self.repeats_known:
+            self.repeats_known = True
+            self.prices.prepare({(c,) for c in self.prices.runs.classes}, recomputed=True)
+            self.singles.clear()
+            return self.refresh(self.cells)
+        for recomputed, wanted in kinds.items():
+            self.prices.prepare(wanted, recomputed)
+        for cell in cells:
+            price = self.prices.price(cell.kind, self.submeshes[cell.submesh], self._choice(cell))
             rows = self.known.setdefault(cell.kind, np.full((len(self.submeshes), self.width, 5), np.nan))
             rows[cell.submesh, cell.choice] = _row(price)
         touched = {cell.kind for cell in cells}
         self.singles.clear()
         return self.refresh([k for k in self.cells if touched & {k, *self.prices.parts_of(k), *((c,) for c in k)}])
+
+    def _choice(self, cell: Cell) -> Choice:
+        return self.choices[cell.submesh][cell.choice]
 
     def forbid(self, cell: Cell, later: int) -> None:
         """What was planned and did not fit with so many stages after it does not tolerate them."""
@@ -156,7 +179,11 @@ class StageTable:
         bound = sum((count * self._single(c) for c, count in counts.items()), start=self._nothing())
         bound[..., WORKING] = np.max([self._single(c)[..., WORKING] for c in counts], axis=0)
         if not self.prices.composed(kind):
-            return np.where(np.isnan(known := self._known(kind)), bound, known) if len(kind) > 1 else bound
+            if len(kind) == 1:
+                return bound
+            if self.prices.all_solved:
+                bound[..., MEMORY] = 0.0  # layers that are planned together may be leaner than each alone
+            return np.where(np.isnan(known := self._known(kind)), bound, known)
         # The sum of single layers, and for equal neighbours what they cost more together.
         for pair, count in Counter(pair for pair in pairwise(kind) if pair[0] == pair[1]).items():
             together, alone = self._known(pair), 2 * self._single(pair[0])
@@ -164,15 +191,20 @@ class StageTable:
                 more = together[..., SUMMED] - alone[..., SUMMED]
                 # Of two that are held by one, one works at a time.
                 more[..., SUMMED.index(HELD)] += together[..., WORKING] - alone[..., WORKING] / 2
-            for m, choices in enumerate(self.choices):
-                meshes = self.num_meshes(m)
-                for begin in range(meshes, len(choices), meshes):
-                    leaner = more[m, begin : begin + meshes, :2]
-                    leaner[...] = np.where(np.isnan(leaner), more[m, :meshes, :2], leaner)
+            for m in range(len(self.choices)):
+                for block, base in self._blocks(m):
+                    more[m, block, :2] = np.where(np.isnan(more[m, block, :2]), more[m, base, :2], more[m, block, :2])
             bound[..., SUMMED] += count * np.where(np.isnan(more), 0.0, more)
         bound = np.where(np.isnan(bound), np.inf, bound)
         bound[..., 1:] = np.maximum(bound[..., 1:], 0.0)
         return bound
+
+    def _blocks(self, submesh: int) -> list[tuple[slice, slice]]:
+        """Blocks of choices, each with the one that it cannot be cheaper than: the lowest rent, which keeps what it makes."""
+        meshes = self.num_meshes(submesh)
+        slices = [slice(n * meshes, (n + 1) * meshes) for n in range(self.num_blocks)]
+        bases = [slices[0 if n == len(RENTS) else n - n % len(RENTS)] for n in range(self.num_blocks)]
+        return list(zip(slices, bases, strict=True))[1:]
 
     def _known(self, kind: Kind) -> Array:
         found = self.known.get(kind)
@@ -193,6 +225,7 @@ class StageTable:
     def _bounded(self, layer_class: int) -> Array:
         """(submesh, choice, number) of a single layer."""
         whole_s = least_s = self.prices.least_time_s(layer_class)  # of all devices together
+        again_s = self.prices.least_time_s(layer_class, True) - whole_s if self.repeats_known else 0.0
         known, bound = self._known((layer_class,)), self._nothing()
         for m, choices in enumerate(self.choices):
             meshes = self.num_meshes(m)
@@ -202,10 +235,13 @@ class StageTable:
                 least_s = max(least_s, float(times.min()) * self.sizes[m])
             like_s = self._like_common(layer_class, whole_s, m)
             bound[m, :meshes, TIME] = np.fmax(bound[m, :meshes, TIME], like_s)
-            bound[m, :meshes, :2][~np.isnan(times)] = known[m, :meshes, :2][~np.isnan(times)]
-            for begin in range(meshes, len(choices), meshes):
-                bound[m, begin : begin + meshes, :2] = bound[m, :meshes, :2]
-        return np.where(np.isnan(known), bound, known)
+            bound[m, :meshes] = np.where(np.isnan(known[m, :meshes]), bound[m, :meshes], known[m, :meshes])
+            for number, (block, base) in enumerate(self._blocks(m), start=1):
+                bound[m, block, :2] = bound[m, base, :2]
+                if number == len(RENTS):
+                    bound[m, block, TIME] += max(0.0, again_s) / self.sizes[m]
+                bound[m, block] = np.where(np.isnan(known[m, block]), bound[m, block], known[m, block])
+        return bound
 
     def _like_common(self, layer_class: int, whole_s: float, submesh: int) -> Array:
         """Per logical mesh the least time of a layer by that of the most common one and what it has more, or less, of matmuls."""

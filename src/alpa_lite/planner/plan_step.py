@@ -19,6 +19,7 @@ from alpa_lite.costs.facts import Facts
 from alpa_lite.costs.memory import Order, timeline
 from alpa_lite.costs.profile import roles_of
 from alpa_lite.errors import AlpaLiteError, PinError, SolverError
+from alpa_lite.intraop.strategies import KnownStrategies
 from alpa_lite.plan.check import check_plan
 from alpa_lite.plan.identity import fingerprint, op_text
 from alpa_lite.plan.pins import ResolvedPins
@@ -100,12 +101,18 @@ def _outcome(result: MeshResult) -> str:
     return f"mesh {result.mesh}: {result.status}, {found}, after {result.seconds:.1f} s"
 
 
-def mesh_task(program: Program, cluster: Cluster, pins: ResolvedPins, options: PlanOptions) -> MeshTask:
-    """What is to be planned on every mesh; of the cluster it knows the device alone."""
+def mesh_task(
+    program: Program,
+    cluster: Cluster,
+    pins: ResolvedPins,
+    options: PlanOptions,
+    strategies: KnownStrategies | None = None,
+) -> MeshTask:
+    """What is to be planned on every mesh; of the cluster it knows the device alone. ``strategies``: found for other programs."""
     budget = budget_bytes(cluster, options)
     facts, roles = Facts(program), roles_of(program)
     line = timeline(program, Order.BREADTH_FIRST if cluster.device.platform == "cpu" else Order.LATE, facts=facts)
-    shared = Shared(facts, roles)
+    shared = Shared(facts, roles, strategies=KnownStrategies() if strategies is None else strategies)
     return MeshTask(program=program, line=line, roles=roles, pins=pins, options=options, budget=budget, shared=shared)
 
 

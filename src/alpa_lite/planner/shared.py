@@ -51,16 +51,16 @@ class Posed:
 
 @dataclass(eq=False, slots=True)
 class Shared:
-    """Of one program; ``parts`` where it is a stage."""
+    """Of one program; ``parts`` where it is a stage. ``strategies`` may be shared with programs of the same ops."""
 
     facts: Facts
     roles: tuple[LeafRole, ...]
     parts: KnownParts = field(default_factory=KnownParts)
+    strategies: KnownStrategies = field(default_factory=KnownStrategies)
     _line: tuple[tuple[bool, list[int]], Timeline] | None = None  # the last one; most plans run their ops alike
     _sizes: frozenset[int] | None = None
     _has_layouts: bool | None = None
     _restricted: dict[SearchRules, tuple[Program, frozenset[int]]] = field(default_factory=dict)
-    _strategies: KnownStrategies = field(default_factory=KnownStrategies)
     _posed: dict[Hashable, Posed] = field(default_factory=dict)
 
     @property
@@ -95,7 +95,7 @@ class Shared:
                 input_ties=[(max(a, b), min(a, b)) for a, b in ties],
                 sharded_contractions=rules.sharded_contractions,
                 per_reader=rules.per_reader,
-                known=self._strategies,
+                known=self.strategies,
             )
             ports = zip(graph.inputs, self.roles, strict=True)
             state = frozenset(node for node, role in ports if role in _STATE) if penalty else frozenset()

@@ -30,6 +30,7 @@ from alpa_lite.core.program import Program
 from alpa_lite.errors import PinError
 from alpa_lite.intraop.pricing import Pricer
 from alpa_lite.intraop.problem import IntraOpProblem
+from alpa_lite.intraop.strategies import KnownStrategies
 from alpa_lite.plan.pins import ResolvedPins
 from alpa_lite.planner.one_mesh import MeshTask, plan_on_mesh
 from alpa_lite.planner.options import PlanOptions
@@ -96,6 +97,7 @@ class RunPrices:
         self.tell = progress or (lambda text: None)
         self._recomputed = recomputed
         self.parts: dict[tuple[Kind, bool], tuple[StageProgram, MeshTask]] = {}
+        self.strategies = KnownStrategies()
         self.solved: dict[tuple[Kind, Submesh, Choice], RunPrice | None] = {}
         self._least_s: dict[tuple[int, bool], float] = {}
         self.num_solves = 0
@@ -152,7 +154,8 @@ class RunPrices:
         runs = self.recomputed_runs if recomputed else self.runs
         for run, (part, program) in runs.programs(wanted).items():
             own = stage_pins(self.pins, part, program)
-            self.parts[wanted[run], recomputed] = part, mesh_task(program, self.cluster, own, self.options)
+            task = mesh_task(program, self.cluster, own, self.options, self.strategies)
+            self.parts[wanted[run], recomputed] = part, task
 
     def _first(self, kind: Kind) -> Run:
         """The first run of a kind."""

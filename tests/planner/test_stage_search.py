@@ -14,9 +14,10 @@ import pytest
 
 import alpa_lite as al
 from alpa_lite.errors import AlpaLiteError, MemoryBudgetError
+from alpa_lite.interop import slice_stages
 from alpa_lite.plan.plan import Plan
 from alpa_lite.planner import searched as searched_module
-from alpa_lite.planner import stage_prices
+from alpa_lite.planner import stage_prices, stage_search
 from alpa_lite.planner.stage_search import StageSearch
 from alpa_lite.planner.stage_table import Cell, StageTable
 
@@ -197,6 +198,25 @@ def test_entries_that_are_not_solved_are_bounds(search_of, full):
             table.solve(cells)
         assert (table.cost_s <= solved.cost_s * (1 + 1e-12)).all()
         assert (table.tolerated >= solved.tolerated).all()
+
+
+def test_a_table_that_did_not_change_is_not_sliced_again(search_of, monkeypatch):
+    search, calls = search_of(), []
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(kwargs["num_stages"])
+        return slice_stages(*args, **kwargs)
+
+    monkeypatch.setattr(stage_search, "slice_stages", counted)
+    best = search.best()
+    assert best is not None
+    calls.clear()
+    assert search.bound_s(best.cut.num_stages) == best.slicing.objective
+    assert search.best(best.cut.num_stages) == search.best() == best
+    assert not calls
+    search.forbid(best)
+    assert search.bound_s(best.cut.num_stages) >= best.slicing.objective
+    assert calls == [best.cut.num_stages]
 
 
 def test_a_layer_that_recomputes_holds_its_input_for_each_microbatch(full):

@@ -70,6 +70,8 @@ class StageSearch:
         flying = in_flight_of(prices.options.schedule, prices.num_layers, count)
         self.table = StageTable(prices, budget, flying, boundary_bytes)
         self.boundary_bytes = np.asarray(boundary_bytes, dtype=np.float64)
+        self._known: dict[tuple[int | None, int | None], StageSlicing | None] = {}  # of this version of the table
+        self._version = self.table.version
 
     def best_on_equal(self, num_stages: int) -> FoundCut | None:
         """The best cut into stages on equal submeshes; None where devices or memory allow none.
@@ -99,7 +101,9 @@ class StageSearch:
                 return self._found(slicing, cells)
             before = self._entries(slicing)
             worse = self.table.solve(missing)
-            if not worse or self._entries(slicing) != before:  # else it is still the best
+            if worse and self._entries(slicing) == before:  # it is still the best
+                self._remember(num_stages, submesh, slicing)
+            else:
                 slicing = self._slice(num_stages, submesh)
         raise AssertionError("the search of stages does not end")
 
@@ -122,6 +126,20 @@ class StageSearch:
             self.table.forbid(cell, len(found.cells) - 1 - number)
 
     def _slice(self, num_stages: int | None, submesh: int | None = None) -> StageSlicing | None:
+        if self._version != self.table.version or (num_stages, submesh) not in self._known:
+            self._remember(num_stages, submesh, self._sliced(num_stages, submesh))
+        return self._known[num_stages, submesh]
+
+    def _remember(self, num_stages: int | None, submesh: int | None, slicing: StageSlicing | None) -> None:
+        """The best slicing of the table as it is."""
+        if self._version != self.table.version:
+            self._known.clear()
+            self._version = self.table.version
+        self._known[num_stages, submesh] = slicing
+        if slicing is not None:  # the best of all is also the best of its number
+            self._known[len(slicing.stages), submesh] = slicing
+
+    def _sliced(self, num_stages: int | None, submesh: int | None) -> StageSlicing | None:
         table, cost_s = self.table, self.table.cost_s
         if submesh is not None:
             cost_s = np.full_like(table.cost_s, np.inf)

@@ -51,6 +51,7 @@ class StageTable:
         choices: per submesh.
         cost_s, once_s, tolerated: as ``slice_stages`` takes them.
         transfer_s: (layers - 1, submeshes, submeshes).
+        version: rises whenever entries are written.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class StageTable:
         self.forbidden: dict[Cell, int] = {}
         self.repeats_known = False  # what recomputation repeats, which takes another cut of the step
         self.singles: dict[int, Array] = {}
+        self.version = 0
         prices.prepare({(c,) for c in prices.runs.classes})
         self.refresh(self.cells)
 
@@ -155,6 +157,7 @@ class StageTable:
 
     def refresh(self, kinds: Iterable[Kind]) -> bool:
         """Write the entries of some kinds of runs anew; returns whether none became better."""
+        self.version += 1
         worse = True
         for kind in kinds:
             values, (first, last) = self._values(kind), self.cells[kind]

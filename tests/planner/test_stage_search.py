@@ -189,6 +189,11 @@ def test_what_is_solved_when_it_is_asked_for_is_as_good_as_all(search_of, full, 
         assert lazy.slicing.objective == pytest.approx(best.slicing.objective, rel=1e-12)
 
 
+def test_an_infinite_budget_is_ample():
+    """Entries that are none take infinitely much: no warning, and the same plan."""
+    assert plan(many=True, memory_budget_bytes=math.inf).objective == plan(many=True).objective
+
+
 def test_entries_that_are_not_solved_are_bounds(search_of, full):
     table, solved = search_of().table, full.table
     layers = [cell for cell in cells_of(table) if len(cell.kind) == 1]

@@ -260,8 +260,10 @@ class StageTable:
         return not np.isnan(self._known(cell.kind)[cell.submesh, cell.choice, TIME])
 
     def _tolerated(self, values: Array) -> NDArray[np.int64]:
-        left = self.budget - values[..., HELD] - values[..., WORKING]
-        with np.errstate(divide="ignore", invalid="ignore"):
+        with np.errstate(
+            divide="ignore", invalid="ignore"
+        ):  # the budget may be infinite, as is what an entry that is none takes
+            left = self.budget - values[..., HELD] - values[..., WORKING]
             more = np.where(values[..., RESIDUAL] > 0, np.floor(left / values[..., RESIDUAL]), np.inf)
         most = np.where(left >= 0, 1 + more, 0)
         return np.searchsorted(self.in_flight, most, side="right") - 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -56,7 +57,7 @@ class Table:
             used_bytes=needed,
         )
 
-    def rented(self, rent: float, like: MeshResult) -> MeshResult:
+    def rented(self, rent: float, like: Sequence[MeshResult]) -> MeshResult:
         found = int(np.argmin(self.price + rent * self.counted))
         only = Table([(int(self.price[found]), int(self.counted[found]), int(self.needed[found]))])
         return only.solved(None)

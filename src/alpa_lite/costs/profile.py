@@ -389,7 +389,11 @@ def _last_reads(
     for region, value in converted:
         for index, operand in readers.get((region, value), ()):
             key = (region, value, decisions[index].operands[operand])
-            last[key] = max(last.get(key, 0), line.read_end[ops[index][1]])
+            _, path, _, op = ops[index]
+            goes_on = (
+                op.num_consts <= operand < op.num_consts + op.num_carry
+            )  # in the buffer that a loop's carry starts in
+            last[key] = max(last.get(key, 0), line.start[path] if goes_on else line.read_end[path])
     for conversion in conversions:
         key = (_region_of(conversion.op), conversion.value, conversion.source)
         last[key] = max(last.get(key, 0), _times_of(conversion, line)[1] + 1)

@@ -7,7 +7,7 @@ so that repeated layers cost nothing to price and presolve sees them as equal.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,7 @@ import numpy as np
 
 from alpa_lite.core.collective import CollectiveKind
 from alpa_lite.core.program import Op, Program
+from alpa_lite.core.spec import ShardingSpec
 from alpa_lite.costs.conversion import Conversions
 from alpa_lite.costs.memory import Timeline
 from alpa_lite.intraop.decision_graph import DecisionGraph, End, Link, Node
@@ -71,11 +72,13 @@ class Pricer:
 
         Args:
             allowed: per node, a mask of choices that pins permit.
-            timeline: with it, memory usages are added.
+            timeline: with it, memory usages are added, and what they would not see is forbidden.
             usage_limit: bytes per device.
             classes: see ``IntraOpProblem``.
         """
         nodes, edges = self.priced()
+        if timeline:
+            edges = [self._counted(slot, costs) for slot, costs in zip(self.slots.edge_slots, edges, strict=True)]
         node_costs = [nodes[number] for number in self.slots.nodes]
         for node, mask in (allowed or {}).items():
             node_costs[node] = np.where(mask, node_costs[node], np.inf)
@@ -189,11 +192,20 @@ class Pricer:
 
     def gathered(self, slot: EdgeSlot) -> np.ndarray:
         """Which (made, read) specs of a slot are joined by all-gathers alone."""
+        return self._pairs(slot, lambda made, read: made != read and gathers_to(made, read))
+
+    def _counted(self, slot: EdgeSlot, costs: np.ndarray) -> np.ndarray:
+        """Without second layouts of an argument that a loop keeps and no usage counts: all but slices (gathers are copies)."""
+        if not slot.looped:
+            return costs
+        return np.where(self._pairs(slot, lambda made, read: gathers_to(read, made)), costs, np.inf)
+
+    def _pairs(self, slot: EdgeSlot, holds: Callable[[ShardingSpec, ShardingSpec], bool]) -> np.ndarray:
+        """What holds of the (made, read) specs of a slot."""
         specs = self.graph.conversions.space(len(slot.link.shape)).specs
         made, u = np.unique(slot.producer.specs, return_inverse=True)
         read, v = np.unique(slot.ends[0].specs, return_inverse=True)
-        table = np.array([[m != r and gathers_to(specs[m], specs[r]) for r in read] for m in made])
-        return table[np.ix_(u, v)]
+        return np.array([[holds(specs[m], specs[r]) for r in read] for m in made])[np.ix_(u, v)]
 
     def matrix(self, link: Link, producer: End, ends: Sequence[End]) -> np.ndarray:
         """Price of what one consumer reads; the same spec in two operand positions is converted once."""

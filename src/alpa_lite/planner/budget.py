@@ -13,7 +13,7 @@ for a moment, too much where XLA never stores a tensor. What counts is the profi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from alpa_lite.core.mesh import DeviceMesh
@@ -49,6 +49,7 @@ class MeshResult:
         unit: of all prices.
         budgeted: what the budget limits, see ``SearchRules``; ``used_bytes`` is how much of it the plan takes.
         restricted: whether a cheaper plan was passed over for its memory.
+        fullest: of a plan over the budget, when it takes most memory, in the solver's times; -1 if that is not known.
     """
 
     mesh: DeviceMesh
@@ -68,6 +69,7 @@ class MeshResult:
     budgeted: str = "peak"
     used_bytes: int = 0
     restricted: bool = False
+    fullest: int = -1
 
     @property
     def peak_profile(self) -> MemoryProfile:
@@ -76,10 +78,13 @@ class MeshResult:
         return self.peak.profile
 
 
+Rented = Callable[[float, Sequence[MeshResult]], MeshResult]
+
+
 def within_budget(
     solved: Callable[[int | None], MeshResult],
     budget: float,
-    rented: Callable[[float, MeshResult], MeshResult] | None = None,
+    rented: Rented | None = None,
 ) -> MeshResult:
     """The best plan found whose written-out memory keeps to ``budget``, or why there is none.
 
@@ -88,8 +93,8 @@ def within_budget(
     Args:
         solved: the best plan by the solver's count of memory, under a limit or none.
         budget: bytes per device; may be infinite.
-        rented: the cheapest plan, without a limit, where every byte costs so much that lies there at the fullest time of
-            the given plan.
+        rented: the cheapest plan, without a limit, where every byte costs so much that lies there when one of the given
+            plans is fullest.
     """
     free = solved(None)
     if free.peak is None or free.used_bytes <= budget:
@@ -107,17 +112,23 @@ def within_budget(
     return as_found(min(found, key=lambda result: result.objective), free.lower_bound)
 
 
-def _under_rent(rented: Callable[[float, MeshResult], MeshResult], free: MeshResult, budget: float) -> list[MeshResult]:
-    """Plans that fit at a rent that rises until one does, and is then lowered once."""
+def _under_rent(rented: Rented, free: MeshResult, budget: float) -> list[MeshResult]:
+    """Plans that fit at a rent that rises until one does, and is then lowered once.
+
+    The rent is charged for what lies there when the plans so far are fullest.
+    """
     unit = free.objective / max(1, free.used_bytes)
-    found: list[MeshResult] = []
+    tried, found = [free], []
     for number, share in enumerate(_RENTS):
-        result = rented(share * unit, free)
-        if result.peak is None or result.used_bytes > budget:
+        result = rented(share * unit, tried)
+        if result.peak is None:
+            break
+        tried.append(result)
+        if result.used_bytes > budget:
             continue
         found.append(result)
         if number and result.objective > (1 + _CLOSE) * free.objective:
-            result = rented(math.sqrt(share * _RENTS[number - 1]) * unit, free)
+            result = rented(math.sqrt(share * _RENTS[number - 1]) * unit, tried)
             found += [result] if result.peak is not None and result.used_bytes <= budget else []
         break
     return found

@@ -26,7 +26,7 @@ from alpa_lite.costs.overlap_order import overlap_order
 from alpa_lite.costs.profile import memory_profile
 from alpa_lite.intraop.decision_graph import DecisionGraph
 from alpa_lite.intraop.pricing import Pricer
-from alpa_lite.intraop.problem import IntraOpProblem, Solution, check_problem, scaled
+from alpa_lite.intraop.problem import IntraOpProblem, Solution, check_problem, evaluate, scaled
 from alpa_lite.intraop.repeats import node_classes
 from alpa_lite.intraop.solve import greedy_step, solve
 from alpa_lite.plan.pins import PinnedDims, ResolvedPins, parse_dims
@@ -34,7 +34,7 @@ from alpa_lite.plan.records import LeafRole, SearchStep
 from alpa_lite.planner.budget import MeshResult, within_budget
 from alpa_lite.planner.options import PlanOptions
 from alpa_lite.planner.realise import Realised, realise
-from alpa_lite.planner.rent import bytes_at_peak, with_rent
+from alpa_lite.planner.rent import bytes_at, with_rent
 from alpa_lite.planner.shared import Shared
 
 Rent = Callable[[Pricer, IntraOpProblem], Sequence[np.ndarray]]
@@ -84,11 +84,12 @@ def plan_on_mesh(task: MeshTask, cluster: Cluster, mesh: DeviceMesh, *, cutoff: 
         charged = problem if task.rent is None else replace(problem, node_costs=tuple(task.rent(pricer, problem)))
         return replace(found(problem, charged), limit=limit)
 
-    def rented(rent: float, like: MeshResult) -> MeshResult:
-        """The cheapest plan, without a limit, where a byte that ``like`` may hold at its fullest time costs ``rent``."""
-        assert like.solution is not None
-        problem = problem_within(None)
-        held = bytes_at_peak(problem_within(int(task.budget)), like.solution.choice)
+    def rented(rent: float, like: Sequence[MeshResult]) -> MeshResult:
+        """The cheapest plan, without a limit, where a byte that lies there when one of the plans is fullest costs ``rent``."""
+        counted = problem_within(int(task.budget))
+        times = {evaluate(counted, r.solution.choice).peak_time for r in like if r.solution is not None}
+        held = bytes_at(counted, times | {r.fullest for r in like})
+        problem = replace(counted, usages=(), usage_limit=None, num_times=0)
         charged = replace(problem, node_costs=tuple(with_rent(problem, held, rent)))
         return replace(found(problem, charged), restricted=True)
 
@@ -266,9 +267,10 @@ def _write_out(
         )
     facts = task.shared.facts
     written = realise(task.program, graph, solution.choice, costs, facts)
+    order = run_order(task, mesh, written)
     peak = memory_profile(
         task.program,
-        run_order(task, mesh, written),
+        order,
         mesh,
         in_specs=written.in_specs,
         out_specs=written.out_specs,
@@ -299,6 +301,7 @@ def _write_out(
         seconds=time.perf_counter() - begin,
         unit=costs.unit,
         budgeted=costs.rules.budget,
+        fullest=_same_time(order, task.line, peak.time) if peak.profile.peak > task.budget else -1,
         used_bytes=solution.peak_bytes if costs.rules.budget == "weights" else peak.profile.peak,
     )
 
@@ -309,6 +312,14 @@ def run_order(task: MeshTask, mesh: DeviceMesh, written: Realised) -> Timeline:
         return task.line
     schedule = overlap_order(task.program, mesh, written.decisions, written.conversions, task.shared.facts)
     return task.shared.line(schedule)
+
+
+def _same_time(order: Timeline, line: Timeline, time: int) -> int:
+    """When ``line`` runs the op that ``order`` runs at a time; -1 on CPU, where times are those of instructions."""
+    if line.order.on_cpu:
+        return -1
+    begun = [(start, path) for path, start in order.start.items() if start <= time]
+    return line.start[max(begun)[1]] if begun else 0
 
 
 def _node_prices(graph: DecisionGraph, problem: IntraOpProblem, choice: np.ndarray) -> Mapping[str, float]:

@@ -7,11 +7,11 @@ three to ten times as long.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import numpy as np
 
-from alpa_lite.intraop.problem import IntraOpProblem, evaluate
+from alpa_lite.intraop.problem import IntraOpProblem
 
 Held = Mapping[int, np.ndarray]
 """Per node the bytes per device that each of its choices holds."""
@@ -29,11 +29,10 @@ def with_rent(problem: IntraOpProblem, held: Held, rent: float) -> list[np.ndarr
     return costs
 
 
-def bytes_at_peak(problem: IntraOpProblem, choice: np.ndarray) -> Held:
-    """What is held at the time at which ``choice`` holds most, by the usages of the problem."""
-    time = evaluate(problem, choice).peak_time
+def bytes_at(problem: IntraOpProblem, times: Collection[int]) -> Held:
+    """What is held at any of these times, by the usages of the problem."""
     held: dict[int, np.ndarray] = {}
     for usage in problem.usages:
-        if usage.lo <= time < usage.hi:
+        if any(usage.lo <= time < usage.hi for time in times):
             held[usage.node] = held[usage.node] + usage.size_bytes if usage.node in held else usage.size_bytes
     return held

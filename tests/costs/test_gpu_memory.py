@@ -383,6 +383,46 @@ def test_loops_make_what_they_stack_up_after_what_they_carry(order: Order, carri
     assert (carried < stacked) is carried_first
 
 
+def test_a_converted_carry_goes_on_in_the_buffer_of_the_loop() -> None:
+    def fn(x: jax.Array, xs: jax.Array) -> jax.Array:
+        return jax.lax.scan(lambda total, y: (total @ y, None), x @ x, xs)[0]
+
+    program = program_of(fn, (512, 512), (4, 512, 512))
+    mesh = DeviceMesh(shape=(8,), axis_names=("x",))
+    whole, split = ShardingSpec.parse("[_,_]"), ShardingSpec.parse("[x,_]")
+    layouts = {2: whole, 3: ShardingSpec.parse("[_,_,_]")}
+    decisions = [
+        OpDecision(
+            path=path,
+            operands=tuple(layouts[len(owner.values[v].shape)] for v in op.inputs),
+            results=tuple(layouts[len(owner.values[v].shape)] for v in op.outputs),
+        )
+        for path, owner, op in program.walk()
+    ]
+    (index, loop), (value,) = (
+        next((i, op) for i, op in enumerate(program.ops) if op.primitive == "scan"),
+        program.ops[0].outputs,
+    )
+    for number, decision in enumerate(decisions):
+        if decision.path == str(index):
+            operands = tuple(split if v == value else s for v, s in zip(loop.inputs, decision.operands, strict=True))
+            decisions[number] = OpDecision(path=decision.path, operands=operands, results=decision.results)
+    step = Step(before=whole, after=split, kind=CollectiveKind.ALL_TO_ALL, axes=("x",))
+    line = timeline(program)
+    report = memory_profile(
+        program,
+        line,
+        mesh,
+        in_specs=(whole, layouts[3]),
+        out_specs=(whole,),
+        decisions=decisions,
+        conversions=[Conversion(op=str(index), value=value, steps=(step,), collectives=(0,), cost=1e-3)],
+        roles=(LeafRole.INPUT, LeafRole.INPUT),
+    )
+    (converted,) = (t for t in report.stored if " as " in t.name)
+    assert converted.hi <= line.start[str(index)] + 1 < line.end[str(index)]
+
+
 def test_donated_arguments_are_saved_from_early_updates() -> None:
     """Both steps compute the same; in one of them the new weight is made before the old one's last reader."""
 

@@ -1,8 +1,8 @@
 """Our plan beside Alpa's stored solution and Megatron-style grids, under our own model: ``python -m benchmarks.never_worse``.
 
 GPT on 1 to 64 V100s as in ``published.py``, with a head that is the embedding everywhere. Ours is what the planner finds when
-it is asked for nothing but a number of microbatches: Alpa's, and that of every grid that is below what was found so far. All plans
-keep the memory budget.
+it is asked for nothing but a number of microbatches: Alpa's, and that of every grid that is below what was found so far.
+All plans keep the memory budget.
 
 Every grid is planned, none is left out by an estimate: first its cheapest plan, whatever memory it takes. Where that does
 not fit, a plan of the grid that does costs no less, so it is looked for only where the cheapest one is below ours.
@@ -27,9 +27,10 @@ from benchmarks.truth import fits, name_of, planned
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """Seconds per step; for given plans 0 and for ours inf where there is none. ``grid`` names the best one, ``seconds`` are of planning, on the CPU.
+    """Seconds per step; for given plans 0 and for ours inf where there is none. ``grid`` names the best one.
 
-    Of ``grids`` grids the cheapest plans of ``fitting`` fit the memory; ``again`` others were planned again within it.
+    The cheapest plans of ``fitting`` of ``grids`` grids fit the memory; ``again`` others were planned again within it.
+    ``search_s`` and ``given_s`` are CPU seconds of planning ours and the given ones.
     """
 
     num_gpus: int

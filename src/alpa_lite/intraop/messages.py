@@ -24,7 +24,6 @@ from alpa_lite.intraop.tie import Tie
 
 _CHUNK = 60_000  # entries of the scratch array of one minimum; more would leave the processor's cache
 _MANY_COPIES = 8  # from which on equal messages are looked for
-_ZERO = np.zeros(1, dtype=np.int64)
 
 
 Slots = Array | slice
@@ -258,10 +257,12 @@ def _least(costs: Array, messages: Array) -> Array:
         return _minimum(costs - messages[0][:, None], axis=0)[None]
     if count >= _MANY_COPIES:
         # Copies in the middle have the same messages until, one layer per sweep, those of the ends have reached them.
-        differs = np.logical_or.reduce(messages[1:] != messages[:-1], axis=1)
-        first = np.concatenate([_ZERO, np.flatnonzero(differs) + 1])
-        if 2 * len(first) <= count:
-            return np.repeat(_least(costs, messages[first]), np.diff(first, append=count), axis=0)
+        new = np.empty(count, dtype=bool)
+        new[0] = True
+        np.logical_or.reduce(messages[1:] != messages[:-1], axis=1, out=new[1:])
+        which = np.cumsum(new) - 1
+        if 2 * (int(which[-1]) + 1) <= count:
+            return _least(costs, messages[new])[which]
     step = max(1, _CHUNK // costs.size)
     if count <= step:
         return np.asarray(_minimum(costs[:, None, :] - messages.T[:, :, None], axis=0))

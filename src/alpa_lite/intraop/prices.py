@@ -128,7 +128,7 @@ def price_memory(
         priced = prices.added(unary)
         messages.set_unary(priced)
         bound = _settle(messages, upper, prices, most=_FIRST_SWEEPS if start and not count else _SWEEPS)
-        picks = improve(core, priced, costs, messages.pick())
+        picks = improve(core, priced, costs, messages.pick(), fit.around)
         profile = core.memory.profile(np.asarray(picks))
         if bound > best:
             best, chosen, stale = bound, dict(prices.value), 0

@@ -162,10 +162,11 @@ def evaluate(problem: IntraOpProblem, choice: Array) -> Score:
     picks: list[int] = np.asarray(choice).tolist()
     if len(picks) != problem.num_nodes:
         raise ValueError(f"a choice needs {problem.num_nodes} entries, got {len(picks)}")
+    parts = []
     for node, (x, costs) in enumerate(zip(picks, problem.node_costs, strict=True)):
         if not 0 <= x < len(costs):
             raise ValueError(f"{problem.name(node)} has {len(costs)} strategies, the choice names number {x}")
-    parts = [costs.item(x) for x, costs in zip(picks, problem.node_costs, strict=True)]
+        parts.append(costs.item(x))
     parts += [costs.item(picks[u], picks[v]) for u, v, costs in problem.edges]
     peak, time = _peak(usage_profile(problem, picks))
     return Score(_exact_sum(parts), peak, time)

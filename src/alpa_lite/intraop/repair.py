@@ -10,7 +10,10 @@ from alpa_lite.intraop.problem import Array
 _ROUNDS = 20
 
 
-def neighbours(core: Core) -> list[list[tuple[int, int]]]:
+Neighbours = list[list[tuple[int, int]]]
+
+
+def neighbours(core: Core) -> Neighbours:
     """Per node (edge, other end); edges to later nodes have the node as their left end."""
     around: list[list[tuple[int, int]]] = [[] for _ in core.unary]
     for e, (a, b) in enumerate(zip(core.left, core.right, strict=True)):
@@ -19,16 +22,23 @@ def neighbours(core: Core) -> list[list[tuple[int, int]]]:
     return around
 
 
-def improve(core: Core, unary: Sequence[Array], costs: Sequence[Array], picks: Sequence[int]) -> list[int]:
+def improve(
+    core: Core,
+    unary: Sequence[Array],
+    costs: Sequence[Array],
+    picks: Sequence[int],
+    around: Neighbours | None = None,
+) -> list[int]:
     """A choice that no change of one node makes cheaper; ties keep the old state.
 
     Args:
         core: for its edges.
         unary, costs: its costs, with large finite numbers for forbidden entries.
         picks: where to start.
+        around: the core's ``neighbours``, if they are known.
     """
     picks = list(picks)
-    around = neighbours(core)
+    around = neighbours(core) if around is None else around
     left = core.left
     best: dict[tuple[int, ...], int] = {}  # by costs and choices around, which copies share
     dirty = set(range(len(picks)))

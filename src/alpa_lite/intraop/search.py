@@ -11,7 +11,6 @@ from alpa_lite.intraop.messages import Messages
 from alpa_lite.intraop.prices import price_memory
 from alpa_lite.intraop.problem import IntraOpProblem
 from alpa_lite.intraop.proof import prove, prove_narrow, shifted
-from alpa_lite.intraop.repair import improve
 from alpa_lite.intraop.state import Search, is_small
 from alpa_lite.intraop.tie import Tie, tie, tied_core
 
@@ -23,7 +22,7 @@ _FEW_COPIES = (
 )
 _TIED_GAP = 5e-4  # for the tied problem, which only gives an incumbent
 _EARLY_SWEEPS = 15  # on the tied problem
-_TRIED_SWEEPS = 2  # on the untied one, from its messages
+_TRIED_SWEEPS = 1  # on the untied one, from its messages
 _PRICE_STEPS = 60
 _UNTIED_PRICE_STEPS = 10  # after those on the tied problem
 _FRONTIER_GAP = 5e-3  # from which on a search along the frontier may be complete
@@ -85,7 +84,7 @@ def _start_tied(search: Search, tied: Tie) -> Messages:
     search.offer(spread, tied=True)
     search.try_from(spread, tied=True)  # which no longer knows the memory limit
     if inner.wish is not None:
-        search.wish = improve(search.core, search.unary, search.costs, [inner.wish[g] for g in tied.group])
+        search.wish = search.improved([inner.wish[g] for g in tied.group])
     return started
 
 
@@ -115,7 +114,7 @@ def _price_memory(search: Search, messages: Messages, num_steps: int) -> None:
     """Prices on the fullest times, a bound that holds within the limit, and choices that fit."""
 
     if search.wish is None:
-        search.wish = improve(search.core, search.unary, search.costs, messages.pick())
+        search.wish = search.improved(messages.pick())
 
     def offer(picks: list[int] | None) -> float:
         if picks is not None:

@@ -10,7 +10,7 @@ from alpa_lite.intraop.core import Core, finite
 from alpa_lite.intraop.frontier import Frontier
 from alpa_lite.intraop.prices import Prices
 from alpa_lite.intraop.problem import Array
-from alpa_lite.intraop.repair import improve
+from alpa_lite.intraop.repair import Neighbours, improve, neighbours
 from alpa_lite.plan.records import SearchStep
 
 _MILP_PAIRS = 600_000  # edge entries up to which the MILP is asked for a proof; HiGHS takes about 2 KB for each
@@ -38,6 +38,7 @@ class Search:
     unit: float = 1.0
     frontier: Frontier | None = None  # made when it is first searched
     searched_gap: float = math.inf  # when that was done last
+    around: Neighbours | None = None  # of the core, found when they are first needed
 
     @classmethod
     def of(cls, core: Core, deadline: float, cutoff: float, unit: float = 1.0) -> Search:
@@ -69,7 +70,13 @@ class Search:
             self.found.append(SearchStep(objective=cost, lower_bound=self.bound, found_by="search"))
 
     def try_from(self, start: list[int], *, tied: bool = False) -> None:
-        self.offer(improve(self.core, self.unary, self.costs, start), tied=tied)
+        self.offer(self.improved(start), tied=tied)
+
+    def improved(self, start: list[int]) -> list[int]:
+        """What changes of single nodes make of a choice, memory aside."""
+        if self.around is None:
+            self.around = neighbours(self.core)
+        return improve(self.core, self.unary, self.costs, start, self.around)
 
 
 def is_small(core: Core) -> bool:

@@ -55,15 +55,19 @@ def tie(core: Core, classes: Array | None) -> Tie:
     around: list[list[int]] = [[] for _ in core.unary]
     for a, b in zip(core.left, core.right, strict=True):
         around[b].append(a)
+    kinds = (
+        range(-1, -1 - core.num_nodes, -1)
+        if classes is None
+        else classes[np.array(core.nodes, dtype=np.int64)].tolist()
+    )
     keys: dict[tuple[int, int, int], int] = {}
     group: list[int] = []
-    for i, original in enumerate(core.nodes):
-        kind = -1 - i if classes is None else int(classes[original])
-        taken = {group[j] for j in around[i]}
+    for near, kind, number in zip(around, kinds, core.unary_ids, strict=True):
+        taken = [group[j] for j in near]
         color = 0
-        while keys.get((kind, core.unary_ids[i], color), -1) in taken:
+        while keys.get((kind, number, color), -1) in taken:
             color += 1
-        group.append(keys.setdefault((kind, core.unary_ids[i], color), len(keys)))
+        group.append(keys.setdefault((kind, number, color), len(keys)))
     edge_keys: dict[tuple[int, int, int], int] = {}
     edge_group = []
     for a, b, m in zip(core.left, core.right, core.matrix_ids, strict=True):

@@ -5,8 +5,8 @@ for a moment, too much where XLA never stores a tensor. What counts is the profi
 
 - what fits without the rows is taken first;
 - else the ILP's limit is the budget;
-- if its answer, written out, is too large: a price on every byte at the fullest time (a rent), which rises until a plan fits,
-  and limits lowered by what the answers exceed the budget;
+- if its answer is dearer than the cheapest plan, or too large when written out: a price on every byte at the fullest times (a
+  rent), which rises until a plan fits, and limits lowered by what the answers exceed the budget;
 - if the ILP finds nothing at the budget itself, its limit is raised, from the smallest that any choice can keep.
 """
 
@@ -102,14 +102,20 @@ def within_budget(
     first = solved(int(budget))
     if first.peak is None:
         return (_above(solved, free, first, budget) if first.budgeted == "peak" else None) or first
-    if first.used_bytes <= budget:  # weights are counted as they are
-        return first if first.budgeted == "weights" else as_found(first, free.lower_bound)
-    found = [] if rented is None else _under_rent(rented, free, budget)
-    if not any(result.objective <= (1 + _CLOSE) * free.objective for result in found):
+    if first.used_bytes <= budget and first.budgeted == "weights":  # which are counted as they are
+        return first
+    found = [first] if first.used_bytes <= budget else []
+    if rented is not None and not _close(found, free):
+        found += _under_rent(rented, free, budget)
+    if first.used_bytes > budget and not _close(found, free):
         found += _below(solved, first, budget)
     if not found:
         return replace(first, status="over budget", realised=None, objective=math.inf, lower_bound=-math.inf)
     return as_found(min(found, key=lambda result: result.objective), free.lower_bound)
+
+
+def _close(found: Sequence[MeshResult], free: MeshResult) -> bool:
+    return any(result.objective <= (1 + _CLOSE) * free.objective for result in found)
 
 
 def _under_rent(rented: Rented, free: MeshResult, budget: float) -> list[MeshResult]:
@@ -127,7 +133,7 @@ def _under_rent(rented: Rented, free: MeshResult, budget: float) -> list[MeshRes
         if result.used_bytes > budget:
             continue
         found.append(result)
-        if number and result.objective > (1 + _CLOSE) * free.objective:
+        if number and not _close([result], free):
             result = rented(math.sqrt(share * _RENTS[number - 1]) * unit, tried)
             found += [result] if result.peak is not None and result.used_bytes <= budget else []
         break

@@ -164,16 +164,16 @@ ALPA: dict[int, Run] = {
         submeshes=((1, 2), (1, 2), (1, 4)),
         mesh_shapes=((2, 1), (2, 1), (4, 1)),
     ),
-    16: equal(16, 2, 64, (1, 8), (2, 4), tensor=True, limited=False),
-    32: equal(32, 4, 128, (1, 8), (2, 4), tensor=True, limited=False),
+    16: equal(16, 2, 64, (1, 8), (2, 4)),
+    32: equal(32, 4, 128, (1, 8), (2, 4)),
     64: equal(64, 16, 1024, (1, 4), (1, 4)),
 }
 INTRA_ONLY: dict[int, Run] = {  # the last two were run with a part of the batch, in microbatches of this size
     1: equal(1, 1, 64, (1, 1), (1, 1)),
     2: equal(2, 1, 64, (1, 2), (2, 1)),
     4: equal(4, 1, 64, (1, 4), (4, 1)),
-    8: equal(8, 1, 32, (1, 8), (4, 2), tensor=True, limited=False),
-    16: equal(16, 1, 64, (2, 8), (2, 8), tensor=True, limited=False),
+    8: equal(8, 1, 32, (1, 8), (4, 2)),
+    16: equal(16, 1, 64, (2, 8), (2, 8)),
     32: equal(32, 1, 128, (4, 8), (4, 8), tensor=True, limited=False),
     64: equal(64, 1, 512, (8, 8), (2, 32), tensor=True, limited=False),
 }

@@ -6,8 +6,9 @@ import itertools
 
 import numpy as np
 
-from alpa_lite.interop.problem import cells_of, check_problem
-from alpa_lite.interop.stage_dp import Limits, _best_toll, _Counted, _grid, _suffix_sums, best_within
+from alpa_lite.interop.problem import Limits, cells_of, check_problem
+from alpa_lite.interop.stage_dp import best_within
+from alpa_lite.interop.sum_bounds import Counted, best_toll, grid_of, suffix_sums
 
 
 def random_problem(seed: int, num_stages: int):
@@ -22,10 +23,10 @@ def random_problem(seed: int, num_stages: int):
     return check_problem(cost_s, tolerated, sizes, 8, 4, transfer_s=transfer_s, num_stages=num_stages, **more)
 
 
-def counted_of(problem) -> _Counted:
+def counted_of(problem) -> Counted:
     cells = cells_of(problem)
-    grid = _grid(problem, cells, cells.cost_s, Limits(), 1)
-    return _Counted(problem, grid, _suffix_sums(grid, grid.tolerated), 0.0)
+    grid = grid_of(problem, cells, cells.cost_s, Limits(), 1)
+    return Counted(problem, grid, suffix_sums(grid, grid.tolerated), 0.0)
 
 
 def test_no_toll_of_a_fine_grid_gives_a_higher_bound():
@@ -35,7 +36,7 @@ def test_no_toll_of_a_fine_grid_gives_a_higher_bound():
         plain, exact = counted_of(problem), best_within(problem, cells_of(problem), Limits())
         if exact is None:
             continue
-        best = _best_toll(plain, Limits())
+        best = best_toll(plain, Limits())
         highest_s = max(plain.at(toll_s).bound_s for toll_s in np.linspace(-2, 2, 41))
         assert best.bound_s >= highest_s * (1 - 1e-3), (seed, num_stages)
         assert best.bound_s <= exact.sum_s * (1 + 1e-9), (seed, num_stages)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -43,6 +44,20 @@ class SliceProblem:
     @property
     def pinned(self) -> bool:
         return bool(self.layer_stage or self.stage_submeshes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """No stage or transfer above ``time_s``, no once-per-step cost above ``once_s``, no sum of times above ``sum_s``."""
+
+    time_s: float = math.inf
+    once_s: float = math.inf
+    sum_s: float = math.inf
+
+
+def raised(limit: float) -> float:
+    """A limit that also lets through what differs from it by rounding only."""
+    return limit * (1 + TIE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

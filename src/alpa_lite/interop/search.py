@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from alpa_lite.interop.problem import Cells, Floats, SliceProblem, cells_of
-from alpa_lite.interop.stage_dp import Limits, Slicing, best_within, raised
+from alpa_lite.interop.problem import Cells, Floats, Limits, SliceProblem, cells_of, raised
+from alpa_lite.interop.stage_dp import Slicing, best_within
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -1,0 +1,238 @@
+"""Lower bounds of the sum of stage times from both ends of a pipeline, and the toll per stage that makes them tight.
+
+In come possible stages as arrays (``Grid``), out come bounds (``Counted``). The recurrence of ``stage_dp`` without the
+number of stages, with memory only as far as the fewest later stages go, is run over whole arrays, layer by layer
+(``suffix_sums``); on the mirrored pipeline it bounds what comes before a stage. Where the number of stages is fixed, a
+toll on every stage, a Lagrangian, makes the bound one of slicings with about so many (``best_toll``).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from alpa_lite.interop.problem import Cells, Floats, Ints, Limits, SliceProblem, raised
+
+Counts = NDArray[np.int32]
+
+_NEVER = 1 << 28  # a number of stages that stands for "cannot"
+_TOLLS = 10  # that are tried at most
+_FLAT = 1e-4  # of the bound: less is not worth a further toll
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Grid:
+    """The possible stages as arrays (first layer, last layer, column); columns are the submeshes that occur.
+
+    Attributes:
+        least_s: least time over the choices; inf where there is no such stage.
+        cell: row of ``Cells``, -1 where there is none.
+        tolerated: most later stages over the choices; None where memory is ample and all numbers of stages are allowed, which
+            is cheaper.
+        submeshes: of the columns.
+        sizes: of the columns, in units.
+        transfer_s: (layers - 1, columns, columns), or None.
+        num_units: devices of the cluster, in units.
+        reach: layers of the longest stage.
+    """
+
+    least_s: Floats
+    cell: Ints
+    tolerated: Counts | None
+    submeshes: Ints
+    sizes: Ints
+    transfer_s: Floats | None
+    num_units: int
+    reach: int
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.least_s)
+
+    @property
+    def width(self) -> int:
+        """How many submeshes are told apart before it is known which of them a stage gets."""
+        return 1 if self.transfer_s is None else len(self.sizes)
+
+
+def grid_of(problem: SliceProblem, cells: Cells, cost_s: Floats, limits: Limits, unit: int) -> Grid:
+    submeshes, column = np.unique(cells.submesh, return_inverse=True)
+    shape = (problem.num_layers, problem.num_layers, len(submeshes))
+    least_s, cell = np.full(shape, np.inf), np.full(shape, -1)
+    tolerated = np.full(shape, -1, dtype=np.int32)
+    where = cells.first, cells.last, column
+    least_s[where], cell[where] = cost_s.min(axis=1), np.arange(len(column))
+    tolerated[where] = np.where(cost_s < np.inf, cells.tolerated, -1).max(axis=1)
+    transfer_s = problem.transfer_s
+    if transfer_s is not None:
+        transfer_s = transfer_s[:, submeshes][:, :, submeshes]
+        transfer_s = np.where(transfer_s <= raised(limits.time_s), transfer_s, np.inf)
+    return Grid(
+        least_s=least_s,
+        cell=cell,
+        tolerated=tolerated if min(tolerated[where].min(), problem.stage_counts[-1]) < problem.num_layers else None,
+        submeshes=submeshes,
+        sizes=np.array(problem.submesh_sizes)[submeshes] // unit,
+        transfer_s=transfer_s,
+        num_units=problem.num_devices // unit,
+        reach=int((cells.last - cells.first).max()) + 1,
+    )
+
+
+def _mirrored(grid: Grid) -> Grid:
+    """The same pipeline from its end to its start."""
+    moved = grid.transfer_s
+    return replace(
+        grid,
+        least_s=grid.least_s[::-1, ::-1].transpose(1, 0, 2),
+        transfer_s=None if moved is None else moved[::-1].transpose(0, 2, 1),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Suffix:
+    """Lower bounds of the ends of a pipeline, by layer, column and units left.
+
+    Attributes:
+        start: of the sum from a stage on, which starts with this layer and has this column's submesh.
+        rest: of the sum of what follows a stage that ends before this layer, by the units left before that stage.
+        after: the same by the units left after it. Without transfers the submesh makes no difference, and its dim has the size 1.
+        fewest: stages that can follow, by the units left after it, as far as it is known; ``later`` by those left before it.
+    """
+
+    start: Floats
+    rest: Floats
+    after: Floats
+    fewest: Counts | None
+    later: Counts | None
+
+
+def suffix_sums(grid: Grid, tolerated: Counts | None) -> Suffix:
+    """Bounds from the end on; with ``tolerated`` counts, which are exact: fewer later stages only help those before, so the
+    smallest count of a suffix is all that memory has to know of it."""
+    layers, width, units = grid.num_layers, grid.width, grid.num_units + 1
+    start = np.full((layers + 1, len(grid.sizes), units), np.inf)
+    after = np.full((layers + 1, width, units), np.inf)
+    after[layers, :, 0] = 0.0
+    rest = np.full(start.shape, np.inf)  # ``after`` by the units left before the stage
+    rest[layers] = _shifted(after[layers], grid.sizes, np.inf)
+    fewest = later = None
+    if tolerated is not None:
+        fewest, later = np.full(after.shape, _NEVER, np.int32), np.full(start.shape, _NEVER, np.int32)
+        fewest[layers, :, 0] = 0
+        later[layers] = _shifted(fewest[layers], grid.sizes, _NEVER)
+    for first in range(layers - 1, -1, -1):
+        end = min(layers, first + grid.reach)
+        moved_s = None if grid.transfer_s is None or first == 0 else grid.transfer_s[first - 1]
+        sums = rest[first + 1 : end + 1] + grid.least_s[first, first:end, :, None]
+        if tolerated is not None and fewest is not None and later is not None:
+            follow = later[first + 1 : end + 1]
+            fits = follow <= tolerated[first, first:end, :, None]
+            sums = np.where(fits, sums, np.inf)
+            counts = np.where(fits, follow + 1, _NEVER).min(axis=0)
+            fewest[first] = np.minimum(
+                _entered(counts, None if moved_s is None else _NEVER * np.isinf(moved_s)), _NEVER
+            )
+            later[first] = _shifted(fewest[first], grid.sizes, _NEVER)
+        start[first] = sums.min(axis=0)
+        after[first] = _entered(start[first], moved_s)
+        rest[first] = _shifted(after[first], grid.sizes, np.inf)
+    return Suffix(start=start, rest=rest, after=after, fewest=fewest, later=later)
+
+
+def _shifted(values: Any, sizes: Ints, missing: Any) -> Any:
+    """(column, units): what is left after a stage of the column's size, by what is left before it."""
+    units = np.arange(values.shape[1]) - sizes[:, None]
+    rows = np.arange(len(sizes))[:, None] if len(values) > 1 else np.zeros((1, 1), dtype=np.int64)
+    return np.where(units >= 0, values[rows, np.maximum(units, 0)], missing)
+
+
+def _entered(start: Any, transfer: Any) -> Any:
+    """By the submesh before, the cheapest next one with the transfer to it, where there is one."""
+    if transfer is None:
+        return start.min(axis=0)
+    return (transfer[:, :, None] + start[None]).min(axis=1)
+
+
+class Counted:
+    """Bounds from both ends of the pipeline, where every stage has a toll beside its time.
+
+    Of a fixed number of stages the tolls are known: they come off the bound. A toll below 0 makes the bound one of slicings with
+    more stages, above 0 with fewer.
+    """
+
+    def __init__(self, problem: SliceProblem, grid: Grid, suffix: Suffix, toll_s: float) -> None:
+        self.problem, self.grid, self.suffix, self.toll_s = problem, grid, suffix, toll_s
+        self.most = problem.stage_counts[-1]
+
+    @property
+    def tolls_s(self) -> float:
+        return self.toll_s * self.most if self.toll_s else 0.0
+
+    @property
+    def bound_s(self) -> float:
+        return float(self.suffix.start[0, :, -1].min()) - self.tolls_s
+
+    @cached_property
+    def prefix(self) -> Suffix:
+        """The suffix of the mirrored pipeline; where stages are few it counts, so that few arcs are left."""
+        few = self.most < self.problem.num_layers
+        return suffix_sums(_mirrored(self.grid), np.full(self.grid.cell.shape, self.most, np.int32) if few else None)
+
+    def stages_behind(self) -> int:
+        """How many stages the slicing has that gives the bound."""
+        grid, suffix = self.grid, self.suffix
+        first, left, count = 0, grid.num_units, 0
+        start_s = suffix.start[0, :, left]
+        while True:
+            column, count = int(start_s.argmin()), count + 1
+            end = min(grid.num_layers, first + grid.reach)
+            sums = suffix.rest[first + 1 : end + 1, column, left] + grid.least_s[first, first:end, column]
+            if suffix.later is not None and grid.tolerated is not None:
+                fits = suffix.later[first + 1 : end + 1, column, left] <= grid.tolerated[first, first:end, column]
+                sums = np.where(fits, sums, np.inf)
+            first, left = first + 1 + int(sums.argmin()), left - int(grid.sizes[column])
+            if first == grid.num_layers:
+                return count
+            start_s = suffix.start[first, :, left]
+            if grid.transfer_s is not None:
+                start_s = start_s + grid.transfer_s[first - 1, column]
+
+    def at(self, toll_s: float) -> Counted:
+        grid = replace(self.grid, least_s=self.grid.least_s + (toll_s - self.toll_s))
+        return Counted(self.problem, grid, suffix_sums(grid, grid.tolerated), toll_s)
+
+
+def best_toll(counted: Counted, limits: Limits) -> Counted:
+    """The highest bound for a fixed number of stages, of those tried.
+
+    The bound is concave in the toll, and its slope is by how many stages the slicing behind it has too many: where the tangents
+    from both sides meet is the next toll to try (cutting planes).
+    """
+    best, low, high = counted, None, None  # low: too many stages, the toll must rise; high: too few
+    now, step_s = counted, abs(counted.bound_s) / counted.most or 1.0
+    for _ in range(_TOLLS):
+        slope = now.stages_behind() - counted.most
+        best = max(best, now, key=lambda one: one.bound_s)
+        if slope == 0 or best.bound_s > raised(limits.sum_s):
+            break
+        if slope > 0:
+            low = now, slope
+        else:
+            high = now, slope
+        if low is None or high is None:
+            toll_s = now.toll_s + math.copysign(step_s, slope)
+            step_s *= 4
+        else:
+            (left, rises), (right, falls) = low, high
+            toll_s = (right.bound_s - left.bound_s + rises * left.toll_s - falls * right.toll_s) / (rises - falls)
+            top_s = left.bound_s + rises * (toll_s - left.toll_s)
+            if not left.toll_s < toll_s < right.toll_s or top_s <= best.bound_s + _FLAT * abs(top_s):
+                break
+        now = counted.at(toll_s)
+    return max(best, now, key=lambda one: one.bound_s)

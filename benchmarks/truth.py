@@ -64,11 +64,13 @@ def cell(series: str, num_gpus: int) -> Cell:
     best = Cell(series=series, num_gpus=num_gpus, tflops=0.0, what="", peak_gib=0.0, plan_s=0.0)
     for run in published.runs(series, num_gpus):
         plan = planned(num_gpus, run)
+        if series == "megatron" and not isinstance(plan, str) and not fits(num_gpus, plan):
+            plan = planned(num_gpus, replace(run, limited=True))
         if isinstance(plan, str):
             best = best if best.tflops else replace(best, what=plan)
             continue
         reached = tflops_per_gpu(num_gpus, plan)
-        if reached > best.tflops and (run.limited or fits(num_gpus, plan) or series != "megatron"):
+        if reached > best.tflops:
             best = replace(best, tflops=reached, what=name_of(run), peak_gib=peak_gib(plan))
     return replace(best, plan_s=round(time.process_time() - start, 1))
 

@@ -158,6 +158,26 @@ def test_worked_example_inside_one_h100_host():
     assert time == pytest.approx(wire + 2 * (cluster.inside.setup_s + 7 * cluster.inside.latency_s), rel=1e-12)
 
 
+def test_groups_of_a_wired_host_get_the_rings_between_their_devices():
+    """Pairs of neighbours have one or two links of six, and any two aligned neighbours may be meant."""
+    cluster = Cluster.parse("1x8:v100-sxm2-16gb")
+    link = cluster.inside.single_bytes_per_s
+
+    def ring(cluster: Cluster, shape: tuple[int, ...], axes: tuple[str, ...]) -> float:
+        mesh = DeviceMesh(shape=shape, axis_names=("x", "y")[: len(shape)])
+        return group_of(cluster, mesh, axes).inside_bytes_per_s / link
+
+    assert ring(cluster, (8,), ("x",)) == pytest.approx(6)
+    assert ring(cluster, (2, 4), ("y",)) == pytest.approx(4)
+    assert ring(cluster, (4, 2), ("x",)) == pytest.approx(2)
+    assert ring(cluster, (4, 2), ("y",)) == ring(cluster, (2, 4), ("x",)) == pytest.approx(1)
+    part = Cluster.parse("1x2:v100-sxm2-16gb")
+    assert ring(part, (2,), ("x",)) == ring(cluster, (2,), ("x",)) == pytest.approx(1)
+    hosts = Cluster.parse("2x8:v100-sxm2-16gb")
+    assert ring(hosts, (2, 8), ("y",)) == pytest.approx(6)
+    assert ring(hosts, (4, 4), ("x",)) == pytest.approx(1)  # two of each group in each host
+
+
 def test_all_to_all_in_a_torus_travels_through_neighbours():
     mesh = DeviceMesh(shape=(16,), axis_names=("x",))
     torus = Cluster.of("tpu-v5e", num_hosts=2, devices_per_host=8)

@@ -64,7 +64,7 @@ def test_the_link_is_the_one_between_the_places():
     times = {(t.source, t.target): (t.time_s, t.size_bytes) for t in plan.pipeline.transfers if t.when == "loop"}
     time_s, size_bytes = times[0, 1]
     inside = cluster.inside
-    assert time_s == inside.setup_s + inside.latency_s + size_bytes / (4 * inside.bandwidth_bytes_per_s)
+    assert time_s == inside.setup_s + inside.latency_s + size_bytes / (4 * inside.single_bytes_per_s)
     time_s, size_bytes = times[1, 2]
     between, lanes = cluster.between, 1 if cluster.between.per_host else 4
     assert time_s == between.setup_s + between.latency_s + size_bytes / (lanes * between.bandwidth_bytes_per_s)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -95,7 +96,9 @@ def test_no_equal_cut_is_better_where_the_schedule_waits_for_transfers():
     # Hosts with slow links: the formula, which hides transfers, prefers a stage per host. With two per host only every second
     # boundary lies between hosts.
     step, args = step_of(16, 2048, batch=4096)
-    cluster = al.Cluster.parse("8x2:v100-sxm2-16gb")
+    hosts = al.Cluster.parse("8x2:v100-sxm2-16gb")
+    switch = replace(hosts.inside, topology="switch", wiring=(), detour_bytes_per_s=0.0)
+    cluster = replace(hosts, inside=switch)
 
     def planned(**cut: Any) -> Plan:
         return al.plan(step, *args, cluster=cluster, options=al.PlanOptions(num_microbatches=64, **cut))

@@ -46,6 +46,13 @@ class Cluster:
                 f"a cluster of {self.num_hosts} hosts with {self.devices_per_host} devices each has no device. Both "
                 f"numbers must be at least 1, as in '1x8:{self.device.name}'; write the number of hosts first."
             )
+        wired = len(self.inside.wiring)
+        if wired and self.devices_per_host > wired:
+            raise ClusterError(
+                f"a cluster with {self.devices_per_host} devices per host was asked for, but a host of {self.device.name} "
+                f"has {wired} devices, linked in pairs. At most {wired} are allowed; write more hosts instead, as in "
+                f"'2x{wired}:{self.device.name}'."
+            )
 
     @classmethod
     def parse(cls, text: str) -> Cluster:
@@ -93,7 +100,7 @@ class Cluster:
         Args:
             num_axes: number of axes.
             min_axis_size: 2 leaves out shapes that are really shapes of fewer axes.
-            up_to_symmetry: on one host, where all links are alike, keep one shape of those that differ only in order.
+            up_to_symmetry: on one host, if all its links are alike, keep one shape of those that differ only in order.
 
         Example:
             ``Cluster.parse("1x8:cpu").mesh_candidates(2)`` is ``((1, 8), (2, 4), (4, 2), (8, 1))``.
@@ -103,7 +110,7 @@ class Cluster:
                 f"a mesh of {num_axes} axes was asked of Cluster.mesh_candidates; it needs at least 1. Give 1, 2 or 3."
             )
         shapes = tuple(_factorisations(self.num_devices, num_axes, min_axis_size))
-        if up_to_symmetry and self.num_hosts == 1:
+        if up_to_symmetry and self.num_hosts == 1 and not self.inside.wiring:
             return tuple(shape for shape in shapes if list(shape) == sorted(shape))
         return shapes
 
@@ -119,12 +126,25 @@ class Cluster:
     def group_extent(self, mesh: DeviceMesh, axes: tuple[str, ...]) -> tuple[int, int]:
         """Over the groups along ``axes``: the most hosts that one spans, the most devices that it has in one host."""
         self.check_mesh(mesh)
-        hosts = (np.arange(mesh.num_devices) // self.devices_per_host).reshape(mesh.shape)
-        positions = [mesh.axis_names.index(axis) for axis in axes]
-        groups = np.moveaxis(hosts, positions, range(len(positions))).reshape(mesh.axes_size(axes), -1)
+        groups = _groups(mesh, axes) // self.devices_per_host
         counts = np.zeros((groups.shape[1], self.num_hosts), dtype=np.int64)  # devices of each group in each host
         np.add.at(counts, (np.broadcast_to(np.arange(groups.shape[1]), groups.shape), groups), 1)
         return int((counts > 0).sum(axis=1).max()), int(counts.max())
+
+    def group_parts(self, mesh: DeviceMesh, axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+        """Where hosts are wired in pairs: the distinct parts of the groups along ``axes`` in a host, as places in it.
+
+        A part of a host may lie at any multiple of its size. Parts of one device are left out.
+        """
+        width, wired = self.devices_per_host, len(self.inside.wiring)
+        groups = _groups(mesh, axes).T.tolist() if wired else ()
+        found = {
+            tuple(start + device % width for device in group if device // width == host)
+            for group in groups
+            for host in {device // width for device in group}
+            for start in range(0, wired, min(width, mesh.num_devices))
+        }
+        return tuple(sorted(part for part in found if len(part) > 1 and part[-1] < wired))
 
     def describe(self) -> str:
         """A few lines for people: layout, device, links."""
@@ -157,6 +177,16 @@ def _factorisations(number: int, num_axes: int, min_axis_size: int) -> Iterator[
                 yield (first, *rest)
 
 
+def _groups(mesh: DeviceMesh, axes: tuple[str, ...]) -> np.ndarray:
+    """Devices of the groups along ``axes``, shape (devices of a group, groups)."""
+    positions = [mesh.axis_names.index(axis) for axis in axes]
+    devices = np.arange(mesh.num_devices).reshape(mesh.shape)
+    return np.moveaxis(devices, positions, range(len(positions))).reshape(mesh.axes_size(axes), -1)
+
+
 def _link_text(link: Link) -> str:
     whose = "per host" if link.per_host else "per device"
-    return f"{link.bandwidth_bytes_per_s / 1e9:.4g} GB/s {whose} and direction, {format_time(link.latency_s)} a hop"
+    wired = f" ({link.single_bytes_per_s / 1e9:.4g} GB/s a link of a pair)" if link.wiring else ""
+    return (
+        f"{link.bandwidth_bytes_per_s / 1e9:.4g} GB/s {whose} and direction{wired}, {format_time(link.latency_s)} a hop"
+    )

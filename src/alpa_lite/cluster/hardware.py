@@ -9,20 +9,22 @@ from __future__ import annotations
 import difflib
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any
 
+from alpa_lite.cluster.wiring import Wiring, disjoint_rings
 from alpa_lite.errors import ClusterError
 
 BASES = ("peak", "measured", "estimate")
-TOPOLOGIES = ("switch", "torus")
+TOPOLOGIES = ("switch", "torus", "wired")
 _RATES = ("f64", "f32", "tf32", "bf16", "f16", "f8")
 _UNITS = {
     **dict.fromkeys(_RATES, "FLOP/s"),
     "memory": "byte",
     "memory_bandwidth": "byte/s",
     "bandwidth": "byte/s",
+    "detour": "byte/s",
     "matmul_efficiency": "1",
     "memory_efficiency": "1",
     "efficiency": "1",
@@ -64,7 +66,10 @@ class Link:
         latency_s: one hop.
         setup_s: starting one collective.
         per_host: the devices of a host share the bandwidth; otherwise each device has it to itself.
-        topology: "switch" (all pairs alike) or "torus" (an all-to-all travels through neighbours).
+        topology: "switch" (all pairs alike), "torus" (an all-to-all travels through neighbours) or "wired" (in pairs).
+        wiring: of a wired host, the number of links between each two of its devices; ``bandwidth_bytes_per_s`` is of all
+            links of a device.
+        detour_bytes_per_s: of a wired host, between two devices without a link.
     """
 
     bandwidth_bytes_per_s: float
@@ -72,10 +77,43 @@ class Link:
     setup_s: float
     per_host: bool = False
     topology: str = "switch"
+    wiring: Wiring = field(default=(), repr=False)
+    detour_bytes_per_s: float = 0.0
 
     def __post_init__(self) -> None:
         assert self.bandwidth_bytes_per_s > 0 and self.latency_s >= 0 and self.setup_s >= 0, self
         assert self.topology in TOPOLOGIES, self
+        assert (self.topology == "wired") == bool(self.wiring) == (self.detour_bytes_per_s > 0), self
+        assert self.wiring == tuple(zip(*self.wiring, strict=True)), "links are of both devices"
+
+    @property
+    def single_bytes_per_s(self) -> float:
+        """Of one link between two devices; devices of a wired host without one reach each other through a third."""
+        return self.bandwidth_bytes_per_s / max((sum(row) for row in self.wiring), default=1)
+
+    def ring_bytes_per_s(self, devices: tuple[int, ...]) -> float:
+        """Of the rings that a collective can use among these devices of one host, both ways around each."""
+        if not self.wiring:
+            return self.bandwidth_bytes_per_s
+        ways = 1 if len(devices) == 2 else 2  # between two, a link's two directions are one ring
+        return ways * disjoint_rings(self.wiring, devices) * self.single_bytes_per_s or self.detour_bytes_per_s
+
+    def pair_bytes_per_s(self, a: int, b: int) -> float:
+        """Directly between two devices of one host."""
+        if not self.wiring:
+            return self.bandwidth_bytes_per_s
+        return self.wiring[a][b] * self.single_bytes_per_s or self.detour_bytes_per_s
+
+    def exchange_bytes_per_s(self, devices: tuple[int, ...]) -> float:
+        """What a device sends when each sends to each other one as much, all at once; the detour is shared."""
+        if not self.wiring:
+            return self.bandwidth_bytes_per_s
+        slowest = 0.0
+        for a in devices:
+            direct = [self.wiring[a][b] for b in devices if b != a and self.wiring[a][b]]
+            around = (len(devices) - 1 - len(direct)) / self.detour_bytes_per_s
+            slowest = max(slowest, around, *(1 / (links * self.single_bytes_per_s) for links in direct))
+        return (len(devices) - 1) / slowest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,6 +217,8 @@ def _link(entry: Mapping[str, Any]) -> Link:
         setup_s=float(entry["setup"][0]),
         per_host=entry["per"] == "host",
         topology=entry["topology"],
+        wiring=tuple(tuple(row) for row in entry.get("wiring", ())),
+        detour_bytes_per_s=float(entry["detour"][0]) * float(entry["efficiency"][0]) if "detour" in entry else 0.0,
     )
 
 

@@ -5,6 +5,8 @@ Formulation, for a group of n devices on h hosts with m of them in each, and B =
 
 - *bandwidth per device*: inside a host w. Between hosts v, the network port of one device, or its share where the
   devices of a host share one port (all of them communicate at once: every group of a mesh runs the same program).
+  Where the devices of a host are wired in pairs, w is what the rings within the group reach (``cluster/wiring.py``), of
+  the slowest group, wherever in a host a mesh of this size may lie.
 - *all-gather, reduce-scatter*: NCCL's ring. (n-1)/n * B passes every edge of the ring. A ring that leaves a host can
   use the ports of all m members, as NCCL does with one channel per port: bandwidth min(w, m*v). n-1 hops, h-1 of them
   between hosts.
@@ -37,6 +39,7 @@ class Group:
     Attributes:
         num_devices, num_hosts, num_per_host: n, h and m of the module's formulation.
         inside_bytes_per_s, port_bytes_per_s: w and v.
+        exchange_bytes_per_s, pair_bytes_per_s: inside a host, of an all-to-all, and between the two that are worst linked.
         inside_latency_s, between_latency_s: of one hop.
         setup_s: of the slowest link that the group uses.
         torus: whether an all-to-all travels through neighbours.
@@ -46,6 +49,8 @@ class Group:
     num_hosts: int
     num_per_host: int
     inside_bytes_per_s: float
+    exchange_bytes_per_s: float
+    pair_bytes_per_s: float
     port_bytes_per_s: float
     inside_latency_s: float
     between_latency_s: float
@@ -67,13 +72,13 @@ class Group:
 
     def all_to_all(self) -> tuple[float, float]:
         n, m = self.num_devices, self.num_per_host
-        inside = (m - 1) / n / self.inside_bytes_per_s
+        inside = (m - 1) / n / self.exchange_bytes_per_s
         outside = (n - m) / n / self.port_bytes_per_s
         detour = max(1.0, n / 4) if self.torus else 1.0
         return self.setup_s + self.slowest_hop_s, detour * max(inside, outside)
 
     def permute(self) -> tuple[float, float]:
-        edges = [self.inside_bytes_per_s] * (self.num_per_host > 1) + [self.port_bytes_per_s] * (self.num_hosts > 1)
+        edges = [self.pair_bytes_per_s] * (self.num_per_host > 1) + [self.port_bytes_per_s] * (self.num_hosts > 1)
         return self.setup_s + self.slowest_hop_s, 1 / min(edges)
 
     def linear(self, kind: CollectiveKind) -> tuple[float, float]:
@@ -90,12 +95,16 @@ def group_of(cluster: Cluster, mesh: DeviceMesh, axes: tuple[str, ...]) -> Group
     """The largest group that a collective over ``axes`` joins."""
     num_hosts, num_per_host = cluster.group_extent(mesh, axes)
     inside, between = cluster.inside, cluster.between
+    parts = cluster.group_parts(mesh, axes)
+    pairs = {pair for part in parts for pair in itertools.combinations(part, 2)}
     sharers = min(cluster.devices_per_host, mesh.num_devices) if between.per_host else 1
     return Group(
         num_devices=mesh.axes_size(axes),
         num_hosts=num_hosts,
         num_per_host=num_per_host,
-        inside_bytes_per_s=inside.bandwidth_bytes_per_s,
+        inside_bytes_per_s=min(map(inside.ring_bytes_per_s, parts), default=inside.bandwidth_bytes_per_s),
+        exchange_bytes_per_s=min(map(inside.exchange_bytes_per_s, parts), default=inside.bandwidth_bytes_per_s),
+        pair_bytes_per_s=min((inside.pair_bytes_per_s(*p) for p in pairs), default=inside.bandwidth_bytes_per_s),
         port_bytes_per_s=between.bandwidth_bytes_per_s / sharers,
         inside_latency_s=inside.latency_s,
         between_latency_s=between.latency_s,

@@ -378,7 +378,7 @@ def _transfer_s(size_bytes: int, sender: PlannedStage, receiver: PlannedStage, c
         link = cluster.between
         if link.per_host:
             lanes = min(side.cluster.num_hosts for side in sides)
-    return link.setup_s + link.latency_s + size_bytes / (lanes * link.bandwidth_bytes_per_s)
+    return link.setup_s + link.latency_s + size_bytes / (lanes * link.single_bytes_per_s)
 
 
 def _simulated(

@@ -302,4 +302,4 @@ def round_trip_s(cluster: Cluster, first: Submesh, second: Submesh, size_bytes: 
     link = cluster.between if apart else cluster.inside
     if apart and link.per_host:
         lanes = min(first[0], second[0])
-    return 2 * (link.setup_s + link.latency_s) + size_bytes / (lanes * link.bandwidth_bytes_per_s)
+    return 2 * (link.setup_s + link.latency_s) + size_bytes / (lanes * link.single_bytes_per_s)

@@ -18,6 +18,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from itertools import islice, repeat
+from typing import NamedTuple
 
 import numpy as np
 
@@ -41,8 +43,7 @@ class Order(StrEnum):
         return self is Order.BREADTH_FIRST
 
 
-@dataclass(frozen=True, slots=True)
-class Interval:
+class Interval(NamedTuple):
     """A temporary: alive at times [lo, hi). ``region`` is the path prefix of its program ("" outer, "12.0." a body).
 
     ``copy``: a second buffer of the value, whatever becomes of the first.
@@ -65,7 +66,7 @@ class Timeline:
         num_times: length of the time axis.
         last_read: (region, value) -> end of life, for values with or without bytes.
         read_end: op path -> until when its operands must last (a fused op reads them where its result is read).
-        made: (region, value) -> when it exists, for every value.
+        made: (region, value) -> when it exists, for every value (XLA:CPU alone).
         region_end: path prefix of a program -> time after its last op.
         order: in which ops run.
         fills_early: buffers of zeros are filled at the start (XLA:CPU; XLA:GPU with collectives, as nothing waits for them).
@@ -96,33 +97,55 @@ def timeline(
 
     ``schedule``: when its own ops run, if ``order`` does not tell. ``facts``: of the program, if some are known.
     """
+    facts = Facts(program) if facts is None else facts
     result = Timeline(order=order, fills_early=order.on_cpu or (schedule is not None and schedule.overlaps))
-    _number(program, "", result, _ORDERS[order](program) if schedule is None else schedule.order)
+    _number(program, "", result, _ORDERS[order](program) if schedule is None else schedule.order, facts)
     result.num_times = max(result.num_times, 1)
-    _live(program, "", 0, result.num_times, result, Facts(program) if facts is None else facts)
+    _live(program, "", 0, result.num_times, result, facts)
     return result if schedule is None else with_moves(result, schedule)
 
 
 def with_moves(line: Timeline, schedule: Schedule) -> Timeline:
     """The same ops in the same order, conversions as ``schedule`` has them."""
-    times = [line.start[str(index)] for index in schedule.order] + [line.num_times - 1]
-    return replace(line, moves={move: (times[lo], times[hi]) for move, (lo, hi) in schedule.moves.items()})
+    order, start, last = schedule.order, line.start, line.num_times - 1
+
+    def time(place: int) -> int:
+        return start[str(order[place])] if place < len(order) else last
+
+    return replace(line, moves={move: (time(lo), time(hi)) for move, (lo, hi) in schedule.moves.items()})
 
 
-def _number(program: Program, prefix: str, out: Timeline, order: Iterable[int]) -> None:
+def _number(program: Program, prefix: str, out: Timeline, order: Iterable[int], facts: Facts) -> None:
     inside = _breadth_first if out.order.on_cpu else late_order
     ops, start, end, time = program.ops, out.start, out.end, out.num_times
+    paths = _paths(program, prefix, facts)
+    if not any(op.bodies for op in ops):
+        ordered = [paths[index] for index in order]
+        start.update(zip(ordered, range(time, time + len(ops)), strict=True))
+        end.update(zip(ordered, range(time + 1, time + len(ops) + 1), strict=True))
+        out.num_times = out.region_end[prefix] = time + len(ops)
+        return
     for index in order:
-        path = f"{prefix}{index}"
+        path = paths[index]
         start[path] = time
         time += 1
         if ops[index].bodies:
             out.num_times = time
             for b, body in enumerate(ops[index].bodies):
-                _number(body, f"{path}.{b}.", out, inside(body))
+                _number(body, f"{path}.{b}.", out, inside(body), facts)
             time = out.num_times
         end[path] = time
     out.num_times = out.region_end[prefix] = time
+
+
+def _paths(program: Program, prefix: str, facts: Facts) -> list[str]:
+    """Of the ops of a region."""
+    names = facts.of(_names, program)
+    return [prefix + name for name in names] if prefix else names
+
+
+def _names(program: Program) -> list[str]:
+    return [str(index) for index in range(len(program.ops))]
 
 
 def _breadth_first(program: Program) -> list[int]:
@@ -160,104 +183,140 @@ def _live(
     stacked: frozenset[int] = frozenset(),
 ) -> None:
     """Intervals of one region that runs during [lo, hi). ``stacked``: results that XLA:GPU writes out as they are made."""
-    # Work per value is in lists, which programs with thousands of values notice.
-    last: list[int] = [-1] * len(program.values)
-    for value in program.outputs:
-        if value >= 0 and value not in stacked:
-            last[value] = hi
     lives = facts.of(_lives, program, gpu=not out.order.on_cpu, stacked=stacked, outer=not prefix)
-    start, end, read_end = out.start, out.end, out.read_end
-    for op in reversed(lives):
-        path = prefix + op.name
-        begin = start[path]
-        reader_end = begin if op.reuses else end[path]
-        # A fused result is computed where it is read, and a view is its operand's buffer: operands must last until then.
-        for o in op.passed:
-            reader_end = max(reader_end, last[o])
-        read_end[path] = reader_end
-        for i in op.reads:
-            if last[i] < reader_end:
-                last[i] = reader_end
-        for i in op.carried:  # a loop goes on in the buffer that its carry starts in
-            last[i] = max(last[i], begin)
-    made, latest = out.made, out.num_times - 1
-    made.update({(prefix, v): lo for v in (*program.inputs, *program.constants)})
-    for op in lives:
-        path = prefix + op.name
-        begin, finish = start[path], min(end[path], latest)
-        for b, (body, written) in enumerate(op.bodies):
-            _live(body, f"{path}.{b}.", begin + 1, end[path], out, facts, written)
-        for o in op.outputs:
-            made[prefix, o] = finish
-        for o, stacks in op.stored:
-            # What a scan stacks up is written into a buffer of zeros, which depends on nothing.
-            from_zeros = stacks and out.fills_early
-            out.intervals.append(Interval(prefix, o, lo if from_zeros else begin, max(last[o], begin + 1)))
+    paths = _paths(program, prefix, facts)
+    begin = np.array([out.start[path] for path in paths], dtype=np.int64)
+    end = np.array([out.end[path] for path in paths], dtype=np.int64)
+    last = np.full(len(program.values), -1, dtype=np.int64)
+    last[lives.results] = hi
+    loops, carried = lives.carried
+    np.maximum.at(last, carried, begin[loops])  # a loop goes on in the buffer that its carry starts in
+    # A fused result is computed where it is read, and a view is its operand's buffer: operands must last until then.
+    reader_end = np.where(lives.reuses, begin, end)
+    for passing, passed, reading, read in lives.steps:
+        np.maximum.at(reader_end, passing, last[passed])
+        np.maximum.at(last, read, reader_end[reading])
+    out.read_end.update(zip(paths, reader_end.tolist(), strict=True))
+    if out.order.on_cpu:
+        out.made.update({(prefix, v): lo for v in (*program.inputs, *program.constants)})
+        finish = np.minimum(end, out.num_times - 1).tolist()
+        out.made.update({(prefix, o): at for op, at in zip(program.ops, finish, strict=True) for o in op.outputs})
+    makers, stored, stacks = lives.stored
+    # What a scan stacks up is written into a buffer of zeros, which depends on nothing.
+    made = np.where(stacks & out.fills_early, lo, begin[makers])
+    gone = np.maximum(last[stored], begin[makers] + 1)
+    rows = zip(repeat(prefix), stored.tolist(), made.tolist(), gone.tolist(), strict=False)
+    intervals = map(Interval._make, ((*row, False) for row in rows))
+    done = 0
+    for index, before, bodies in lives.bodies:
+        out.intervals += islice(intervals, before - done)
+        done = before
+        for b, (body, written) in enumerate(bodies):
+            path = f"{paths[index]}.{b}."
+            _live(body, path, int(begin[index]) + 1, int(end[index]), out, facts, written)
+    out.intervals += intervals
     if not out.order.on_cpu:
-        for index in facts.of(reordering_ops, program):
-            start = out.start[f"{prefix}{index}"]
-            out.intervals.append(Interval(prefix, program.ops[index].outputs[0], start, start + 1, copy=True))
-        for index, value in facts.of(reordered_stacks, program):
-            start = out.start[f"{prefix}{index}"]
-            out.intervals.append(Interval(prefix, value, start, start + 1, copy=True))
-    out.last_read.update({(prefix, v): t for v, t in enumerate(last) if t >= 0})
+        copies = [(index, program.ops[index].outputs[0]) for index in facts.of(reordering_ops, program)]
+        for index, value in [*copies, *facts.of(reordered_stacks, program)]:
+            at = int(begin[index])
+            out.intervals.append(Interval(prefix, value, at, at + 1, copy=True))
+    if prefix:
+        out.last_read.update({(prefix, v): t for v, t in enumerate(last.tolist()) if t >= 0})
+    else:
+        out.last_read.update(zip(lives.keys, last[lives.known].tolist(), strict=True))
 
 
-@dataclass(frozen=True, slots=True)
-class _Life:
-    """What one op does to the lives of values, whenever it runs.
+@dataclass(frozen=True, slots=True, eq=False)
+class _Lives:
+    """What the ops of a region do to the lives of values, whenever they run; pairs of arrays go together.
 
     Attributes:
-        name: its index, as text.
-        reuses: its result may lie where a dying operand did.
-        passed: results that are computed where they are read, or are views.
-        reads: values that must last until it is done; ``carried``: until it begins.
-        outputs: all results that exist.
-        stored: results with buffers, and whether a loop stacks them up.
-        bodies: of a loop or branch, each with the results that are written out as they are made.
+        results: values that last as long as the region.
+        reuses: per op, whether its result may lie where a dying operand did.
+        steps: (ops, results that they pass on; ops, values that must last until these are done), readers before what they
+            read: a result is passed on if it is computed where it is read, or is a view.
+        carried: (loops, values that must last until they begin).
+        stored: (ops, results with buffers, whether a loop stacks them up), in the order of the ops.
+        bodies: of loops and branches: op, how many of ``stored`` come before, and each body with the results that are written
+            out as they are made.
+        known: values that are ever read or are results; ``keys``: the same as tensors of the whole program.
     """
 
-    name: str
-    reuses: bool
-    passed: tuple[int, ...]
-    reads: tuple[int, ...]
-    carried: tuple[int, ...]
-    outputs: tuple[int, ...]
-    stored: tuple[tuple[int, bool], ...]
-    bodies: tuple[tuple[Program, frozenset[int]], ...]
+    results: np.ndarray
+    reuses: np.ndarray
+    steps: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]]
+    carried: tuple[np.ndarray, np.ndarray]
+    stored: tuple[np.ndarray, np.ndarray, np.ndarray]
+    bodies: list[tuple[int, int, list[tuple[Program, frozenset[int]]]]]
+    known: np.ndarray
+    keys: list[tuple[str, int]]
 
 
-def _lives(program: Program, *, gpu: bool, stacked: frozenset[int], outer: bool) -> list[_Life]:
-    """Of every op of a region; ``outer``: of the whole program, whose results have buffers of their own."""
+def _lives(program: Program, *, gpu: bool, stacked: frozenset[int], outer: bool) -> _Lives:
+    """Of a region; ``outer``: of the whole program, whose results have buffers of their own."""
     fused = fused_values(program, gpu=gpu, stacked=stacked)
     outside = {*program.inputs, *program.constants, *(program.outputs if outer else ())}
-    found = []
+    passed: list[list[int]] = []
+    reads: list[list[int]] = []
+    carried: list[tuple[int, int]] = []
+    stored: list[tuple[int, int, bool]] = []
+    bodies: list[tuple[int, int, list[tuple[Program, frozenset[int]]]]] = []
     for index, op in enumerate(program.ops):
         first, behind, view = op.num_consts, op.num_consts + op.num_carry, is_view(op)
-        carried = op.inputs[first:behind]
-        bodies = []
-        for body in op.bodies:
-            written: frozenset[int] = frozenset()
-            if op.primitive == "scan" and gpu:
-                written = frozenset(body.outputs[op.num_carry :]) - {*body.outputs[: op.num_carry], *body.inputs, -1}
-            bodies.append((body, written))
-        found.append(
-            _Life(
-                name=str(index),
-                reuses=reuses_operand(op, program, fused),
-                passed=tuple(o for o in op.outputs if o >= 0 and (fused[o] or view)),
-                reads=tuple(i for i in (*op.inputs[:first], *op.inputs[behind:]) if i >= 0),
-                carried=tuple(i for i in carried if i >= 0),
-                outputs=op.outputs,
-                stored=tuple(
-                    (o, op.primitive == "scan" and position >= op.num_carry)
-                    for position, o in enumerate(op.outputs)
-                    if not (o < 0 or fused[o] or o in outside or view)
-                ),
-                bodies=tuple(bodies),
+        if op.bodies:
+            bodies.append(
+                (index, len(stored), [(body, _written(op, body) if gpu else frozenset()) for body in op.bodies])
             )
-        )
-    return found
+        passed.append([o for o in op.outputs if o >= 0 and (fused[o] or view)])
+        reads.append([i for i in (*op.inputs[:first], *op.inputs[behind:]) if i >= 0])
+        carried += [(index, i) for i in op.inputs[first:behind] if i >= 0]
+        stored += [
+            (index, o, op.primitive == "scan" and position >= op.num_carry)
+            for position, o in enumerate(op.outputs)
+            if not (o < 0 or fused[o] or o in outside or view)
+        ]
+    results = [v for v in program.outputs if v >= 0 and v not in stacked]
+    known = sorted({*results, *(i for values in reads for i in values), *(i for _, i in carried)})
+    columns = np.array(stored, dtype=np.int64).reshape(-1, 3).T
+    return _Lives(
+        results=np.array(results, dtype=np.int64),
+        reuses=np.array([reuses_operand(op, program, fused) for op in program.ops], dtype=bool),
+        steps=_in_steps(passed, reads, len(program.values)),
+        carried=_columns(carried),
+        stored=(columns[0], columns[1], columns[2] > 0),
+        bodies=bodies,
+        known=np.array(known, dtype=np.int64),
+        keys=[("", v) for v in known],
+    )
+
+
+def _written(op: Op, body: Program) -> frozenset[int]:
+    """Results of a loop's body that XLA:GPU writes out as they are made."""
+    if op.primitive != "scan":
+        return frozenset()
+    return frozenset(body.outputs[op.num_carry :]) - {*body.outputs[: op.num_carry], *body.inputs, -1}
+
+
+def _in_steps(
+    passed: Sequence[Sequence[int]], reads: Sequence[Sequence[int]], num_values: int
+) -> list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]]:
+    """The ops' steps of ``_Lives``: those that pass nothing on first, then those whose results only these read, and so on."""
+    depth = [0] * num_values  # of the readers of a value, the largest number of a step
+    steps: list[tuple[list[tuple[int, int]], list[tuple[int, int]]]] = []
+    for index in range(len(reads) - 1, -1, -1):
+        step = max((depth[o] + 1 for o in passed[index]), default=0)
+        while len(steps) <= step:
+            steps.append(([], []))
+        steps[step][0].extend([(index, o) for o in passed[index]])
+        steps[step][1].extend([(index, i) for i in reads[index]])
+        for i in reads[index]:
+            depth[i] = max(depth[i], step)
+    return [(*_columns(one), *_columns(other)) for one, other in steps]
+
+
+def _columns(pairs: Sequence[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
+    first, second = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
+    return first, second
 
 
 def peak_usage(

@@ -88,7 +88,9 @@ class DecisionGraph:
     body_ports: dict[str, tuple[list[int], list[int]]] = field(default_factory=dict)
     loop_reads: set[int] = field(default_factory=set)
     _handed: dict[int, np.ndarray] = field(default_factory=dict)
-    _ends: list[LinkEnds] = field(default_factory=list)  # none until they are asked for, then one
+    # None until they are asked for, then one.
+    _ends: list[LinkEnds] = field(default_factory=list)
+    _chosen: list[OpChoices] = field(default_factory=list)
 
     def handed_on(self, copy: int) -> np.ndarray:
         """Per choice of a copy node, the number of the spec that it hands to the consumers."""
@@ -105,6 +107,62 @@ class DecisionGraph:
         if not self._ends:
             self._ends.append(LinkEnds.of(self))
         return self._ends[0].changed(choice)
+
+    @property
+    def op_choices(self) -> OpChoices:
+        """The choices of all ops."""
+        if not self._chosen:
+            self._chosen.append(OpChoices.of(self))
+        return self._chosen[0]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OpChoices:
+    """All strategies that ops choose from in one row, so that what they chose is found at once.
+
+    Attributes:
+        node, first: per op, its node, and where the strategies of that begin in the row.
+        sets: what the row is made of, and ``begin`` where each of them begins.
+        inside: per strategy, whether the op does an all-reduce of its own.
+    """
+
+    node: np.ndarray
+    first: np.ndarray
+    sets: list[StrategySet]
+    begin: np.ndarray
+    inside: np.ndarray
+
+    @classmethod
+    def of(cls, graph: DecisionGraph) -> OpChoices:
+        begin: dict[int, int] = {}
+        sets: list[StrategySet] = []
+        first: list[int] = []
+        total = 0
+        for number in graph.op_nodes.values():
+            strategies = graph.nodes[number].strategies
+            assert strategies is not None
+            place = begin.get(id(strategies))
+            if place is None:
+                place = begin[id(strategies)] = total
+                sets.append(strategies)
+                total += len(strategies)
+            first.append(place)
+        return cls(
+            node=np.array(list(graph.op_nodes.values()), dtype=np.int64),
+            first=np.array(first, dtype=np.int64),
+            sets=sets,
+            begin=np.array(list(begin.values()), dtype=np.int64),
+            inside=np.array([bool(axes) for some in sets for axes in some.reduce_axes], dtype=bool),
+        )
+
+    def entries(self, choice: np.ndarray) -> np.ndarray:
+        """Per op, the strategy that it chose, as a place in the row."""
+        return self.first + choice[self.node]
+
+    def strategy(self, entry: int) -> tuple[StrategySet, int]:
+        """What is at a place in the row."""
+        number = int(np.searchsorted(self.begin, entry, side="right")) - 1
+        return self.sets[number], entry - int(self.begin[number])
 
 
 @dataclass(frozen=True, slots=True, eq=False)

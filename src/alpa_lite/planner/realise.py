@@ -19,12 +19,15 @@ from alpa_lite.core.program import Op, Program
 from alpa_lite.core.spec import ShardingSpec
 from alpa_lite.costs.conversion import step_price, step_size_bytes
 from alpa_lite.costs.facts import Facts, Located, located
-from alpa_lite.intraop.decision_graph import DecisionGraph, Link
+from alpa_lite.intraop.decision_graph import DecisionGraph, Link, OpChoices
 from alpa_lite.intraop.strategies import StrategySet
 from alpa_lite.plan.records import OpDecision
 
 if TYPE_CHECKING:
     from alpa_lite.costs.model import CostModel
+
+
+_Layouts = tuple[tuple[ShardingSpec, ...], tuple[ShardingSpec, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +50,7 @@ def realise(
     """Write out ``choice`` (one number per node of ``graph``). ``facts``: of the program, if some are known."""
     facts = Facts(program) if facts is None else facts
     writer = _Writer(graph, choice, costs)
-    decisions = writer.decisions(facts.of(located, program))
+    decisions = writer.decisions(facts.of(located, program), facts.of(Decided, program))
     for number in graph.changed_links(choice):
         writer.convert(graph.links[number])
     collectives, conversions = writer.finish(program, facts)
@@ -60,6 +63,39 @@ def realise(
     )
 
 
+class Decided:
+    """Decisions of a program's ops, each made once: on other meshes most ops lie the same way."""
+
+    def __init__(self, program: Program) -> None:
+        self.paths = [path for path, _, op in program.walk() if not op.bodies]
+        self.numbers: dict[_Layouts, int] = {}
+        self.layouts: list[_Layouts] = []
+        self.made: dict[int, OpDecision] = {}
+        self.known: dict[int, tuple[OpChoices, np.ndarray]] = {}
+
+    def numbers_of(self, choices: OpChoices) -> np.ndarray:
+        """Per strategy of a graph, the number of its layouts; -1 until somebody enters it."""
+        if id(choices) not in self.known:
+            self.known[id(choices)] = choices, np.full(len(choices.inside), -1, dtype=np.int64)
+        return self.known[id(choices)][1]
+
+    def number(self, layouts: _Layouts) -> int:
+        """Of the layouts of an op's operands and results."""
+        number = self.numbers.setdefault(layouts, len(self.layouts))
+        if number == len(self.layouts):
+            self.layouts.append(layouts)
+        return number
+
+    def all(self, numbers: np.ndarray) -> list[OpDecision]:
+        """The decisions of all ops without bodies, by the numbers of their layouts."""
+        keys = (numbers * len(self.paths) + np.arange(len(self.paths))).tolist()
+        for index, key in enumerate(keys):
+            if key not in self.made:
+                operands, results = self.layouts[numbers[index]]
+                self.made[key] = OpDecision(path=self.paths[index], operands=operands, results=results)
+        return [self.made[key] for key in keys]
+
+
 class _Writer:
     def __init__(self, graph: DecisionGraph, choice: np.ndarray, costs: CostModel) -> None:
         self.graph, self.choice, self.costs = graph, choice.tolist(), costs
@@ -67,7 +103,6 @@ class _Writer:
         self.mesh = graph.conversions.mesh
         self.raw: list[tuple[str, Link, tuple[Step, ...], int]] = []
         self.inside: list[tuple[str, Collective]] = []
-        self.specs_of: dict[tuple[int, int], tuple[tuple[ShardingSpec, ...], ...]] = {}
 
     def spec(self, rank: int, number: int) -> ShardingSpec:
         return self.conversions.space(rank).specs[number]
@@ -77,32 +112,31 @@ class _Writer:
         assert n.specs is not None
         return self.spec(n.rank, int(n.specs[self.choice[node]]))
 
-    def decisions(self, ops: Sequence[Located]) -> list[OpDecision]:
-        nodes, numbers, choice, specs_of = self.graph.nodes, self.graph.op_nodes, self.choice, self.specs_of
-        found = []
-        for _, path, program, op in ops:
-            if op.bodies:
-                found.append(self.control_flow(path, op))
-                continue
-            node = numbers[path]
-            strategies, c = nodes[node].strategies, choice[node]
-            assert strategies is not None
-            key = (id(strategies), c)
-            specs = specs_of.get(key)
-            if specs is None:
-                specs = specs_of[key] = self.specs(op, strategies, c)
-            if strategies.reduce_axes[c]:
-                self.reduce_inside(path, program, op, specs[1][0], strategies.reduce_axes[c])
-            found.append(OpDecision(path=path, operands=specs[0], results=specs[1]))
-        return found
+    def decisions(self, ops: Sequence[Located], decided: Decided) -> list[OpDecision]:
+        choices = self.graph.op_choices
+        entries = choices.entries(np.array(self.choice))
+        plain = [row for row in ops if not row[3].bodies]
+        numbers = decided.numbers_of(choices)
+        for entry, index in zip(*(a.tolist() for a in np.unique(entries, return_index=True)), strict=True):
+            if numbers[entry] < 0:
+                numbers[entry] = decided.number(self.specs(plain[index][3], *choices.strategy(entry)))
+        found = decided.all(numbers[entries])
+        for index in np.flatnonzero(choices.inside[entries]).tolist():
+            strategies, c = choices.strategy(int(entries[index]))
+            _, path, program, op = plain[index]
+            self.reduce_inside(path, program, op, found[index].results[0], strategies.reduce_axes[c])
+        if len(plain) == len(ops):
+            return found
+        rest = iter(found)
+        return [self.control_flow(path, op) if op.bodies else next(rest) for _, path, _, op in ops]
 
-    def specs(self, op: Op, strategies: StrategySet, c: int) -> tuple[tuple[ShardingSpec, ...], ...]:
+    def specs(self, op: Op, strategies: StrategySet, c: int) -> _Layouts:
         """Of an op's operands and of its results; ops of one strategy share them."""
-        sides = ((op.rule.operands, strategies.operands), (op.rule.results, strategies.results))
-        return tuple(
+        operands, results = (
             tuple(self.spec(len(dims), int(numbers[c])) for dims, numbers in zip(tensors, chosen, strict=True))
-            for tensors, chosen in sides
+            for tensors, chosen in ((op.rule.operands, strategies.operands), (op.rule.results, strategies.results))
         )
+        return operands, results
 
     def reduce_inside(self, path: str, program: Program, op: Op, result: ShardingSpec, axes: tuple[str, ...]) -> None:
         value = program.values[op.outputs[0]]

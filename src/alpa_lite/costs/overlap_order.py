@@ -33,7 +33,7 @@ from alpa_lite.costs.estimated_time import (
 )
 from alpa_lite.costs.facts import Facts
 from alpa_lite.costs.fusion import fused_values, is_view, joined_updates, joins_consumers
-from alpa_lite.costs.split_matmul import local_matmul
+from alpa_lite.costs.split_matmul import local_matmul, readers_of
 from alpa_lite.plan.records import OpDecision
 
 _Layout = tuple[int, ShardingSpec]
@@ -208,7 +208,7 @@ def _graph(
         position=known.position + [0] * len(mine),
         depth=[0.0] * (num_ops + len(mine)),
     )
-    _insert(graph, program, ours, mine, known.maker)
+    _insert(graph, program, ours, mine, known.maker, facts.of(readers_of, program))
     _deepen(graph)
     return graph
 
@@ -219,6 +219,7 @@ def _insert(
     decisions: Sequence[OpDecision],
     conversions: Sequence[Conversion],
     maker: Mapping[int, int],
+    readers: Mapping[int, Sequence[int]],
 ) -> None:
     """Joins conversions to what makes their tensors and to what reads them as they are converted; the rest reads on as it did."""
     layouts: dict[_Layout, int] = {}
@@ -233,11 +234,8 @@ def _insert(
         if source is not None:
             graph.reads[number] = [source]
             graph.users[source] += 1
-    if not converted:
-        return
-    for index, op in enumerate(program.ops):
-        if converted.isdisjoint(op.inputs):
-            continue
+    for index in {reader for value in converted for reader in readers.get(value, ())}:
+        op = program.ops[index]
         for read in graph.reads[index]:
             graph.users[read] -= 1
         read = set()

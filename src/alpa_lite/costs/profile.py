@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ from alpa_lite.core.spec import ShardingSpec
 from alpa_lite.costs.buffers import SharedBlock, temporaries
 from alpa_lite.costs.dim_order import is_turned, sums_rows
 from alpa_lite.costs.facts import Facts, located
-from alpa_lite.costs.fusion import fused_values, joins_consumers, takes_producers
+from alpa_lite.costs.fusion import fused_values, joins_consumers
 from alpa_lite.costs.instructions import instruction_graph
 from alpa_lite.costs.memory import Timeline, peak_usage
 from alpa_lite.costs.overlap_order import Move
@@ -28,7 +28,16 @@ from alpa_lite.costs.split_matmul import (
     sum_is_repeated,
     workspace_bytes,
 )
-from alpa_lite.costs.tensors import category_of, products_of, reads_of, regions_of, tensors_of
+from alpa_lite.costs.tensors import (
+    MadeTensor,
+    category_of,
+    overwritten_arguments,
+    products_of,
+    reads_of,
+    regions_of,
+    takers_of,
+    tensors_of,
+)
 from alpa_lite.plan.records import LeafRole, MemoryProfile, OpDecision
 
 
@@ -105,7 +114,7 @@ def memory_profile(
         stored = _stored(facts, line, decisions, conversions, shapes)
         stored += _turned(facts, line, conversions)
         workspace = _workspace(facts, line, mesh, decisions, conversions, stored)
-        workspace += _saved_arguments(program, line, mesh, in_specs)
+        workspace += _saved_arguments(facts, line, mesh, in_specs)
         peak, time, living = _peak(stored, workspace, mesh, line.num_times, base)
         alive = [Tensor(name=t.name, size_bytes=s, category=t.category) for t, s in living]
     alive.sort(key=lambda t: (-t.size_bytes, t.name))
@@ -147,12 +156,18 @@ def step_totals(
     """Per category, bytes of arguments, results and constants, which count for the whole step."""
     totals = dict.fromkeys(("parameters", "optimizer_state", "inputs", "outputs", "constants"), 0)
     words = {LeafRole.PARAMETER: "parameters", LeafRole.OPTIMIZER_STATE: "optimizer_state"}
-    for value, spec, role in zip(program.inputs, in_specs, roles, strict=True):
-        totals[words.get(role, "inputs")] += _bytes(program, value, spec, mesh)
     donated = donated_results(program)
+    leaves = [(words.get(role, "inputs"), v, s) for v, s, role in zip(program.inputs, in_specs, roles, strict=True)]
     for position, (value, spec) in enumerate(zip(program.outputs, out_specs, strict=True)):
         if position not in donated and value >= 0:
-            totals["outputs"] += _bytes(program, value, spec, mesh)
+            leaves.append(("outputs", value, spec))
+    known: dict[tuple[tuple[int, ...], int, int], int] = {}  # leaves of one type and layout repeat
+    for word, value, spec in leaves:
+        v = program.values[value]
+        key = v.shape, v.itemsize, id(spec)
+        if key not in known:
+            known[key] = _bytes(program, value, spec, mesh)
+        totals[word] += known[key]
     totals["constants"] = sum(program.values[v].size_bytes for v in program.constants)
     return totals
 
@@ -181,7 +196,7 @@ def _stored(
     converted = {(_region_of(c.op), c.value) for c in conversions}
     items: list[Stored] = []
     last = _last_reads(facts, line, decisions, conversions, converted)
-    unstored = _unstored_layouts(facts, regions, decisions, conversions, converted)
+    unstored = _unstored_layouts(facts, regions, tensors, decisions, conversions, converted)
     for conversion in reversed(conversions):
         key = (_region_of(conversion.op), conversion.value)
         if (*key, conversion.target) in unstored:  # computed where it is read, from a source that lasts until then
@@ -213,7 +228,8 @@ def _workspace(
 ) -> list[Stored]:
     """What the partial products of split matmuls need beside their results; sizes are those on one device."""
     converted = {(_region_of(c.op), c.value) for c in conversions}
-    ops, made = facts.of(located, facts.program), {t.name: t for t in reversed(stored)}
+    ops = facts.of(located, facts.program)
+    made: dict[str, Stored] = {}
     found = []
     known: dict[tuple[int, int], tuple[Matmul | None, int]] = {}  # layers repeat
     for index, kind in facts.of(products_of, facts.program):
@@ -224,6 +240,7 @@ def _workspace(
         product, parts = known[kind, id(operands)]
         if product is None or parts == 1:
             continue
+        made = made or {t.name: t for t in reversed(stored)}
         value, begin = op.outputs[0], line.start[path]
         fused, readers = facts.of(fused_values, region, gpu=True), facts.of(readers_of, region)
         kernels = kernels_that_read(region, fused, readers, value)
@@ -258,29 +275,21 @@ def _turned(facts: Facts, line: Timeline, conversions: Sequence[Conversion]) -> 
     return found
 
 
-def _saved_arguments(
-    program: Program, line: Timeline, mesh: DeviceMesh, in_specs: Sequence[ShardingSpec]
-) -> list[Stored]:
+def _saved_arguments(facts: Facts, line: Timeline, mesh: DeviceMesh, in_specs: Sequence[ShardingSpec]) -> list[Stored]:
     """Copies of donated arguments that are overwritten before their last reader has run.
 
     Not where collectives overlap: there XLA:GPU has been seen to order the readers first.
     """
     if line.fills_early:
         return []
-    maker = {o: str(index) for index, op in enumerate(program.ops) for o in op.outputs if o >= 0}
-    first: dict[int, int] = {}
-    for index, op in enumerate(program.ops):
-        for value in op.inputs:
-            first[value] = min(first.get(value, line.num_times), line.start[str(index)])
-    saved = []
-    for position, result in program.aliases:
-        value, made = program.inputs[position], program.outputs[result]
-        if not (program.donated and program.donated[position]) or made not in maker or value == made:
-            continue
-        overwritten, end = line.end[maker[made]], line.last_read.get(("", value), 0)
+    program, saved = facts.program, []
+    for position, maker, readers in facts.of(overwritten_arguments, program):
+        value = program.inputs[position]
+        overwritten, end = line.end[maker], line.last_read.get(("", value), 0)
         if overwritten < end:
             size = _bytes(program, value, in_specs[position], mesh)
-            saved.append(Stored(first[value], end, size, ShardingSpec(()), f"%{value} saved", "temporaries"))
+            first = min(line.start[reader] for reader in readers)
+            saved.append(Stored(first, end, size, ShardingSpec(()), f"%{value} saved", "temporaries"))
     return saved
 
 
@@ -316,6 +325,7 @@ def _converted(
 def _unstored_layouts(
     facts: Facts,
     regions: dict[str, Program],
+    tensors: Mapping[tuple[str, int], MadeTensor],
     decisions: Sequence[OpDecision],
     conversions: Sequence[Conversion],
     converted: Collection[tuple[str, int]],
@@ -325,16 +335,13 @@ def _unstored_layouts(
     A sliced layout is computed by its readers if all of them can; a tensor that is only ever read through one slice, and
     made by an op that can be computed inside the slice, is made as the slice at once.
     """
-    ops = facts.of(located, facts.program)
-    reads, tensors = (
-        facts.of(reads_of, facts.program),
-        facts.of(tensors_of, facts.program, parameter_shapes=frozenset()),
-    )
+    ops, takers = facts.of(located, facts.program), facts.of(takers_of, facts.program)
+    reads = facts.of(reads_of, facts.program)
     readers: dict[tuple[str, int, ShardingSpec], list[bool]] = defaultdict(list)
     makers: dict[tuple[str, int], tuple[Op, ShardingSpec]] = {}
     for key in converted:
         for index, operand in reads.get(key, ()):
-            readers[*key, decisions[index].operands[operand]].append(takes_producers(ops[index][3]))
+            readers[*key, decisions[index].operands[operand]].append(takers[index])
         if key in tensors:
             index, result = tensors[key][:2]
             makers[key] = ops[index][3], decisions[index].results[result]

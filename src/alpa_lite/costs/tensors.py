@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 from alpa_lite.core.program import Program
 from alpa_lite.costs.facts import located
+from alpa_lite.costs.fusion import takes_producers
+from alpa_lite.costs.split_matmul import readers_of
 
 
 def category_of(scope: str, parameter_shaped: bool) -> str:
@@ -63,4 +65,21 @@ def products_of(program: Program) -> list[tuple[int, int]]:
         if op.primitive == "dot_general":
             values = tuple(owner.values[v] if v >= 0 else None for v in (*op.inputs, *op.outputs))
             found.append((index, kinds.setdefault((id(op.rule), values), len(kinds))))
+    return found
+
+
+def takers_of(program: Program) -> list[bool]:
+    """Per op whether it can compute what it reads itself."""
+    return [takes_producers(op) for _, _, op in program.walk()]
+
+
+def overwritten_arguments(program: Program) -> list[tuple[int, str, list[str]]]:
+    """Donated arguments by position, each with the op that makes what lies there afterwards, and with those that read it."""
+    maker = {o: str(index) for index, op in enumerate(program.ops) for o in op.outputs if o >= 0}
+    readers = readers_of(program)
+    found = []
+    for position, result in program.aliases:
+        value, made = program.inputs[position], program.outputs[result]
+        if program.donated and program.donated[position] and made in maker and value != made and value in readers:
+            found.append((position, maker[made], [str(index) for index in readers[value]]))
     return found

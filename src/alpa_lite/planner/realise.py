@@ -103,6 +103,7 @@ class _Writer:
         self.mesh = graph.conversions.mesh
         self.raw: list[tuple[str, Link, tuple[Step, ...], int]] = []
         self.inside: list[tuple[str, Collective]] = []
+        self.prices: dict[tuple[int, tuple[int, ...], int], tuple[int, float, tuple[str, ...]]] = {}
 
     def spec(self, rank: int, number: int) -> ShardingSpec:
         return self.conversions.space(rank).specs[number]
@@ -228,7 +229,7 @@ class _Writer:
 
     def finish(self, program: Program, facts: Facts) -> tuple[tuple[Collective, ...], tuple[Conversion, ...]]:
         """Number the collectives in program order."""
-        ops = facts.of(_by_path, program)
+        ops, inputs = facts.of(_by_path, program), facts.of(_input_names, program)
         order = facts.of(_place_order, program)
         self.raw.sort(key=lambda item: order[_existing(item[0], order)])
         collectives: list[Collective] = []
@@ -241,8 +242,8 @@ class _Writer:
                     numbers.append(-1)
                     continue
                 numbers.append(len(collectives))
-                collectives.append(self.collective(step, link, path, program, ops))
-            prices = [step_price(step, link.shape, link.itemsize, self.mesh, self.costs) for step in steps]
+                collectives.append(self.collective(step, link, path, inputs, ops))
+            price = sum(self.priced(step, link)[1] for step in steps)
             conversions.append(
                 Conversion(
                     op=path,
@@ -250,29 +251,38 @@ class _Writer:
                     steps=steps,
                     collectives=tuple(numbers),
                     made_by=link.made_at,
-                    cost=sum(prices) * max(1, round(link.weight)) * readers,
+                    cost=price * max(1, round(link.weight)) * readers,
                     readers=readers,
                 )
             )
         collectives += [c for _, c in self.inside]
         return tuple(collectives), tuple(conversions)
 
-    def collective(self, step: Step, link: Link, path: str, program: Program, ops: dict[str, Op]) -> Collective:
+    def priced(self, step: Step, link: Link) -> tuple[int, float, tuple[str, ...]]:
+        """Bytes, price and axes of one step; layers repeat."""
+        key = id(step), link.shape, link.itemsize
+        found = self.prices.get(key)
+        if found is None:
+            size = step_size_bytes(step, link.shape, link.itemsize, self.mesh) if step.kind is not None else 0
+            price = step_price(step, link.shape, link.itemsize, self.mesh, self.costs)
+            found = self.prices[key] = size, price, self.mesh.sort_axes(step.axes)
+        return found
+
+    def collective(self, step: Step, link: Link, path: str, inputs: dict[int, str], ops: dict[str, Op]) -> Collective:
         assert step.kind is not None
-        axes = self.mesh.sort_axes(step.axes)
-        size = step_size_bytes(step, link.shape, link.itemsize, self.mesh)
+        size, price, axes = self.priced(step, link)
         source = ops[link.made_at].source if link.made_at in ops else ""
         if not source and path in ops:
             source = ops[path].source
         tensor = f"%{link.value}"
-        if not link.region and link.value in program.inputs and program.input_paths:
-            tensor = program.input_paths[program.inputs.index(link.value)]
+        if not link.region:
+            tensor = inputs.get(link.value, tensor)
         return Collective(
             kind=step.kind,
             axes=axes,
             size_bytes=size,
             count=max(1, round(link.weight)),
-            time_s=step_price(step, link.shape, link.itemsize, self.mesh, self.costs),
+            time_s=price,
             op=path,
             source=source,
             tensor=tensor,
@@ -295,6 +305,11 @@ def _existing(path: str, order: dict[str, int]) -> str:
 
 def _by_path(program: Program) -> dict[str, Op]:
     return {path: op for path, _, op in program.walk()}
+
+
+def _input_names(program: Program) -> dict[int, str]:
+    """Value -> path of the argument that it is."""
+    return dict(reversed(list(zip(program.inputs, program.input_paths, strict=False))))
 
 
 def _place_order(program: Program) -> dict[str, int]:

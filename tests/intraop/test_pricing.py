@@ -12,7 +12,8 @@ from alpa_lite.costs.conventions import cost_model
 from alpa_lite.costs.conversion import Conversions
 from alpa_lite.costs.facts import Facts
 from alpa_lite.costs.memory import Order, timeline
-from alpa_lite.intraop.decisions import build_graph, gathers_to
+from alpa_lite.intraop.decisions import build_graph
+from alpa_lite.intraop.domains import gathers_to
 from alpa_lite.intraop.pricing import Pricer
 from alpa_lite.trace.program import trace
 

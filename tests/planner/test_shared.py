@@ -11,8 +11,9 @@ import pytest
 
 from alpa_lite.costs.conversion import Conversions
 from alpa_lite.intraop.decisions import build_graph
+from alpa_lite.intraop.derive import derive
 from alpa_lite.intraop.slots import slots_of
-from alpa_lite.intraop.strategies import mesh_class
+from alpa_lite.intraop.strategies import KnownStrategies, mesh_class
 from alpa_lite.planner.shared import sizes_of
 from alpa_lite.trace.program import trace
 from tests.harness import RandomCosts, device_mesh
@@ -29,21 +30,37 @@ def layers(x, w):
     return y.sum(), jnp.max(y @ w.T, axis=1), jax.lax.scan(lambda c, row: (c + row, row * 2), jnp.zeros(12), y)
 
 
-def described(program, mesh):
-    """Everything that a decision graph and its slots say, less objects' identities."""
+def built(program, mesh):
     graph = build_graph(program, Conversions(mesh=mesh, costs=RandomCosts(0)))
-    slots = slots_of(program, graph)
-    nodes = []
-    for node in graph.nodes:
-        made = node.strategies
-        arrays = [node.specs, node.pairs]
-        if made is not None:
-            arrays += [made.assignment, *made.operands, *made.results]
-            nodes.append((made.used, made.reduce_axes))
-        nodes.append((node.kind, node.name, node.size, [None if a is None else np.asarray(a).tolist() for a in arrays]))
-    links = [(k.value, k.producer.node, [c.node for c in k.consumers], k.copy) for k in graph.links]
+    return graph, slots_of(program, graph)
+
+
+def lists(*arrays):
+    return [None if a is None else np.asarray(a).tolist() for a in arrays]
+
+
+def chosen(node):
+    made = node.strategies
+    own = () if made is None else (made.assignment, *made.operands, *made.results)
+    used = () if made is None else (made.used, made.reduce_axes)
+    return node.kind, node.name, node.size, used, lists(node.specs, node.pairs, *own)
+
+
+def described(graph, slots):
+    """Everything that a decision graph and its slots say, less objects' identities."""
+    nodes = [chosen(node) for node in graph.nodes]
+    links = [
+        (k.value, k.copy, [(e.node, e.path, lists(e.specs)) for e in (k.producer, *k.consumers)]) for k in graph.links
+    ]
     specs = [str(graph.conversions.space(rank).specs) for rank in range(4)]
-    return nodes, links, graph.inputs, graph.outputs, specs, slots.nodes, slots.edges
+    priced = [chosen(slot.node) for slot in slots.node_slots]
+    priced += [
+        (lists(slot.pairs), [(e.node, lists(e.specs)) for e in (slot.producer, *slot.ends)], slot.looped)
+        for slot in slots.edge_slots
+    ]
+    choice = np.array([node.size - 1 for node in graph.nodes])
+    written = graph.changed_links(choice), graph.op_choices.entries(choice).tolist(), graph.names
+    return nodes, links, graph.inputs, graph.outputs, specs, slots.nodes, slots.edges, priced, written
 
 
 @pytest.mark.parametrize("shapes", [ONE_AXIS, TWO_AXES], ids=["one axis", "two axes"])
@@ -52,7 +69,28 @@ def test_meshes_of_one_class_have_one_graph(shapes):
     sizes, found = sizes_of(program), {}
     for shape in shapes:
         mesh = device_mesh(shape)
-        graph = described(program, mesh)
+        graph = described(*built(program, mesh))
         first, expected = found.setdefault(mesh_class(mesh, sizes), (shape, graph))
         assert graph == expected, (first, shape)
     assert len(found) < len(shapes)
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("shapes", [ONE_AXIS, TWO_AXES], ids=["one axis", "two axes"])
+def test_a_graph_that_follows_from_another_is_the_one_that_is_built(shapes):
+    program = trace(layers, (X, W), {}).program
+    bases: dict[tuple[bool, ...], list[tuple[object, ...]]] = {}
+    followed = 0
+    for shape in shapes:
+        mesh = device_mesh(shape)
+        own = built(program, mesh)
+        expected = described(*own)
+        for graph, slots in bases.setdefault(tuple(n > 1 for n in shape), [])[-2:]:
+            derived = derive(graph, slots, Conversions(mesh=mesh, costs=RandomCosts(0)), KnownStrategies())
+            if derived is None:  # it has other copies of arguments
+                assert len(graph.nodes) != len(own[0].nodes)
+                continue
+            assert described(*derived) == expected, shape
+            followed += 1
+        bases[tuple(n > 1 for n in shape)].append(own)
+    assert 2 * followed > len(shapes)

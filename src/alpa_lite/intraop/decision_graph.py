@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
 from alpa_lite.core.program import Op, Program
+from alpa_lite.core.rule import OpShardingRule
 from alpa_lite.costs.conversion import Conversions
 from alpa_lite.intraop.strategies import StrategySet
 
@@ -71,6 +73,23 @@ class Link:
 
 
 @dataclass(eq=False, slots=True)
+class Domains:
+    """What nodes choose from, each made once, by what it is made for; nothing of that is the size of a mesh axis.
+
+    Attributes:
+        sets: (identity of a rule, which operands may be partial sums, whether every axis must be used) -> rule, strategies.
+        ports: (shape, whether partial sums are allowed, whether it is fixed) -> specs.
+        stacked: identity of a port's specs -> rank, specs of the stack of such tensors.
+        copies: by kind and ends of the links, the kind, one of these links, and its specs or (made, handed on) pairs.
+    """
+
+    sets: dict[tuple[int, tuple[bool, ...], bool], tuple[OpShardingRule, StrategySet]] = field(default_factory=dict)
+    ports: dict[tuple[tuple[int, ...], bool, bool], np.ndarray] = field(default_factory=dict)
+    stacked: dict[int, tuple[int, np.ndarray]] = field(default_factory=dict)
+    copies: dict[tuple[object, ...], tuple[str, Link, np.ndarray]] = field(default_factory=dict)
+
+
+@dataclass(eq=False, slots=True)
 class DecisionGraph:
     """All decisions of one program on one mesh.
 
@@ -80,17 +99,19 @@ class DecisionGraph:
     """
 
     conversions: Conversions
-    nodes: list[Node] = field(default_factory=list)
-    links: list[Link] = field(default_factory=list)
+    nodes: Sequence[Node] = field(default_factory=list)
+    links: Sequence[Link] = field(default_factory=list)
     inputs: list[int] = field(default_factory=list)
     outputs: list[int] = field(default_factory=list)
     op_nodes: dict[str, int] = field(default_factory=dict)
     body_ports: dict[str, tuple[list[int], list[int]]] = field(default_factory=dict)
     loop_reads: set[int] = field(default_factory=set)
-    _handed: dict[int, np.ndarray] = field(default_factory=dict)
+    made: Domains = field(default_factory=Domains)
+    _handed: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
     # None until they are asked for, then one.
     _ends: list[LinkEnds] = field(default_factory=list)
     _chosen: list[OpChoices] = field(default_factory=list)
+    _names: list[tuple[str, ...]] = field(default_factory=list)
 
     def handed_on(self, copy: int) -> np.ndarray:
         """Per choice of a copy node, the number of the spec that it hands to the consumers."""
@@ -98,15 +119,37 @@ class DecisionGraph:
         if node.pairs is None:
             assert node.specs is not None
             return node.specs
-        if copy not in self._handed:
-            self._handed[copy] = node.pairs[:, 1].copy()
-        return self._handed[copy]
+        return self.handed(node.pairs)
+
+    def handed(self, pairs: np.ndarray) -> np.ndarray:
+        """What is handed on by (made, handed on) pairs."""
+        if id(pairs) not in self._handed:
+            self._handed[id(pairs)] = pairs, pairs[:, 1].copy()
+        return self._handed[id(pairs)][1]
 
     def changed_links(self, choice: np.ndarray) -> list[int]:
         """Numbers of the links whose value is handed on or read in another spec than it is made in."""
+        return self.link_ends.changed(choice)
+
+    @property
+    def link_ends(self) -> LinkEnds:
+        """The ends of all links."""
         if not self._ends:
             self._ends.append(LinkEnds.of(self))
-        return self._ends[0].changed(choice)
+        return self._ends[0]
+
+    def share(self, ends: LinkEnds, choices: OpChoices, names: tuple[str, ...]) -> None:
+        """Enters what is known from another graph."""
+        self._ends.append(ends)
+        self._chosen.append(choices)
+        self._names.append(names)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the nodes."""
+        if not self._names:
+            self._names.append(tuple(node.name for node in self.nodes))
+        return self._names[0]
 
     @property
     def op_choices(self) -> OpChoices:
@@ -121,43 +164,38 @@ class OpChoices:
     """All strategies that ops choose from in one row, so that what they chose is found at once.
 
     Attributes:
-        node, first: per op, its node, and where the strategies of that begin in the row.
+        node, number: per op, its node, and which of ``sets`` that chooses from.
         sets: what the row is made of, and ``begin`` where each of them begins.
         inside: per strategy, whether the op does an all-reduce of its own.
     """
 
     node: np.ndarray
-    first: np.ndarray
+    number: np.ndarray
     sets: list[StrategySet]
     begin: np.ndarray
     inside: np.ndarray
 
     @classmethod
     def of(cls, graph: DecisionGraph) -> OpChoices:
-        begin: dict[int, int] = {}
-        sets: list[StrategySet] = []
-        first: list[int] = []
-        total = 0
-        for number in graph.op_nodes.values():
-            strategies = graph.nodes[number].strategies
+        nodes = list(graph.op_nodes.values())
+        sets: dict[int, StrategySet] = {}
+        numbers: dict[int, int] = {}
+        number = []
+        for node in nodes:
+            strategies = graph.nodes[node].strategies
             assert strategies is not None
-            place = begin.get(id(strategies))
-            if place is None:
-                place = begin[id(strategies)] = total
-                sets.append(strategies)
-                total += len(strategies)
-            first.append(place)
-        return cls(
-            node=np.array(list(graph.op_nodes.values()), dtype=np.int64),
-            first=np.array(first, dtype=np.int64),
-            sets=sets,
-            begin=np.array(list(begin.values()), dtype=np.int64),
-            inside=np.array([bool(axes) for some in sets for axes in some.reduce_axes], dtype=bool),
-        )
+            sets.setdefault(id(strategies), strategies)
+            number.append(numbers.setdefault(id(strategies), len(numbers)))
+        return cls.over(np.array(nodes, dtype=np.int64), np.array(number, dtype=np.int64), list(sets.values()))
+
+    @classmethod
+    def over(cls, node: np.ndarray, number: np.ndarray, sets: list[StrategySet]) -> OpChoices:
+        inside = np.array([bool(axes) for some in sets for axes in some.reduce_axes], dtype=bool)
+        return cls(node=node, number=number, sets=sets, begin=_begins(sets), inside=inside)
 
     def entries(self, choice: np.ndarray) -> np.ndarray:
         """Per op, the strategy that it chose, as a place in the row."""
-        return self.first + choice[self.node]
+        return self.begin[self.number] + choice[self.node]
 
     def strategy(self, entry: int) -> tuple[StrategySet, int]:
         """What is at a place in the row."""
@@ -170,26 +208,27 @@ class LinkEnds:
     """The ends of all links in a few arrays, so that those few links are found that some choice converts.
 
     Attributes:
-        numbers: spec numbers of all ends, those of equal ends once.
-        node, first: per end, its node, and where its spec numbers begin.
+        node, number: per end, its node, and which of ``specs`` its spec numbers are.
         link: per end, its link; the producer's comes first, then the copy's if there is one, then the consumers'.
         producer: per link, the producer's end.
+        specs: spec numbers of equal ends once, and ``begin`` where each begin in ``all_specs``.
     """
 
-    numbers: np.ndarray
     node: np.ndarray
-    first: np.ndarray
+    number: np.ndarray
     link: np.ndarray
     producer: np.ndarray
+    specs: list[np.ndarray]
+    begin: np.ndarray
+    all_specs: np.ndarray
 
     @classmethod
     def of(cls, graph: DecisionGraph) -> LinkEnds:
-        begin: dict[int, int] = {}
+        numbers: dict[int, int] = {}
         parts: list[np.ndarray] = []
         nodes: list[int] = []
-        first: list[int] = []
+        number: list[int] = []
         counts: list[int] = []
-        total = 0
         for link in graph.links:
             ends = [(link.producer.node, link.producer.specs)]
             if link.copy >= 0:
@@ -197,21 +236,30 @@ class LinkEnds:
             ends += [(end.node, end.specs) for end in link.consumers]
             counts.append(len(ends))
             for node, specs in ends:
-                place = begin.get(id(specs))
-                if place is None:
-                    place = begin[id(specs)] = total
+                found = numbers.get(id(specs))
+                if found is None:
+                    found = numbers[id(specs)] = len(parts)
                     parts.append(specs)
-                    total += len(specs)
                 nodes.append(node)
-                first.append(place)
-        numbers = np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
+                number.append(found)
         count = np.array(counts, dtype=np.int64)
         link_of = np.repeat(np.arange(len(counts)), count)
-        return cls(
-            numbers, np.array(nodes, dtype=np.int64), np.array(first, dtype=np.int64), link_of, np.cumsum(count) - count
-        )
+        ends_of = np.array(nodes, dtype=np.int64), np.array(number, dtype=np.int64)
+        return cls.over(*ends_of, link_of, np.cumsum(count) - count, parts)
+
+    @classmethod
+    def over(
+        cls, node: np.ndarray, number: np.ndarray, link: np.ndarray, producer: np.ndarray, specs: list[np.ndarray]
+    ) -> LinkEnds:
+        every = np.concatenate(specs) if specs else np.zeros(0, dtype=np.int64)
+        return cls(node, number, link, producer, specs, _begins(specs), every)
 
     def changed(self, choice: np.ndarray) -> list[int]:
         """As ``DecisionGraph.changed_links``."""
-        specs = self.numbers[self.first + choice[self.node]]
+        specs = self.all_specs[self.begin[self.number] + choice[self.node]]
         return np.unique(self.link[specs != specs[self.producer][self.link]]).tolist()
+
+
+def _begins(parts: Sequence[Sized]) -> np.ndarray:
+    """Where each part begins in all of them behind one another."""
+    return np.cumsum([0, *map(len, parts)])[:-1]

@@ -15,15 +15,14 @@ everything counts times the trip count.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 
 import numpy as np
 
 from alpa_lite.core.program import Op, Program
-from alpa_lite.core.spec import ShardingSpec
 from alpa_lite.costs.conversion import Conversions
 from alpa_lite.intraop.decision_graph import DecisionGraph, End, Link, Node
+from alpa_lite.intraop.domains import DomainMaker
 from alpa_lite.intraop.strategies import KnownStrategies, StrategySet, fixed_strategy
 
 _EndKind = tuple[np.ndarray, tuple[int, int, int]]
@@ -53,40 +52,27 @@ def build_graph(
     return builder.graph
 
 
-class _Builder:
-    """Makes nodes; equal strategy sets, port domains and copy domains are made once."""
+class _Builder(DomainMaker):
+    """Makes nodes."""
 
     def __init__(
         self, conversions: Conversions, sharded_contractions: bool, per_reader: bool, known: KnownStrategies
     ) -> None:
-        self.graph = DecisionGraph(conversions=conversions)
-        self.conversions = conversions
+        self.nodes: list[Node] = []
+        self.links: list[Link] = []
+        super().__init__(DecisionGraph(conversions=conversions, nodes=self.nodes, links=self.links), known)
         self.sharded_contractions = sharded_contractions
         self.per_reader = per_reader
-        self.known = known
-        self.by_rule: dict[tuple[object, ...], StrategySet] = {}
         self.partial: dict[tuple[object, ...], bool] = {}
         self.known_ends: dict[int, tuple[list[_EndKind], list[_EndKind]]] = {}
-        self.port_specs: dict[tuple[object, ...], np.ndarray] = {}
-        self.copy_domains: dict[tuple[object, ...], np.ndarray] = {}
-        self.loop_reads = self.graph.loop_reads
-        self.stack_maps: dict[int, np.ndarray] = {}
-        self.stacked: dict[int, np.ndarray] = {}
 
     def add(self, node: Node) -> int:
-        self.graph.nodes.append(node)
-        return len(self.graph.nodes) - 1
+        self.nodes.append(node)
+        return len(self.nodes) - 1
 
     def port(self, name: str, shape: tuple[int, ...], weight: float, *, unreduced: bool, fixed: bool = False) -> int:
         """A node that chooses the spec of one tensor; ``fixed`` = replicated."""
-        key = (shape, unreduced, fixed)
-        if key not in self.port_specs:
-            space = self.conversions.space(len(shape))
-            valid = space.valid(shape)
-            keep = [i for i, s in enumerate(space.specs) if valid[i] and (unreduced or not s.unreduced)]
-            keep.sort(key=lambda i: (not space.specs[i].is_replicated, i))
-            self.port_specs[key] = np.array(keep[:1] if fixed else keep, dtype=np.int64)
-        specs = self.port_specs[key]
+        specs = self.port_domain(shape, unreduced, fixed)
         return self.add(Node("port", name, len(specs), weight, specs=specs, rank=len(shape), shape=shape))
 
     def port_end(self, node: int, path: str = "", stacked: bool = False) -> End:
@@ -95,33 +81,18 @@ class _Builder:
         assert n.specs is not None
         if not stacked:
             return End(node, n.specs, ("port", id(n.specs)), path)
-        if id(n.specs) not in self.stacked:
-            self.stacked[id(n.specs)] = self.stack_map(n.rank)[n.specs]
-        return End(node, self.stacked[id(n.specs)], ("stacked", id(n.specs)), path)
-
-    def stack_map(self, rank: int) -> np.ndarray:
-        """Spec number of a slice -> spec number of the stacked tensor."""
-        if rank not in self.stack_maps:
-            inner, outer = self.conversions.space(rank), self.conversions.space(rank + 1)
-            self.stack_maps[rank] = np.array(
-                [outer.index[ShardingSpec(((), *s.dims), s.unreduced)] for s in inner.specs], dtype=np.int64
-            )
-        return self.stack_maps[rank]
+        if id(n.specs) not in self.made.stacked:
+            self.made.stacked[id(n.specs)] = n.rank, self.stack_map(n.rank)[n.specs]
+        return End(node, self.made.stacked[id(n.specs)][1], ("stacked", id(n.specs)), path)
 
     def strategies(self, op: Op, unreduced: tuple[bool, ...]) -> StrategySet:
         if op.layout is not None:
             return fixed_strategy(op, self.conversions.mesh, self.conversions)
         strict = self.sharded_contractions and op.primitive in CONTRACTIONS
         quick = (id(op.rule), unreduced, strict)
-        if quick not in self.by_rule:
-            self.by_rule[quick] = self.known.of(
-                op.rule,
-                self.conversions.mesh,
-                self.conversions,
-                unreduced_inputs=unreduced,
-                sharded_contractions=strict,
-            )
-        return self.by_rule[quick]
+        if quick not in self.made.sets:
+            self.made.sets[quick] = op.rule, self.strategies_of(op.rule, unreduced, strict)
+        return self.made.sets[quick][1]
 
     def ends(self, strategies: StrategySet) -> tuple[list[_EndKind], list[_EndKind]]:
         """Spec numbers of all operands and all results, and what identifies them."""
@@ -308,93 +279,30 @@ class _Region:
         for link in self.links.values():
             if self.b.per_reader:
                 if link.consumers and self.unreduced[link.value]:
-                    self.reduce_once(link)
+                    pairs, name, rank = (
+                        self.b.copy_domain("reduced", link),
+                        f"{self.prefix}%{link.value}",
+                        len(link.shape),
+                    )
+                    node = Node("copy", name, len(pairs), self.weight, rank=rank, pairs=pairs, shape=link.shape)
+                    node.specs = self.b.graph.handed(pairs)
+                    link.copy = self.b.add(node)
             elif (len(link.consumers) > 1 and len({c.node for c in link.consumers}) > 1) or (
-                link.made_at == "in" and not self.prefix and self.in_loops(link)
+                link.made_at == "in" and not self.prefix and self.b.in_loops(link)
             ):
                 name, rank = f"{self.prefix}%{link.value}", len(link.shape)
                 if link.made_at == "in" and not self.prefix:
-                    pairs = self.argument_pairs(link)
+                    pairs = self.b.copy_domain("pairs", link)
                     if len(pairs):
                         node = Node("copy", name, len(pairs), self.weight, rank=rank, pairs=pairs, shape=link.shape)
                         link.copy = self.b.add(node)
                 elif rank:
-                    specs = self.handed_on(link)
+                    specs = self.b.copy_domain("handed on", link)
                     node = Node("copy", name, len(specs), self.weight, rank=rank, specs=specs, shape=link.shape)
                     link.copy = self.b.add(node)
-            self.b.graph.links.append(link)
-
-    def handed_on(self, link: Link) -> np.ndarray:
-        """Specs in which a value may be handed to its consumers: as it is made, or as several of them want it."""
-        key = (link.producer.key, link.shape, tuple(dict.fromkeys(c.key for c in link.consumers)))
-        cache = self.b.copy_domains
-        if key not in cache:
-            made = {*link.producer.specs.tolist(), *self.wanted(link)}
-            cache[key] = np.array(sorted(made), dtype=np.int64)
-        return cache[key]
-
-    def reduce_once(self, link: Link) -> None:
-        """A copy node that reduces partial sums, for all consumers together."""
-        key = ("reduced", link.producer.key, link.shape)
-        cache, rank = self.b.copy_domains, len(link.shape)
-        if key not in cache:
-            space = self.b.conversions.space(rank)
-            valid = space.valid(link.shape)
-            rows = []
-            for made in sorted(set(link.producer.specs.tolist())):
-                before = space.specs[made]
-                after = [i for i, s in enumerate(space.specs) if valid[i] and _reduces_to(before, s)]
-                rows += [(made, i) for i in after] if before.unreduced else [(made, made)]
-            pairs = np.array(rows, dtype=np.int64).reshape(-1, 2)
-            cache[key], cache[(*key, "after")] = pairs, pairs[:, 1].copy()
-        pairs, name = cache[key], f"{self.prefix}%{link.value}"
-        node = Node("copy", name, len(pairs), self.weight, rank=rank, pairs=pairs, shape=link.shape)
-        node.specs = cache[(*key, "after")]
-        link.copy = self.b.add(node)
-
-    def wanted(self, link: Link) -> list[int]:
-        """Specs that at least two consumers can read."""
-        valid = self.b.conversions.space(len(link.shape)).valid(link.shape)
-        count: dict[int, int] = defaultdict(int)
-        for consumer in link.consumers:
-            for spec in set(consumer.specs.tolist()):
-                count[spec] += 1
-        return [s for s in sorted(count) if count[s] > 1 and valid[s]]
-
-    def in_loops(self, link: Link) -> list[End]:
-        """Consumers that read the value in every iteration: a second layout of it is kept while the loop runs."""
-        return [c for c in link.consumers if c.node in self.b.loop_reads] if self.b.loop_reads else []
-
-    def argument_pairs(self, link: Link) -> np.ndarray:
-        """(passed, handed on) spec numbers; empty if no conversion can be shared or is kept for a loop."""
-        key = ("pairs", link.producer.key, link.shape, tuple(dict.fromkeys(c.key for c in link.consumers)))
-        cache = self.b.copy_domains
-        if key not in cache:
-            space = self.b.conversions.space(len(link.shape))
-            looped = self.in_loops(link)
-            valid = self.b.conversions.space(len(link.shape)).valid(link.shape)
-            shared = sorted({*self.wanted(link), *(s for c in looped for s in c.specs.tolist() if valid[s])})
-            rows = []
-            for made in sorted(set(link.producer.specs.tolist())):
-                rows.append((made, made))
-                rows += [(made, k) for k in shared if k != made and gathers_to(space.specs[made], space.specs[k])]
-            only_base = all(a == b for a, b in rows)
-            cache[key] = np.array([] if only_base else rows, dtype=np.int64).reshape(-1, 2)
-        return cache[key]
+            self.b.links.append(link)
 
 
 def _can_be_unreduced(op: Op, inputs: tuple[bool, ...]) -> bool:
     reduces = op.rule.reduce_op == "add" and any(op.rule.factors[i].size > 1 for i in op.rule.reduction_factors)
     return reduces or any(all(inputs[i] for i in group) for group in op.rule.linear)
-
-
-def _reduces_to(made: ShardingSpec, spec: ShardingSpec) -> bool:
-    """Whether reducing alone leads from ``made`` to ``spec``: no axis is left partial, none that split a dim is moved."""
-    added = [s[len(m) :] for m, s in zip(made.dims, spec.dims, strict=True) if s[: len(m)] == m]
-    scattered = {axis for dim in added for axis in dim}
-    return len(added) == made.rank and not spec.unreduced and scattered <= set(made.unreduced)
-
-
-def gathers_to(made: ShardingSpec, kept: ShardingSpec) -> bool:
-    """Whether ``kept`` follows from ``made`` by all-gathers alone."""
-    return not kept.unreduced and all(m[: len(k)] == k for m, k in zip(made.dims, kept.dims, strict=True))

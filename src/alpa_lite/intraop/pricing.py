@@ -19,7 +19,8 @@ from alpa_lite.core.spec import ShardingSpec
 from alpa_lite.costs.conversion import Conversions
 from alpa_lite.costs.memory import Timeline
 from alpa_lite.intraop.decision_graph import DecisionGraph, End, Link, Node
-from alpa_lite.intraop.decisions import CONTRACTIONS, gathers_to
+from alpa_lite.intraop.decisions import CONTRACTIONS
+from alpa_lite.intraop.domains import gathers_to
 from alpa_lite.intraop.problem import Edge, IntraOpProblem, Usage
 from alpa_lite.intraop.slot_arrays import EdgeArrays, OpArrays
 from alpa_lite.intraop.slots import EdgeSlot, NodeSlot, Slots, slots_of
@@ -88,7 +89,7 @@ class Pricer:
             usages=tuple(self.usages(timeline)) if timeline else (),
             usage_limit=usage_limit,
             num_times=timeline.num_times if timeline else 0,
-            names=tuple(n.name for n in self.graph.nodes),
+            names=self.graph.names,
             classes=classes,
         )
 

@@ -146,7 +146,7 @@ class _Sorter:
             key = ("made", link.producer.key, id(node.pairs))
             if self.is_new_edge(link.producer.node, link.copy, key):
                 self.slots.edge_slots.append(EdgeSlot(link, link.producer, pairs=node.pairs))
-            handed = End(link.copy, node.pairs[:, 1], ("copy", id(node.pairs)))
+            handed = End(link.copy, self.graph.handed(node.pairs), ("copy", id(node.pairs)))
         else:
             assert node.specs is not None
             handed = End(link.copy, node.specs, ("copy", id(node.specs)))

@@ -20,6 +20,7 @@ from alpa_lite.costs.model import SearchRules
 from alpa_lite.costs.overlap_order import Schedule
 from alpa_lite.intraop.decision_graph import DecisionGraph
 from alpa_lite.intraop.decisions import build_graph
+from alpa_lite.intraop.derive import derive
 from alpa_lite.intraop.repeats import slot_classes
 from alpa_lite.intraop.restrict import restricted, values_of, weight_positions
 from alpa_lite.intraop.slots import Slots, slots_of
@@ -62,6 +63,7 @@ class Shared:
     _has_layouts: bool | None = None
     _restricted: dict[SearchRules, tuple[Program, frozenset[int]]] = field(default_factory=dict)
     _posed: dict[Hashable, Posed] = field(default_factory=dict)
+    _built: dict[Hashable, list[Posed]] = field(default_factory=dict)  # from which others may follow
 
     @property
     def program(self) -> Program:
@@ -87,24 +89,42 @@ class Shared:
             self._restricted[rules] = program, weight_positions(program, self.roles)
         program, weights = self._restricted[rules]
         penalty = conversions.costs.replication_penalty > 0
-        key = (rules, tuple(ties), penalty, self._mesh_class(conversions.mesh))
+        alike = rules, tuple(ties), penalty, self._axes(conversions.mesh)
+        key = *alike, self._mesh_class(conversions.mesh)
         if key not in self._posed:
-            graph = build_graph(
-                program,
-                conversions,
-                input_ties=[(max(a, b), min(a, b)) for a, b in ties],
-                sharded_contractions=rules.sharded_contractions,
-                per_reader=rules.per_reader,
-                known=self.strategies,
-            )
-            ports = zip(graph.inputs, self.roles, strict=True)
-            state = frozenset(node for node, role in ports if role in _STATE) if penalty else frozenset()
-            placed = values_of(program, weights) if rules.placed_weights else frozenset()
-            slots = slots_of(program, graph, state, placed | _exchanged(program), self.facts)
-            classes = slot_classes(slots)
-            self._posed[key] = Posed(program=program, weights=weights, graph=graph, slots=slots, classes=classes)
+            built = self._built.setdefault(alike, [])
+            tried = ((base, derive(base.graph, base.slots, conversions, self.strategies)) for base in built)
+            base, derived = next((pair for pair in tried if pair[1] is not None), (None, None))
+            if base is not None and derived is not None:
+                self._posed[key] = replace(base, graph=derived[0], slots=derived[1])
+            else:
+                self._posed[key] = self._pose(program, weights, conversions, rules, ties, penalty)
+                built.append(self._posed[key])
         posed = self._posed[key]
         return replace(posed, graph=replace(posed.graph, conversions=conversions))
+
+    def _pose(
+        self,
+        program: Program,
+        weights: frozenset[int],
+        conversions: Conversions,
+        rules: SearchRules,
+        ties: Sequence[tuple[int, int]],
+        penalty: bool,
+    ) -> Posed:
+        graph = build_graph(
+            program,
+            conversions,
+            input_ties=[(max(a, b), min(a, b)) for a, b in ties],
+            sharded_contractions=rules.sharded_contractions,
+            per_reader=rules.per_reader,
+            known=self.strategies,
+        )
+        ports = zip(graph.inputs, self.roles, strict=True)
+        state = frozenset(node for node, role in ports if role in _STATE) if penalty else frozenset()
+        placed = values_of(program, weights) if rules.placed_weights else frozenset()
+        slots = slots_of(program, graph, state, placed | _exchanged(program), self.facts)
+        return Posed(program=program, weights=weights, graph=graph, slots=slots, classes=slot_classes(slots))
 
     def line(self, schedule: Schedule) -> Timeline:
         """When the program's ops and their conversions run."""
@@ -113,10 +133,21 @@ class Shared:
             self._line = key, timeline(self.program, schedule=schedule, facts=self.facts)
         return with_moves(self._line[1], schedule)
 
-    def _mesh_class(self, mesh: DeviceMesh) -> Hashable:
+    def _axes(self, mesh: DeviceMesh) -> Hashable:
+        """Equal for meshes on which one graph may follow from another: the same axes have more than one device."""
+        if self._names_axes:
+            return mesh
+        return mesh.axis_names, tuple(a for a, n in zip(mesh.axis_names, mesh.shape, strict=True) if n > 1)
+
+    @property
+    def _names_axes(self) -> bool:
+        """Whether some op is the user's ``shard_map``."""
         if self._has_layouts is None:
             self._has_layouts = any(op.layout is not None for _, _, op in self.program.walk())
-        return mesh if self._has_layouts else mesh_class(mesh, self.sizes)
+        return self._has_layouts
+
+    def _mesh_class(self, mesh: DeviceMesh) -> Hashable:
+        return mesh if self._names_axes else mesh_class(mesh, self.sizes)
 
 
 def sizes_of(program: Program) -> frozenset[int]:

@@ -1,0 +1,135 @@
+"""The decision graph and the price slots on one mesh, from those on another mesh with the same axes.
+
+What an axis divides decides on what nodes choose from, not on which nodes there are and what joins them: ops, ports, links and
+slots are those of the other mesh, with other domains. The one exception are copies of arguments, which exist where some layout
+can be handed on; where that differs, nothing is derived. A node or a link is made when somebody asks for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeVar, overload
+
+import numpy as np
+
+from alpa_lite.costs.conversion import Conversions
+from alpa_lite.intraop.decision_graph import DecisionGraph, End, Link, LinkEnds, Node, OpChoices
+from alpa_lite.intraop.domains import DomainMaker
+from alpa_lite.intraop.slots import EdgeSlot, NodeSlot, Slots
+from alpa_lite.intraop.strategies import KnownStrategies, StrategySet
+
+T = TypeVar("T")
+
+
+class _Swapped(Sequence[T]):
+    """The items of a sequence with other domains, each made when it is first asked for."""
+
+    def __init__(self, given: Sequence[T], swap: Callable[[T], T]) -> None:
+        self._given, self._swap = given, swap
+        self._made: dict[int, T] = {}
+
+    def __len__(self) -> int:
+        return len(self._given)
+
+    @overload
+    def __getitem__(self, place: int) -> T: ...
+    @overload
+    def __getitem__(self, place: slice) -> Sequence[T]: ...
+    def __getitem__(self, place: int | slice) -> T | Sequence[T]:
+        if isinstance(place, slice):
+            return [self[i] for i in range(*place.indices(len(self)))]
+        if place not in self._made:
+            self._made[place] = self._swap(self._given[place])
+        return self._made[place]
+
+
+@dataclass(eq=False, slots=True)
+class _Swap:
+    """Domains of one graph -> those of another, by identity."""
+
+    sets: dict[int, StrategySet] = field(default_factory=dict)
+    specs: dict[int, np.ndarray] = field(default_factory=dict)
+
+    def add(self, old: StrategySet, new: StrategySet) -> None:
+        self.sets[id(old)] = new
+        pairs = zip((*old.operands, *old.results), (*new.operands, *new.results), strict=True)
+        self.specs.update((id(a), b) for a, b in pairs)
+
+    def node(self, node: Node) -> Node:
+        strategies = None if node.strategies is None else self.sets[id(node.strategies)]
+        specs = None if node.specs is None else self.specs[id(node.specs)]
+        pairs = None if node.pairs is None else self.specs[id(node.pairs)]
+        domain = next(d for d in (strategies, pairs, specs) if d is not None)
+        return replace(node, size=len(domain), strategies=strategies, specs=specs, pairs=pairs)
+
+    def end(self, end: End) -> End:
+        return end._replace(specs=self.specs[id(end.specs)])
+
+    def link(self, link: Link) -> Link:
+        return replace(link, producer=self.end(link.producer), consumers=[self.end(c) for c in link.consumers])
+
+    def node_slot(self, slot: NodeSlot) -> NodeSlot:
+        return replace(slot, node=self.node(slot.node))
+
+    def edge_slot(self, slot: EdgeSlot) -> EdgeSlot:
+        pairs = None if slot.pairs is None else self.specs[id(slot.pairs)]
+        ends = tuple(self.end(end) for end in slot.ends)
+        return replace(slot, producer=self.end(slot.producer), ends=ends, pairs=pairs)
+
+
+def derive(
+    base: DecisionGraph, slots: Slots, conversions: Conversions, known: KnownStrategies
+) -> tuple[DecisionGraph, Slots] | None:
+    """The graph and its slots on the mesh of ``conversions``; None if it has other nodes than ``base``.
+
+    Args:
+        base, slots: of a mesh on which the same axes have more than one device; no user's ``shard_map`` in it.
+        conversions: on the mesh, under the same convention.
+        known: strategies found on meshes with the same axes, and where those found here go.
+    """
+    graph = DecisionGraph(
+        conversions=conversions,
+        inputs=base.inputs,
+        outputs=base.outputs,
+        op_nodes=base.op_nodes,
+        body_ports=base.body_ports,
+        loop_reads=base.loop_reads,
+    )
+    swap = _swap(base, DomainMaker(graph, known))
+    if swap is None:
+        return None
+    graph.nodes, graph.links = _Swapped(base.nodes, swap.node), _Swapped(base.links, swap.link)
+    ends, choices = base.link_ends, base.op_choices
+    specs = [swap.specs[id(numbers)] for numbers in ends.specs]
+    sets = [swap.sets[id(strategies)] for strategies in choices.sets]
+    graph.share(
+        LinkEnds.over(ends.node, ends.number, ends.link, ends.producer, specs),
+        OpChoices.over(choices.node, choices.number, sets),
+        base.names,
+    )
+    return graph, Slots(
+        nodes=slots.nodes,
+        edges=slots.edges,
+        node_slots=[swap.node_slot(slot) for slot in slots.node_slots],
+        edge_slots=[swap.edge_slot(slot) for slot in slots.edge_slots],
+    )
+
+
+def _swap(base: DecisionGraph, maker: DomainMaker) -> _Swap | None:
+    """The domains of ``base`` and those made in their place; None if there are copies that only one of the meshes has."""
+    old, swap = base.made, _Swap()
+    for (_, unreduced, strict), (rule, strategies) in old.sets.items():
+        swap.add(strategies, maker.strategies_of(rule, unreduced, strict))
+    for key, specs in old.ports.items():
+        swap.specs[id(specs)] = maker.port_domain(*key)
+    for port, (rank, stacked) in old.stacked.items():
+        swap.specs[id(stacked)] = maker.stack_map(rank)[swap.specs[port]]
+    for kind, link, domain in old.copies.values():
+        made = maker.copy_domain(kind, swap.link(link))
+        if bool(len(made)) != bool(len(domain)):
+            return None
+        swap.specs[id(domain)] = made
+        if domain.ndim == 2:
+            swap.specs[id(base.handed(domain))] = maker.graph.handed(made)
+    return swap

@@ -1,0 +1,109 @@
+"""What the nodes of a decision graph choose from: layouts of ports, strategies of ops, layouts that copies hand on."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import numpy as np
+
+from alpa_lite.core.rule import OpShardingRule
+from alpa_lite.core.spec import ShardingSpec
+from alpa_lite.intraop.decision_graph import DecisionGraph, End, Link
+from alpa_lite.intraop.strategies import KnownStrategies, StrategySet
+
+
+class DomainMaker:
+    """Makes the domains of one graph, each once; ``known``: strategies found on meshes with the same axes."""
+
+    def __init__(self, graph: DecisionGraph, known: KnownStrategies) -> None:
+        self.graph, self.known = graph, known
+        self.conversions, self.made, self.loop_reads = graph.conversions, graph.made, graph.loop_reads
+        self.stack_maps: dict[int, np.ndarray] = {}
+
+    def port_domain(self, shape: tuple[int, ...], unreduced: bool, fixed: bool) -> np.ndarray:
+        """The specs that a port chooses from, replicated first."""
+        key = (shape, unreduced, fixed)
+        if key not in self.made.ports:
+            space = self.conversions.space(len(shape))
+            valid = space.valid(shape)
+            keep = [i for i, s in enumerate(space.specs) if valid[i] and (unreduced or not s.unreduced)]
+            keep.sort(key=lambda i: (not space.specs[i].is_replicated, i))
+            self.made.ports[key] = np.array(keep[:1] if fixed else keep, dtype=np.int64)
+        return self.made.ports[key]
+
+    def stack_map(self, rank: int) -> np.ndarray:
+        """Spec number of a slice -> spec number of the stacked tensor."""
+        if rank not in self.stack_maps:
+            inner, outer = self.conversions.space(rank), self.conversions.space(rank + 1)
+            self.stack_maps[rank] = np.array(
+                [outer.index[ShardingSpec(((), *s.dims), s.unreduced)] for s in inner.specs], dtype=np.int64
+            )
+        return self.stack_maps[rank]
+
+    def strategies_of(self, rule: OpShardingRule, unreduced: tuple[bool, ...], strict: bool) -> StrategySet:
+        mesh, conversions = self.conversions.mesh, self.conversions
+        return self.known.of(rule, mesh, conversions, unreduced_inputs=unreduced, sharded_contractions=strict)
+
+    def copy_domain(self, kind: str, link: Link) -> np.ndarray:
+        """What the copy node of a value chooses from; links of equal ends share it."""
+        key = (kind, link.producer.key, link.shape, tuple(dict.fromkeys(c.key for c in link.consumers)))
+        if kind == "reduced":
+            key = key[:3]
+        found = self.made.copies.get(key)
+        if found is None:
+            find = {"handed on": self.handed_on, "pairs": self.argument_pairs, "reduced": self.reductions}[kind]
+            found = self.made.copies[key] = kind, link, find(link)
+        return found[2]
+
+    def handed_on(self, link: Link) -> np.ndarray:
+        """Specs in which a value may be handed to its consumers: as it is made, or as several of them want it."""
+        return np.array(sorted({*link.producer.specs.tolist(), *self.wanted(link)}), dtype=np.int64)
+
+    def reductions(self, link: Link) -> np.ndarray:
+        """(made, handed on) spec numbers of a copy that reduces partial sums, for all consumers together."""
+        space = self.conversions.space(len(link.shape))
+        valid = space.valid(link.shape)
+        rows = []
+        for made in sorted(set(link.producer.specs.tolist())):
+            before = space.specs[made]
+            after = [i for i, s in enumerate(space.specs) if valid[i] and _reduces_to(before, s)]
+            rows += [(made, i) for i in after] if before.unreduced else [(made, made)]
+        return np.array(rows, dtype=np.int64).reshape(-1, 2)
+
+    def wanted(self, link: Link) -> list[int]:
+        """Specs that at least two consumers can read."""
+        valid = self.conversions.space(len(link.shape)).valid(link.shape)
+        count: dict[int, int] = defaultdict(int)
+        for consumer in link.consumers:
+            for spec in set(consumer.specs.tolist()):
+                count[spec] += 1
+        return [s for s in sorted(count) if count[s] > 1 and valid[s]]
+
+    def in_loops(self, link: Link) -> list[End]:
+        """Consumers that read the value in every iteration: a second layout of it is kept while the loop runs."""
+        return [c for c in link.consumers if c.node in self.loop_reads] if self.loop_reads else []
+
+    def argument_pairs(self, link: Link) -> np.ndarray:
+        """(passed, handed on) spec numbers; empty if no conversion can be shared or is kept for a loop."""
+        space = self.conversions.space(len(link.shape))
+        looped = self.in_loops(link)
+        valid = space.valid(link.shape)
+        shared = sorted({*self.wanted(link), *(s for c in looped for s in c.specs.tolist() if valid[s])})
+        rows = []
+        for made in sorted(set(link.producer.specs.tolist())):
+            rows.append((made, made))
+            rows += [(made, k) for k in shared if k != made and gathers_to(space.specs[made], space.specs[k])]
+        only_base = all(a == b for a, b in rows)
+        return np.array([] if only_base else rows, dtype=np.int64).reshape(-1, 2)
+
+
+def _reduces_to(made: ShardingSpec, spec: ShardingSpec) -> bool:
+    """Whether reducing alone leads from ``made`` to ``spec``: no axis is left partial, none that split a dim is moved."""
+    added = [s[len(m) :] for m, s in zip(made.dims, spec.dims, strict=True) if s[: len(m)] == m]
+    scattered = {axis for dim in added for axis in dim}
+    return len(added) == made.rank and not spec.unreduced and scattered <= set(made.unreduced)
+
+
+def gathers_to(made: ShardingSpec, kept: ShardingSpec) -> bool:
+    """Whether ``kept`` follows from ``made`` by all-gathers alone."""
+    return not kept.unreduced and all(m[: len(k)] == k for m, k in zip(made.dims, kept.dims, strict=True))

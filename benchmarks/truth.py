@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeGuard
 
 import numpy as np
 
@@ -64,15 +65,17 @@ def cell(series: str, num_gpus: int) -> Cell:
     best = Cell(series=series, num_gpus=num_gpus, tflops=0.0, what="", peak_gib=0.0, plan_s=0.0)
     for run in published.runs(series, num_gpus):
         plan = planned(num_gpus, run)
-        if series == "megatron" and not isinstance(plan, str) and not fits(num_gpus, plan):
+        if series == "megatron" and better(num_gpus, plan, best) and not fits(num_gpus, plan):
             plan = planned(num_gpus, replace(run, limited=True))
-        if isinstance(plan, str):
-            best = best if best.tflops else replace(best, what=plan)
-            continue
-        reached = tflops_per_gpu(num_gpus, plan)
-        if reached > best.tflops:
-            best = replace(best, tflops=reached, what=name_of(run), peak_gib=peak_gib(plan))
+        if better(num_gpus, plan, best):
+            best = replace(best, tflops=tflops_per_gpu(num_gpus, plan), what=name_of(run), peak_gib=peak_gib(plan))
+        elif isinstance(plan, str) and not best.tflops:
+            best = replace(best, what=plan)
     return replace(best, plan_s=round(time.process_time() - start, 1))
+
+
+def better(num_gpus: int, plan: al.Plan | str, best: Cell) -> TypeGuard[al.Plan]:
+    return not isinstance(plan, str) and tflops_per_gpu(num_gpus, plan) > best.tflops
 
 
 def fits(num_gpus: int, plan: al.Plan) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import alpa_lite as al
@@ -159,9 +160,8 @@ def cells_of(table: StageTable) -> list[Cell]:
     return [Cell(k, m, c) for k in table.cells for m, given in enumerate(table.choices) for c in range(len(given))]
 
 
-@pytest.fixture(scope="module")
-def search_of() -> Callable[[], StageSearch]:
-    """Makes the search of a step that must recompute, at its beginning."""
+def search_at_its_beginning(planned: Callable[[], Plan]) -> Callable[[], StageSearch]:
+    """Makes the search that such planning runs."""
     given: list[tuple[Any, ...]] = []
 
     class Told(StageSearch):
@@ -171,8 +171,14 @@ def search_of() -> Callable[[], StageSearch]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(searched_module, "StageSearch", Told)
-        plan(many=True, memory_budget_bytes=0.3 * ample())
+        planned()
     return lambda: StageSearch(*given[-1])
+
+
+@pytest.fixture(scope="module")
+def search_of() -> Callable[[], StageSearch]:
+    """Makes the search of a step that must recompute."""
+    return search_at_its_beginning(lambda: plan(many=True, memory_budget_bytes=0.3 * ample()))
 
 
 @pytest.fixture(scope="module")
@@ -206,6 +212,23 @@ def test_entries_that_are_not_solved_are_bounds(search_of, full):
             table.solve(cells)
         assert (table.cost_s <= solved.cost_s * (1 + 1e-12)).all()
         assert (table.tolerated >= solved.tolerated).all()
+
+
+@pytest.mark.parametrize(("device", "bounds"), [("h100-sxm", True), ("v100-sxm2-16gb", False)])
+def test_two_devices_bound_more_unless_these_exchange_faster(device, bounds):
+    """Of a host wired in pairs two neighbours exchange slower than four; elsewhere no more devices are faster per device."""
+    cluster = al.Cluster.parse(f"1x8:{device}")
+    table = search_at_its_beginning(lambda: plan(2, cluster))().table
+    kind, two, four = (
+        next(k for k in table.cells if len(k) == 1),
+        table.submeshes.index((1, 2)),
+        table.submeshes.index((1, 4)),
+    )
+    table.known[kind] = np.full((len(table.submeshes), table.width, 5), np.nan)
+    table.known[kind][two] = (1.0, 0.0, 0.0, 0.0, 0.0)
+    table.singles.clear()
+    table.refresh([kind])
+    assert (table.cost_s[0, 0, four].min() >= 0.5) == bounds
 
 
 def test_a_table_that_did_not_change_is_not_sliced_again(search_of, monkeypatch):

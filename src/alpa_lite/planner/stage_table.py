@@ -3,8 +3,8 @@
 In come prices (``stage_prices``), out come arrays. A price that was not solved yet stands as a bound that it cannot be below:
 
 - a single layer: its matmuls at full efficiency on all devices of the submesh, and no fewer seconds times devices than on
-  the smaller submeshes where it was solved (more devices exchange more); what has no fewer matmuls than the most common layer
-  takes no less time than that one and its further matmuls;
+  the smaller submeshes where it was solved (more devices exchange more; but not faster, as parts of a host may that is wired in
+  pairs); what has no fewer matmuls than the most common layer takes no less time than that one and its further matmuls;
 - a run: the sum of its layers, each free to choose alone; they work one after the other. Where no run is composed, its
   memory as if it took none; else what pairs of layers share is counted twice until they are solved;
 - a plan at a higher rent: that at the lowest one; its memory as if it took none;
@@ -234,7 +234,7 @@ class StageTable:
             meshes = self.num_meshes(m)
             times = known[m, :meshes, TIME]
             bound[m, : len(choices), TIME] = least_s / self.sizes[m]
-            if not np.isnan(times).any() and np.isfinite(times).any():
+            if self._bounds_larger(m) and not np.isnan(times).any() and np.isfinite(times).any():
                 least_s = max(least_s, float(times.min()) * self.sizes[m])
             like_s = self._like_common(layer_class, whole_s, m)
             bound[m, :meshes, TIME] = np.fmax(bound[m, :meshes, TIME], like_s)
@@ -245,6 +245,14 @@ class StageTable:
                     bound[m, block, TIME] += max(0.0, again_s) / self.sizes[m]
                 bound[m, block] = np.where(np.isnan(known[m, block]), bound[m, block], known[m, block])
         return bound
+
+    def _bounds_larger(self, submesh: int) -> bool:
+        """Whether devices of larger submeshes exchange no faster than those of this one."""
+        cluster = self.prices.cluster
+        return (
+            self.sizes[submesh] in (1, *range(cluster.devices_per_host, cluster.num_devices + 1))
+            or not cluster.inside.wiring
+        )
 
     def _like_common(self, layer_class: int, whole_s: float, submesh: int) -> Array:
         """Per logical mesh the least time of a layer by that of the most common one and what it has more, or less, of matmuls."""

@@ -11,9 +11,9 @@ import pytest
 from alpa_lite.intraop.core import Core, extract_core, finite
 from alpa_lite.intraop.graph import CostGraph
 from alpa_lite.intraop.messages import Messages
-from alpa_lite.intraop.messages import _least as least
 from alpa_lite.intraop.presolve import presolve
 from alpa_lite.intraop.tie import tie, tied_core
+from alpa_lite.intraop.visits import least_of as least
 from benchmarks.layered import layered
 
 

@@ -117,39 +117,47 @@ def suffix_sums(grid: Grid, tolerated: Counts | None) -> Suffix:
     smallest count of a suffix is all that memory has to know of it."""
     layers, width, units = grid.num_layers, grid.width, grid.num_units + 1
     start = np.full((layers + 1, len(grid.sizes), units), np.inf)
-    after = np.full((layers + 1, width, units), np.inf)
+    places = _places_left(grid)
+    padded, after = _padded(layers + 1, width, units, np.inf)
     after[layers, :, 0] = 0.0
     rest = np.full(start.shape, np.inf)  # ``after`` by the units left before the stage
-    rest[layers] = _shifted(after[layers], grid.sizes, np.inf)
-    fewest = later = None
+    np.take(padded[layers], places, out=rest[layers], mode="clip")  # no place is out of range; "raise" would copy
+    padded_fewest = fewest = later = None
     if tolerated is not None:
-        fewest, later = np.full(after.shape, _NEVER, np.int32), np.full(start.shape, _NEVER, np.int32)
+        padded_fewest, fewest = _padded(layers + 1, width, units, _NEVER)
+        later = np.full(start.shape, _NEVER, np.int32)
         fewest[layers, :, 0] = 0
-        later[layers] = _shifted(fewest[layers], grid.sizes, _NEVER)
+        np.take(padded_fewest[layers], places, out=later[layers], mode="clip")
     for first in range(layers - 1, -1, -1):
         end = min(layers, first + grid.reach)
         moved_s = None if grid.transfer_s is None or first == 0 else grid.transfer_s[first - 1]
         sums = rest[first + 1 : end + 1] + grid.least_s[first, first:end, :, None]
-        if tolerated is not None and fewest is not None and later is not None:
+        if tolerated is not None and fewest is not None and later is not None and padded_fewest is not None:
             follow = later[first + 1 : end + 1]
-            fits = follow <= tolerated[first, first:end, :, None]
-            sums = np.where(fits, sums, np.inf)
-            counts = np.where(fits, follow + 1, _NEVER).min(axis=0)
+            none = follow > tolerated[first, first:end, :, None]
+            sums[none] = np.inf
+            counts = np.where(none, _NEVER, follow + 1).min(axis=0)
             fewest[first] = np.minimum(
                 _entered(counts, None if moved_s is None else _NEVER * np.isinf(moved_s)), _NEVER
             )
-            later[first] = _shifted(fewest[first], grid.sizes, _NEVER)
+            np.take(padded_fewest[first], places, out=later[first], mode="clip")
         start[first] = sums.min(axis=0)
         after[first] = _entered(start[first], moved_s)
-        rest[first] = _shifted(after[first], grid.sizes, np.inf)
+        np.take(padded[first], places, out=rest[first], mode="clip")
     return Suffix(start=start, rest=rest, after=after, fewest=fewest, later=later)
 
 
-def _shifted(values: Any, sizes: Ints, missing: Any) -> Any:
-    """(column, units): what is left after a stage of the column's size, by what is left before it."""
-    units = np.arange(values.shape[1]) - sizes[:, None]
-    rows = np.arange(len(sizes))[:, None] if len(values) > 1 else np.zeros((1, 1), dtype=np.int64)
-    return np.where(units >= 0, values[rows, np.maximum(units, 0)], missing)
+def _padded(layers: int, width: int, units: int, missing: float) -> tuple[Any, Any]:
+    """(layer, numbers) with one more number, ``missing``, at the end of each; and the others as (layer, column, units)."""
+    padded = np.full((layers, width * units + 1), missing, dtype=np.int32 if isinstance(missing, int) else np.float64)
+    return padded, padded[:, :-1].reshape(layers, width, units)
+
+
+def _places_left(grid: Grid) -> Ints:
+    """(column, units left before a stage of the column's size) -> where in ``_padded`` what is left after it stands."""
+    units = np.arange(grid.num_units + 1) - grid.sizes[:, None]
+    columns = np.arange(len(grid.sizes))[:, None] if grid.width > 1 else 0
+    return np.where(units >= 0, columns * (grid.num_units + 1) + units, grid.width * (grid.num_units + 1))
 
 
 def _entered(start: Any, transfer: Any) -> Any:

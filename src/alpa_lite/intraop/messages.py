@@ -7,7 +7,8 @@ A message m[e, i] moves cost from edge e to its end point i. For any messages
 is a lower bound (``exact_bound``); the sweeps only look for good messages. The gap between a known answer and the bound
 then excludes states and pairs (``excluded``).
 
-A sweep goes from group to group (``tie.py``): copies of one node are never neighbours, so all are done at once.
+A sweep goes from group to group (``tie.py``): copies of one node are never neighbours, so all are done at once. After some sweeps
+it goes by levels of many groups, where that is faster (``level_sweeps.py``).
 """
 
 from __future__ import annotations
@@ -19,14 +20,12 @@ from typing import Any
 import numpy as np
 
 from alpa_lite.intraop.core import Core
+from alpa_lite.intraop.level_sweeps import LevelSweeps, level_sweeps
 from alpa_lite.intraop.problem import Array
 from alpa_lite.intraop.tie import Tie
+from alpa_lite.intraop.visits import End, Slots, Visit, end_of, least_of, slots_of, visit_of
 
-_CHUNK = 60_000  # entries of the scratch array of one minimum; more would leave the processor's cache
-_MANY_COPIES = 8  # from which on equal messages are looked for
-
-
-Slots = Array | slice
+_ONE_BY_ONE = 6  # sweeps to either side before lists for levels are made, which take time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -37,7 +36,8 @@ class _Edges:
         left, right: groups of the ends, left < right.
         left_slots, right_slots: per edge, places of its ends in their groups; a slice where they follow one another.
         costs, flipped: the matrix and its transpose, shared by all groups with that matrix.
-        to_left, to_right: messages, one row per edge; they change in place.
+        to_left, to_right: messages, one row per edge; they change in place. Those to the right begin at ``right_at`` of all
+            values, those to the left at ``left_at``.
     """
 
     left: int
@@ -48,44 +48,8 @@ class _Edges:
     flipped: Array
     to_left: Array
     to_right: Array
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _End:
-    """One end of an edge group, as the group of nodes there sees it.
-
-    Attributes:
-        slots: per edge, the place of its node in the group; None if they are all nodes of the group in order.
-        costs: the matrix, with the states of the group as columns.
-        heard: messages to the group.
-        sent: messages to the other end.
-        room: where there are few edges, (matrix, ``sent``, scratch array, ``heard``), the first three shaped (states there,
-            edges, states here); without the middle dim where there is one edge.
-    """
-
-    slots: Slots | None
-    costs: Array
-    heard: Array
-    sent: Array
-    room: tuple[Array, Array, Array, Array] | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Visit:
-    """What a sweep does at one group.
-
-    Attributes:
-        group: number of the group.
-        behind, ahead: ends of its edges to groups that were visited, and to those that come.
-        most: (copies, 1) into how many parts a node's costs go.
-        stays: per copy, the share of them that is sent nowhere; None if there is none.
-    """
-
-    group: int
-    behind: list[_End]
-    ahead: list[_End]
-    most: Array
-    stays: Array | None
+    left_at: int
+    right_at: int
 
 
 class Messages:
@@ -96,28 +60,45 @@ class Messages:
         unary: per group [copies, states], costs without messages (with memory prices, if any).
     """
 
-    __slots__ = ("_backward", "_edges", "_edges_to", "_forward", "tied", "unary")
+    __slots__ = ("_backward", "_count", "_edges", "_edges_to", "_forward", "_levels", "_values", "tied", "unary")
 
-    def __init__(self, tied: Tie, unary: list[Array], edges: list[_Edges]) -> None:
+    def __init__(self, tied: Tie, values: Array, unary: list[Array], edges: list[_Edges]) -> None:
+        """``unary``, one behind the other, and all messages are parts of ``values``."""
         self.tied = tied
         self.unary = unary
-        self._edges = edges
+        self._values, self._edges = values, edges
         self._edges_to: list[list[_Edges]] = [[] for _ in unary]  # from earlier groups
-        earlier: list[list[_End]] = [[] for _ in unary]
-        later: list[list[_End]] = [[] for _ in unary]
+        self._count = 0  # of sweeps
+        self._levels: LevelSweeps | None = None
+        earlier: list[list[End]] = [[] for _ in unary]
+        later: list[list[End]] = [[] for _ in unary]
         rooms: dict[tuple[int, ...], Array] = {}
         for e in edges:
             copies = len(unary[e.left]), len(unary[e.right])
-            later[e.left].append(_end(e.left_slots, copies[0], e.flipped, e.to_left, e.to_right, rooms))
+            left, right = (e.to_left, e.left_at), (e.to_right, e.right_at)
+            later[e.left].append(end_of(e.right, e.left_slots, copies[0], e.flipped, left, right, rooms))
             self._edges_to[e.right].append(e)
-            earlier[e.right].append(_end(e.right_slots, copies[1], e.costs, e.to_right, e.to_left, rooms))
+            earlier[e.right].append(end_of(e.left, e.right_slots, copies[1], e.costs, right, left, rooms))
+        starts = np.cumsum([0, *(u.size for u in unary)]).tolist()
         groups = range(len(unary))
-        self._forward = [_visit(g, len(unary[g]), earlier[g], later[g]) for g in groups]
-        self._backward = [_visit(g, len(unary[g]), later[g], earlier[g]) for g in reversed(groups)]
+        self._forward = [visit_of(g, starts[g], unary[g], earlier[g], later[g]) for g in groups]
+        self._backward = [visit_of(g, starts[g], unary[g], later[g], earlier[g]) for g in reversed(groups)]
 
     @classmethod
     def zero(cls, core: Core, unary: Sequence[Array], costs: Sequence[Array], tied: Tie) -> Messages:
         """Messages that move nothing, on finite costs of the core's nodes and edges."""
+        sizes = [costs[members[0]].shape for members in tied.edge_members]
+        num_messages = sum(len(m) * sum(shape) for m, shape in zip(tied.edge_members, sizes, strict=True))
+        values = np.zeros(sum(len(c) for c in unary) + num_messages)
+        used = 0
+
+        def taken(rows: int, columns: int) -> Array:
+            """The next part of the values."""
+            nonlocal used
+            used += rows * columns
+            return values[used - rows * columns : used].reshape(rows, columns)
+
+        stacked = [taken(len(members), len(unary[members[0]])) for members in tied.members]
         edges = []
         slot = tied.slot
         transposed: dict[int, Array] = {}
@@ -127,19 +108,24 @@ class Messages:
             turned = transposed.setdefault(id(matrix), np.ascontiguousarray(matrix.T))
             if flipped:
                 matrix, turned = turned, matrix
+            at = used
             edges.append(
                 _Edges(
                     left=left,
                     right=right,
-                    left_slots=_slots([slot[low[e]] for e in members]),
-                    right_slots=_slots([slot[high[e]] for e in members]),
+                    left_slots=slots_of([slot[low[e]] for e in members]),
+                    right_slots=slots_of([slot[high[e]] for e in members]),
                     costs=matrix,
                     flipped=turned,
-                    to_left=np.zeros((len(members), matrix.shape[0])),
-                    to_right=np.zeros((len(members), matrix.shape[1])),
+                    to_left=taken(len(members), matrix.shape[0]),
+                    to_right=taken(len(members), matrix.shape[1]),
+                    left_at=at,
+                    right_at=at + len(members) * matrix.shape[0],
                 )
             )
-        return cls(tied, _stacked(tied, unary), edges)
+        found = cls(tied, values, stacked, edges)
+        found.set_unary(unary)
+        return found
 
     def start_from(self, inner: Messages) -> None:
         """Gives every copy its share of the messages of the tied core, one edge of which stands for one group here."""
@@ -150,23 +136,30 @@ class Messages:
 
     def set_unary(self, unary: Sequence[Array]) -> None:
         """Replaces the costs of the core's nodes; the messages stay."""
-        self.unary = _stacked(self.tied, unary)
+        for own, members in zip(self.unary, self.tied.members, strict=True):
+            for row, i in zip(own, members, strict=True):
+                row[...] = unary[i]
 
     def forward(self) -> float:
         """Sweeps from first to last group; returns the bound (without constant)."""
-        return self._sweep(self._forward)
+        return self._sweep(self._forward, forward=True)
 
     def backward(self) -> float:
         """As ``forward``, from last to first group."""
-        return self._sweep(self._backward)
+        return self._sweep(self._backward, forward=False)
 
-    def _sweep(self, visits: list[_Visit]) -> float:
+    def _sweep(self, visits: list[Visit], *, forward: bool) -> float:
+        self._count += 1
+        if self._count == _ONE_BY_ONE:
+            self._levels = level_sweeps(self._values, self._forward, self._backward)
+        if self._levels is not None:
+            return self._levels.sweep(forward=forward)
         total = 0.0
         for visit in visits:
             theta = self.unary[visit.group].copy()
             for end in visit.behind:
                 if end.room is None:
-                    end.heard[...] = _least(end.costs, end.sent)
+                    end.heard[...] = least_of(end.costs, end.sent)
                 else:
                     matrix, sent, scratch, heard = end.room
                     _subtract(matrix, sent, scratch)
@@ -240,40 +233,10 @@ class Messages:
         return [x > slack for x in over], pairs
 
 
-def _stacked(tied: Tie, unary: Sequence[Array]) -> list[Array]:
-    return [np.stack([unary[i] for i in members]) for members in tied.members]
-
-
 # The arrays here are small, and there are thousands of them in every sweep: what counts is the number of calls of numpy, so
 # reductions are called without the methods around them, and rows that stand alone are not indexed.
 _minimum: Any = np.minimum.reduce  # numpy types its `out` as None
 _add, _subtract = np.add, np.subtract
-
-
-def _least(costs: Array, messages: Array) -> Array:
-    """``min_x costs[x, y] - messages[n, x]`` for every n, y."""
-    count = len(messages)
-    if count == 1:
-        return _minimum(costs - messages[0][:, None], axis=0)[None]
-    if count >= _MANY_COPIES:
-        # Copies in the middle have the same messages until, one layer per sweep, those of the ends have reached them.
-        new = np.empty(count, dtype=bool)
-        new[0] = True
-        np.logical_or.reduce(messages[1:] != messages[:-1], axis=1, out=new[1:])
-        which = np.cumsum(new) - 1
-        if 2 * (int(which[-1]) + 1) <= count:
-            return _least(costs, messages[new])[which]
-    step = max(1, _CHUNK // costs.size)
-    if count <= step:
-        return np.asarray(_minimum(costs[:, None, :] - messages.T[:, :, None], axis=0))
-    parts = range(0, count, step)
-    return np.concatenate([_minimum(costs[:, None, :] - messages[p : p + step].T[:, :, None], axis=0) for p in parts])
-
-
-def _slots(places: list[int]) -> Slots:
-    first = places[0]
-    in_order = places == list(range(first, first + len(places)))
-    return slice(first, first + len(places)) if in_order else np.array(places)
 
 
 def _add_rows(target: Array, rows: Slots, values: Array) -> None:
@@ -284,38 +247,3 @@ def _add_rows(target: Array, rows: Slots, values: Array) -> None:
         target[rows] += values
     else:
         np.add.at(target, rows, values)
-
-
-def _end(
-    slots: Slots, copies: int, costs: Array, heard: Array, sent: Array, rooms: dict[tuple[int, ...], Array]
-) -> _End:
-    """``copies`` of the group; ``rooms``: scratch arrays by shape, for all ends to share."""
-    count, room = len(heard), None
-    if count == 1 or (count < _MANY_COPIES and count * costs.size <= _CHUNK):
-        shape = len(costs), count, costs.shape[1]
-        if shape not in rooms:
-            rooms[shape] = np.empty(shape)
-        room = costs[:, None, :], sent.T[:, :, None], rooms[shape], heard
-        if count == 1:
-            room = costs, sent.T, rooms[shape][:, 0], heard[0]
-    whole = isinstance(slots, slice) and slots.stop - slots.start == copies
-    return _End(slots=None if whole else slots, costs=costs, heard=heard, sent=sent, room=room)
-
-
-def _visit(group: int, copies: int, behind: list[_End], ahead: list[_End]) -> _Visit:
-    num_behind, num_ahead = _num_edges(behind, copies), _num_edges(ahead, copies)
-    most = np.maximum(np.maximum(num_behind, num_ahead), 1.0)
-    stays = None if (most == num_ahead).all() else 1.0 - num_ahead / most
-    return _Visit(group=group, behind=behind, ahead=ahead, most=most[:, None], stays=stays)
-
-
-def _num_edges(ends: list[_End], copies: int) -> Array:
-    """Per copy, at how many edges it is."""
-    found = np.zeros(copies)
-    for end in ends:
-        slots = slice(None) if end.slots is None else end.slots
-        if isinstance(slots, slice):
-            found[slots] += 1.0
-        else:
-            np.add.at(found, slots, 1.0)
-    return found

@@ -17,6 +17,7 @@ from alpa_lite.costs.profile import roles_of
 from alpa_lite.errors import MemoryBudgetError, PinError, ScheduleError
 from alpa_lite.interop import PlacedSubmesh
 from alpa_lite.intraop.pricing import Pricer
+from alpa_lite.intraop.strategies import KnownStrategies
 from alpa_lite.plan.check import check_plan
 from alpa_lite.plan.pins import ResolvedPins
 from alpa_lite.plan.plan import Plan
@@ -92,11 +93,13 @@ def plan_pipeline(
     notes: tuple[str, ...] = (),
     progress: Callable[[str], None] | None = None,
     earlier: KnownStages | None = None,
+    strategies: KnownStrategies | None = None,
 ) -> Plan:
     """The plan for ``step``, whose layers are already joined to stages as ``cut`` says.
 
     ``recompute``: the same step with layers recomputed, for stages that are cheaper so, or fit the memory budget only so.
     ``earlier``: stages planned for other cuts of the step under the same options; new ones are added.
+    ``strategies``: of ops that other programs of the step have too; new ones are added.
 
     Raises:
         SlicingError: the submeshes cannot be placed on the cluster.
@@ -109,10 +112,12 @@ def plan_pipeline(
     flying = in_flight(schedule)
     known: dict[object, tuple[InFlight, PlannedStage]] = {}
     earlier = {} if earlier is None else earlier
+    strategies = KnownStrategies() if strategies is None else strategies
 
     def plan_all(budgets: Sequence[float]) -> list[PlannedStage]:
         def planned(step: StagedStep, number: int) -> PlannedStage:
-            return _planned(step, number, cut, cluster, pins, options, flying, budgets[number], known, earlier, tell)
+            limit = budgets[number]
+            return _planned(step, number, cut, cluster, pins, options, flying, limit, known, earlier, strategies, tell)
 
         return [
             kept_or_recomputed(planned, step, recompute, number, cut.recomputed) for number in range(step.num_stages)
@@ -144,6 +149,7 @@ def _planned(
     limit: float,
     known: dict[object, tuple[InFlight, PlannedStage]],
     earlier: KnownStages,
+    strategies: KnownStrategies,
     tell: Callable[[str], None],
 ) -> PlannedStage:
     """A stage with at most ``limit`` bytes per device; equal stages are planned once and kept in ``known``."""
@@ -157,7 +163,7 @@ def _planned(
         if same not in earlier:
             tell(f"planning stage {number} of {step.num_stages}, {len(program.ops)} ops")
             mine = replace(options, mesh_shape=shape, submeshes=None, stage_mesh_shapes=None)
-            earlier[same] = _plan_stage(part, program, submesh, place, own, mine, count, limit)
+            earlier[same] = _plan_stage(part, program, submesh, place, own, mine, count, limit, strategies)
         known[key] = count, earlier[same]
     return _same_plan(known[key][1], part, program, place, count)
 
@@ -211,9 +217,10 @@ def _plan_stage(
     options: PlanOptions,
     flying: InFlight,
     budget: float,
+    strategies: KnownStrategies,
 ) -> PlannedStage:
     """The cheapest plan over the meshes of the submesh, with so many microbatches in flight, in ``budget`` bytes per device."""
-    task = mesh_task(program, cluster, pins, options)
+    task = mesh_task(program, cluster, pins, options, strategies)
     task = replace(task, budget=min(task.budget, budget))
     found: list[PlannedStage] = []
     results: list[MeshResult] = []

@@ -234,6 +234,7 @@ class _Searched:
                 notes=task.notes,
                 progress=task.progress,
                 earlier=self.stages,
+                strategies=self.search.prices.strategies,
             )
 
         plan = plan_with_remat(planned, again, task.options.remat)

@@ -1,0 +1,97 @@
+"""Sweeps level by level do what sweeps group by group do."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from alpa_lite.intraop import messages as messages_module
+from alpa_lite.intraop.core import Core, finite
+from alpa_lite.intraop.messages import Messages
+from alpa_lite.intraop.tie import tie
+
+
+def random_core(seed: int, *, copies: bool) -> tuple[Core, np.ndarray]:
+    """Rows of nodes with some neighbours in the rows before and after; nodes differ in their numbers of states."""
+    rng = np.random.default_rng(seed)
+    rows, width = 4, 30
+    sizes = rng.integers(1, 6, rows).tolist() if copies else rng.integers(1, 6, rows * width).tolist()
+    unary, left, right, costs, unary_ids, matrix_ids = [], [], [], [], [], []
+    shared: dict[object, tuple[int, np.ndarray]] = {}
+
+    def array(key: object, *shape: int) -> tuple[int, np.ndarray]:
+        if key not in shared:
+            shared[key] = len(shared), rng.random(shape)
+        return shared[key]
+
+    for node in range(rows * width):
+        row = node // width
+        number, values = array(("node", row if copies else node), sizes[row if copies else node])
+        unary.append(values)
+        unary_ids.append(number)
+        for shift in range(int(rng.integers(0, 3)) if row else 0):
+            before = node - width - (node + shift) % 2
+            a, b = (before // width, row) if copies else (before, node)
+            number, matrix = array(("edge", a, b), sizes[a], sizes[b])
+            if (before, node) not in zip(left, right, strict=True):
+                left.append(before)
+                right.append(node)
+                costs.append(matrix)
+                matrix_ids.append(number)
+    core = Core(
+        nodes=tuple(range(len(unary))),
+        unary=tuple(unary),
+        left=tuple(left),
+        right=tuple(right),
+        costs=tuple(costs),
+        unary_ids=tuple(unary_ids),
+        matrix_ids=tuple(matrix_ids),
+        memory=None,
+        constant=0.0,
+        whole=False,
+    )
+    return core, np.arange(rows).repeat(width)
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_levels_change_messages_as_groups_do(copies: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed in range(5):
+        core, classes = random_core(seed, copies=copies)
+        unary, costs = finite(core)
+        tied = tie(core, classes if copies else None)
+        assert tied.is_trivial != copies
+        found = []
+        for turn in (1, 10**9):
+            monkeypatch.setattr(messages_module, "_ONE_BY_ONE", turn)
+            messages = Messages.zero(core, unary, costs, tied)
+            bounds = [sweep() for _ in range(3) for sweep in (messages.forward, messages.backward)]
+            messages.set_unary([2 * c for c in unary])
+            bounds += [messages.forward(), messages.backward()]
+            assert (messages._levels is None) == (turn > 1)
+            found.append((bounds, np.concatenate(messages.node_rests()), messages.pick()))
+        (bounds, rests, picks), (own_bounds, own_rests, own_picks) = found
+        assert bounds == pytest.approx(own_bounds, rel=1e-12)
+        assert rests == pytest.approx(own_rests, rel=1e-9, abs=1e-12)
+        assert picks == own_picks
+        assert bounds[-1] == pytest.approx(messages.exact_bound(), rel=1e-9)
+
+
+def test_levels_are_left_out_where_they_are_as_narrow_as_nodes() -> None:
+    unary = tuple(np.arange(3.0) for _ in range(40))
+    core = Core(
+        nodes=tuple(range(40)),
+        unary=unary,
+        left=tuple(range(39)),
+        right=tuple(range(1, 40)),
+        costs=tuple(np.eye(3) for _ in range(39)),
+        unary_ids=(0,) * 40,
+        matrix_ids=(0,) * 39,
+        memory=None,
+        constant=0.0,
+        whole=True,
+    )
+    messages = Messages.zero(core, *finite(core), tie(core, None))
+    for _ in range(2 * messages_module._ONE_BY_ONE):
+        bound = messages.forward()
+    assert messages._levels is None
+    assert bound == pytest.approx(messages.exact_bound())

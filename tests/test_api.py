@@ -86,6 +86,7 @@ def test_with_settings_it_is_a_decorator_too_and_honours_them():
     assert pinned.plan(state, *batch()).specs_by_path["0/params/up/kernel"] == P(None, "model")
 
 
+@pytest.mark.medium
 def test_new_shapes_are_planned_anew_and_old_ones_are_kept():
     parallel = al.parallelize(step, options=MESH)
     state = init(jax.random.key(0))
@@ -109,6 +110,7 @@ def test_static_and_keyword_arguments():
     assert "offset" in parallel.plan(x, "tanh", factor=2.0, offset=x).specs_by_path
 
 
+@pytest.mark.medium
 def test_donated_arrays_are_gone_and_others_stay():
     parallel = al.parallelize(step, options=MESH, donate_argnums=0)
     x, y = batch()
@@ -123,6 +125,7 @@ def test_donated_arrays_are_gone_and_others_stay():
     assert not state["params"]["up"]["kernel"].is_deleted()
 
 
+@pytest.mark.medium
 def test_arrays_committed_to_another_layout_are_moved():
     pins = {"0/params/up/kernel": P(None, "model"), "1": P("data")}
     parallel = al.parallelize(step, options=MESH, pins=pins)

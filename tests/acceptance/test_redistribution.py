@@ -54,7 +54,7 @@ def on_dim(rank: int, dim: int | None) -> str:
 # slapo, table 1.2
 
 
-@pytest.mark.parametrize("n", [2, 4, 8])
+@pytest.mark.parametrize("n", [2, pytest.param(4, marks=pytest.mark.medium), pytest.param(8, marks=pytest.mark.medium)])
 def test_slapo_nine_pairwise_reshards(n):
     """All of R and S on two dims, at most one of them split."""
     made = engine((n,))
@@ -139,7 +139,10 @@ def test_tvm_meshes_of_two_axes(rank, coarse, fine):
         assert (c.cost == 0) == free == (not c.collectives)
 
 
-@pytest.mark.parametrize(("source", "target"), [((2, 2), (4,)), ((4,), (2, 2)), ((2,), (2, 4)), ((2, 2, 2), (4, 2))])
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [((2, 2), (4,)), ((4,), (2, 2)), ((2,), (2, 4)), pytest.param((2, 2, 2), (4, 2), marks=pytest.mark.medium)],
+)
 def test_tvm_meshes_that_differ(source, target):
     """Mesh A to mesh B of another shape, on the same devices and on others: every spec of rank 2, moved as NumPy tiles."""
     one, other = engine(source).mesh, engine(target).mesh

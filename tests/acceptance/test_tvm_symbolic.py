@@ -242,7 +242,11 @@ def test_analysis_as_a_function_of_n_traces_once(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "rest"), [("tvm", ()), ("large", ()), ("large", (2,)), pytest.param("gpt", (), marks=pytest.mark.medium)]
+    ("name", "rest"),
+    [
+        ("tvm", ()),
+        *(pytest.param(*case, marks=pytest.mark.medium) for case in (("large", ()), ("large", (2,)), ("gpt", ()))),
+    ],
 )
 def test_late_specialization_equals_early_specialization(name, rest):
     """Row: specialise(plan(n), k) is plan(k), byte for byte when saved."""

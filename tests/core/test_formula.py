@@ -22,6 +22,7 @@ def test_sums_and_products_are_exact(a, b, n):
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), min_size=1, max_size=9))
+@pytest.mark.medium
 def test_upper_envelope_is_the_largest_everywhere_and_has_no_idle_part(lines):
     hull = upper_envelope(lines)
     for n in range(1, 60):

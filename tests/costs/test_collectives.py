@@ -70,6 +70,7 @@ def test_never_cheaper_across_hosts_than_inside_one(name, n, kind, size):
 
 
 @given(meshes(), sizes)
+@pytest.mark.medium
 def test_all_reduce_is_reduce_scatter_and_all_gather(where, size):
     cluster, mesh, axes = where
     costs = costs_of(cluster, mesh)
@@ -100,6 +101,7 @@ def test_no_collective_is_free_and_its_slowest_link_bounds_it(where, kind, size)
 
 
 @given(meshes(), st.integers(1, 2**36))
+@pytest.mark.medium
 def test_a_gather_over_hosts_takes_at_least_what_must_cross_a_port(where, size):
     cluster, mesh, axes = where
     group = group_of(cluster, mesh, axes)

@@ -53,6 +53,7 @@ def test_all_pairs_of_small_meshes(source, target, rank):
 
 @settings(max_examples=60)
 @given(data=st.data(), rank=st.integers(0, 4), first=st.sampled_from((0, 3, 16)))
+@pytest.mark.medium
 def test_random_pairs_up_to_rank_4(data, rank, first):
     one, other = (device_mesh(data.draw(st.sampled_from(MESHES))) for _ in range(2))
     before, after = (data.draw(st.sampled_from(specs(mesh, rank))) for mesh in (one, other))

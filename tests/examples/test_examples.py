@@ -14,8 +14,8 @@ from examples.registry import EXAMPLES
 from tests.compiling import QUICK_COMPILE
 
 NAMES = sorted(EXAMPLES)
-QUICK = ("lstm", "mlp")  # the others take seconds to compile
-COMPILED = [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.medium]) for name in NAMES]
+# All but one take seconds to compile.
+COMPILED = [pytest.param(name, marks=[] if name == "mlp" else [pytest.mark.medium]) for name in NAMES]
 
 
 @cache

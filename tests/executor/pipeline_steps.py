@@ -11,9 +11,9 @@ import optax
 from jax import lax
 
 import alpa_lite as al
+from tests.trace.cases import floats, ints
 
 NUM_LAYERS, MICROBATCHES = 4, 4
-KEY = jax.random.key(0)
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))
 
 
@@ -64,11 +64,11 @@ def arguments(*, stacked: bool = False) -> tuple[Any, Any]:
     """State and batch; ``stacked`` for the scanned model."""
 
     def weights(i: int) -> Any:
-        return jax.random.normal(jax.random.fold_in(KEY, i), (16, 16)) * 0.3
+        return jnp.asarray(floats(16, 16, seed=i) * 0.3)
 
     layers: Any = [{"a": weights(i), "b": weights(i + 9)} for i in range(NUM_LAYERS)]
     if stacked:
         layers = jax.tree.map(lambda *rows: jnp.stack(rows), *layers)
-    params = {"emb": jax.random.normal(KEY, (48, 16)) * 0.1, "layers": layers}
-    batch = jax.random.randint(KEY, (16, 16), 0, 48), jax.random.normal(KEY, (16, 16, 48))
+    params = {"emb": jnp.asarray(floats(48, 16) * 0.1), "layers": layers}
+    batch = jnp.asarray(ints(48, 16, 16)), jnp.asarray(floats(16, 16, 48))
     return (params, OPTIMIZER.init(params)), batch

@@ -208,7 +208,7 @@ def test_scalars_are_sent_to_every_replica(other, copied):
     assert made.plan.moved_bytes == 4 * np.prod(other) and made.gather is None
 
 
-@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+@pytest.mark.parametrize("impl", ["threefry2x32", pytest.param("rbg", marks=pytest.mark.medium)])
 def test_prng_keys(impl):
     keys = jax.random.split(jax.random.key(7, impl=impl), 8)
     to = sharding("[x]", mesh((4,), 4))

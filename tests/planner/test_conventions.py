@@ -92,6 +92,7 @@ def test_an_argument_shaped_like_the_result_still_arrives_whole():
     assert plan.input_specs[0].is_replicated and plan.output_specs[0].is_replicated
 
 
+@pytest.mark.medium
 def test_of_equally_dear_plans_the_one_with_fewest_slices():
     """Slices are free in slapo-2023-05, yet none is made that nothing needs."""
     params, x = train_args()

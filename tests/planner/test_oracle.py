@@ -267,6 +267,7 @@ def test_the_optimum_is_that_of_brute_force(seed):
         check(s, pins, budget, peak)
 
 
+@pytest.mark.medium
 def test_counting_what_is_kept_for_loops_costs_nothing():
     """A gather that only the copy may do is as cheap as one on the way to the loop."""
     for seed in range(40):
@@ -275,6 +276,7 @@ def test_counting_what_is_kept_for_loops_costs_nothing():
         assert s.totals.min() == pytest.approx(free.min(), rel=1e-12)
 
 
+@pytest.mark.medium
 def test_the_random_problems_are_of_all_kinds():
     """What the test above relies on: loops, matmuls and shared values occur, and budgets and pins do bind."""
     problems = [small(seed) for seed in range(40)]

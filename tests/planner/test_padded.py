@@ -94,7 +94,13 @@ def test_padding_is_taken_where_it_wins_and_said_so():
     assert {leaf.value.shape for leaf in plans["auto"].inputs if leaf.path.endswith("wte")} == {(50257, 768)}
 
 
-@pytest.mark.parametrize(("vocabulary", "padded", "shape"), [(10, 12, (4,)), (10, 12, (2, 4)), (50257, 50264, (8,))])
+@pytest.mark.parametrize(
+    ("vocabulary", "padded", "shape"),
+    [
+        (10, 12, (4,)),
+        *(pytest.param(*case, marks=pytest.mark.medium) for case in ((10, 12, (2, 4)), (50257, 50264, (8,)))),
+    ],
+)
 def test_waste_is_what_the_tensors_of_the_plan_hold(vocabulary, padded, shape):
     """Counted anew from the decisions, tensor by tensor, on the plan's own program."""
     step, args, plan = planned(vocabulary, shape, pins={"0/0/wte": P("xy"[len(shape) - 1], None)})

@@ -13,19 +13,18 @@ from jax.ad_checkpoint import checkpoint_name
 
 import alpa_lite as al
 from alpa_lite.errors import AlpaLiteError, LayerError, MemoryBudgetError, MicrobatchError
+from tests.trace.cases import floats
 
 LAYERS, ROWS, WIDTH, HIDDEN = 5, 4096, 32, 128
-KEYS = jax.random.split(jax.random.key(0), LAYERS + 1)
 
 
-def weights_of(key: Any) -> Any:
+def weights_of(seed: int) -> Any:
     shapes = {"a": (WIDTH, HIDDEN), "b": (HIDDEN, HIDDEN), "c": (HIDDEN, WIDTH)}
-    keys = jax.random.split(key, 3)
-    return {n: jax.random.normal(k, s) * 0.1 for (n, s), k in zip(shapes.items(), keys, strict=True)}
+    return {name: floats(*shape, seed=seed) * 0.1 for name, shape in shapes.items()}
 
 
-WEIGHTS = [weights_of(key) for key in KEYS[:LAYERS]]
-X = jax.random.normal(KEYS[-1], (ROWS, WIDTH))
+WEIGHTS = [weights_of(seed) for seed in range(LAYERS)]
+X = floats(ROWS, WIDTH)
 
 
 def block(w: Any, x: Any) -> Any:
@@ -213,6 +212,7 @@ def test_no_marked_gradient():
     assert "recomputed" not in str(caught.value)
 
 
+@pytest.mark.medium
 def test_what_was_tried_is_said():
     with pytest.raises(MemoryBudgetError, match="tried: every layer kept, and layers 0-3 of 5 recomputed"):
         parallel(1, 1, memory_budget_bytes=1e5).plan(WEIGHTS, X)

@@ -22,8 +22,8 @@ from alpa_lite.trace.layers import Layered, assign_layers
 from alpa_lite.trace.microbatch import microbatches
 from alpa_lite.trace.program import Traced, trace
 from examples.registry import EXAMPLES
+from tests.trace.cases import floats
 
-KEY = jax.random.key(0)
 DEPTH, WIDTH, BATCH = 6, 8, 12
 
 
@@ -32,7 +32,7 @@ def cut_into(count: int) -> LayerCuts:
 
 
 def weights(*shape: int) -> Any:
-    return jax.random.normal(jax.random.fold_in(KEY, len(shape)), shape) * 0.4
+    return floats(*shape) * 0.4
 
 
 PARAMS = {"w": weights(DEPTH, WIDTH, WIDTH), "b": weights(DEPTH, WIDTH), "out": weights(WIDTH, 2)}
@@ -142,6 +142,7 @@ def test_a_scan_becomes_shorter_scans_forward_and_backward():
     assert scans == [(2, back, layer) for back in (False, True) for layer in ((2, 1, 0) if back else (0, 1, 2))]
 
 
+@pytest.mark.medium
 def test_a_scan_over_time_stays_whole():
     """What it steps through is the batch, not parameters."""
 

@@ -119,7 +119,7 @@ def users(x, w, *, mesh, check_vma=True):
 W = np.linspace(-1, 1, 32, dtype=np.float32).reshape(4, 8)
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=pytest.mark.medium)])
 def test_a_users_shard_map_runs_on_its_own_layout(check_vma):
     mesh = jax_mesh(device_mesh((2, 4)))
 
@@ -134,6 +134,7 @@ def test_a_users_shard_map_runs_on_its_own_layout(check_vma):
     check(fn, (X, W), (2, 4), seeds=range(3))
 
 
+@pytest.mark.medium
 def test_the_gradient_through_a_users_shard_map():
     mesh = jax_mesh(device_mesh((2, 4)))
     check(jax.grad(lambda x, w: (users(x, w, mesh=mesh) ** 2).sum(), (0, 1)), (X, W), (2, 4))

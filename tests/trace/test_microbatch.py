@@ -13,10 +13,10 @@ from jax.sharding import PartitionSpec as P
 import alpa_lite as al
 from alpa_lite.errors import MemoryBudgetError, MicrobatchError
 from alpa_lite.trace.microbatch import microbatches
+from tests.trace.cases import floats
 
-KEY = jax.random.key(0)
-X, Y = jax.random.normal(KEY, (16, 6)), jnp.linspace(-1, 1, 16 * 3).reshape(16, 3)
-W = {"a": jax.random.normal(KEY, (6, 8)), "b": jnp.linspace(-1, 1, 24).reshape(8, 3)}
+X, Y = floats(16, 6), np.linspace(-1, 1, 16 * 3, dtype=np.float32).reshape(16, 3)
+W = {"a": floats(6, 8), "b": np.linspace(-1, 1, 24, dtype=np.float32).reshape(8, 3)}
 
 
 def mse(params: Any, batch: Any) -> Any:
@@ -64,6 +64,7 @@ def test_outside_of_plans_it_is_jax():
     close(al.grad(mse)(W, (X, Y)), jax.grad(mse)(W, (X, Y)))
 
 
+@pytest.mark.medium
 def test_grad_and_several_argnums():
     loss = lambda a, batch, b: mse({"a": a, "b": b}, batch)  # noqa: E731
     got = in_microbatches(al.grad(loss, argnums=(0, 2)), 4, W["a"], (X, Y), W["b"])
@@ -99,6 +100,7 @@ def test_batch_axes_per_leaf():
     close(got, mean([jax.value_and_grad(loss)(W, part) for part in parts]))
 
 
+@pytest.mark.medium
 def test_two_batch_arguments_and_keywords():
     loss = lambda p, x, y, scale: mse(p, (x, y)) * scale  # noqa: E731
     got = in_microbatches(al.value_and_grad(loss, batch_argnums=(1, 2), batch_axes=(0, 0)), 2, W, X, Y, scale=3.0)
@@ -125,6 +127,7 @@ def test_keys_are_folded_with_the_index(key, closed_over, fold):
     close(got, mean(parts))
 
 
+@pytest.mark.medium
 def test_half_precision_is_added_up_in_single():
     def loss(params, batch):
         return mse(jax.tree.map(lambda w: w.astype(jnp.float32), params), batch)

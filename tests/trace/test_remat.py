@@ -17,14 +17,11 @@ from alpa_lite.lowering.user_body import run_flat
 from alpa_lite.trace.flatten import flatten
 from alpa_lite.trace.layers import Layered, assign_layers
 from alpa_lite.trace.remat import recomputable, rematerialised, saved_names
+from tests.trace.cases import floats
 
 LAYERS = 3
-KEYS = jax.random.split(jax.random.key(0), 2 * LAYERS + 1)
-WEIGHTS = [
-    {"a": jax.random.normal(KEYS[2 * i], (8, 16)), "b": jax.random.normal(KEYS[2 * i + 1], (16, 8))}
-    for i in range(LAYERS)
-]
-X = jax.random.normal(KEYS[-1], (4, 8))
+WEIGHTS = [{"a": floats(8, 16, seed=i), "b": floats(16, 8, seed=i)} for i in range(LAYERS)]
+X = floats(4, 8)
 DROP = jax.random.key(3)
 FIXED = len(jax.tree.leaves((WEIGHTS, DROP)))
 

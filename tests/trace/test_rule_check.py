@@ -49,7 +49,12 @@ def layouts(rule):
     return {(x.operands, x.results, x.reduce, x.reduce_op) for x in al.rules.enumerate_sharded(rule, 2)}
 
 
-@pytest.mark.parametrize("name", OPS)
+ALIKE = ("matmul of transposed", "batched matmul", "min", "transpose")  # with others, as far as the check goes
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.medium] if name in ALIKE else []) for name in OPS]
+)
 def test_right_rules_pass(name):
     fn, ranks, text, kinds = OPS[name]
     assert al.rules.check(fn, text, *structs(ranks), **kinds) == resolved(name, text, kinds)
@@ -77,7 +82,7 @@ def wrong_rule(seed):
         return name, made, chosen
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", [*range(5), *(pytest.param(seed, marks=pytest.mark.medium) for seed in range(5, 20))])
 def test_20_seeded_wrong_rules_are_all_rejected(seed):
     """They fit in shape, so it is the values that give them away."""
     name, text, kinds = wrong_rule(seed)
@@ -86,6 +91,7 @@ def test_20_seeded_wrong_rules_are_all_rejected(seed):
         al.rules.check(fn, text, *structs(ranks), seed=seed, **kinds)
 
 
+@pytest.mark.medium
 def test_the_seeded_wrong_rules_are_of_many_kinds():
     wrong = [wrong_rule(seed) for seed in range(20)]
     assert len({(name, text) for name, text, _ in wrong}) >= 12 and len({name for name, _, _ in wrong}) >= 5

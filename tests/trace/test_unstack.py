@@ -18,11 +18,11 @@ from alpa_lite.interop import cluster_layers
 from alpa_lite.trace.flatten import FlatJaxpr, FlatOp
 from alpa_lite.trace.program import Traced, trace
 from alpa_lite.trace.unstack import LayeredStep, LeafPart, unstack
+from tests.trace.cases import floats
 
-KEY = jax.random.key(0)
 DEPTH, WIDTH, BATCH = 6, 8, 20
-PARAMS = {"b": jnp.zeros((DEPTH, WIDTH)), "w": jax.random.normal(KEY, (DEPTH, WIDTH, WIDTH)) * 0.4}
-X = jax.random.normal(KEY, (BATCH, WIDTH))
+PARAMS = {"b": np.zeros((DEPTH, WIDTH), np.float32), "w": floats(DEPTH, WIDTH, WIDTH) * 0.4}
+X = floats(BATCH, WIDTH)
 
 
 def scanned(params: Any, x: Any) -> Any:

@@ -161,18 +161,22 @@ class CostGraph:
 
     def lift(self, picks: dict[int, int]) -> Array:
         """The choice on the original nodes, from a choice on the nodes that are alive."""
-        tables, choice = self.tables, np.zeros(len(self.unary), dtype=np.int64)
+        arrays, pick = self.tables.arrays, self.tables.pick
+        out = [0] * len(self.unary)
         for i, x in picks.items():
-            choice[i] = x
-        out: list[int] = choice.tolist()
+            out[i] = int(x)
         for step in reversed(self.log):
             kind, i = step[0], step[1]
-            if kind == "keep":
-                out[i] = int(tables.arrays[step[2]][out[i]])
-            elif kind == "function":  # ("function", i, of node, index list)
-                out[i] = int(tables.arrays[step[3]][out[step[2]]])
-            else:  # ("pick", i, vector, ((neighbour, matrix), ...))
-                out[i] = tables.pick(step[2], tuple((m, out[j]) for j, m in step[3]))
+            if kind == "pick":  # ("pick", i, vector, ((neighbour, matrix), ...))
+                if len(near := step[3]) == 2:  # as most are
+                    (j, m), (k, n) = near
+                    out[i] = pick(step[2], (m, out[j], n, out[k]))
+                else:
+                    out[i] = pick(step[2], tuple(x for j, m in near for x in (m, out[j])))
+            elif kind == "keep":
+                out[i] = int(arrays[step[2]][out[i]])
+            else:  # ("function", i, of node, index list)
+                out[i] = int(arrays[step[3]][out[step[2]]])
         return np.array(out, dtype=np.int64)
 
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 import numpy as np
 
 from alpa_lite.intraop.graph import CostGraph, InfeasibleError, interval_sums
+from alpa_lite.intraop.problem import Array
 
 _JOIN_CAP = 8_000_000  # work of one elimination, k_i * k_j * k_l
 _SMALL_EDGE = 4096  # an edge of this many entries may always arise
@@ -129,31 +130,39 @@ def _merge(graph: CostGraph, i: int) -> set[int]:
 
 def _eliminate(graph: CostGraph, i: int) -> set[int]:
     """For a node that carries no memory, of at most two neighbours."""
-    tables, near = graph.tables, graph.adjacent[i]
-    v, neighbours = graph.unary[i], tuple(near.items())
-    if len(near) == 2:
+    # Most nodes of a program go this way, so that calls of small functions would be half of presolve.
+    tables, adjacent, unary = graph.tables, graph.adjacent, graph.unary
+    v, neighbours = unary[i], tuple(adjacent[i].items())
+    if len(neighbours) == 2:
         (j, m), (k, n) = neighbours
-        if not _worthwhile(graph, i, j, k):
+        near, other = adjacent[j], adjacent[k]
+        if not _worthwhile(tables.arrays, v, unary[j], unary[k], k in near):
             return set()
-        graph.drop_edge(i, j)
-        graph.drop_edge(i, k)
-        graph.add_edge(j, k, tables.join(v, m, n))
-    elif len(near) == 1:
+        del near[i], other[i]
+        joined = tables.join(v, m, n)
+        if k in near:
+            joined = tables.add(near[k], joined)
+        near[k], other[j] = joined, tables.transpose(joined)
+        touched = {j, k}
+    elif neighbours:
         ((j, m),) = neighbours
-        graph.drop_edge(i, j)
-        graph.unary[j] = tables.add(graph.unary[j], tables.fold(v, m))
+        del adjacent[j][i]
+        unary[j] = tables.add(unary[j], tables.fold(v, m))
+        touched = {j}
     else:
         graph.constants.append(float(tables.arrays[v].min()))
+        touched = set()
+    adjacent[i] = {}
     graph.remove(i, "pick", v, neighbours)
-    return {j for j, _ in neighbours}
+    return touched
 
 
-def _worthwhile(graph: CostGraph, i: int, j: int, k: int) -> bool:
-    arrays, unary = graph.tables.arrays, graph.unary
-    a, b, c = len(arrays[unary[i]]), len(arrays[unary[j]]), len(arrays[unary[k]])
+def _worthwhile(arrays: list[Array], v: int, near: int, other: int, joined: bool) -> bool:
+    """Whether to minimise out a node between two others, given by numbers of their costs; ``joined``: by an edge."""
+    a, b, c = len(arrays[v]), len(arrays[near]), len(arrays[other])
     if a * b * c > _JOIN_CAP:
         return False
-    return k in graph.adjacent[j] or b * c <= max(_SMALL_EDGE, 2 * a * (b + c))
+    return joined or b * c <= _SMALL_EDGE or b * c <= 2 * a * (b + c)
 
 
 def _dominated(graph: CostGraph, changed: set[int]) -> set[int]:

@@ -85,7 +85,7 @@ class Pricer:
             node_costs[node] = np.where(mask, node_costs[node], np.inf)
         return IntraOpProblem(
             node_costs=tuple(node_costs),
-            edges=tuple(Edge(u, v, edges[number]) for u, v, number in self.slots.edges),
+            edges=tuple([Edge._make((u, v, edges[number])) for u, v, number in self.slots.edges]),
             usages=tuple(self.usages(timeline)) if timeline else (),
             usage_limit=usage_limit,
             num_times=timeline.num_times if timeline else 0,

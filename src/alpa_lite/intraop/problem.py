@@ -162,14 +162,21 @@ def evaluate(problem: IntraOpProblem, choice: Array) -> Score:
     picks: list[int] = np.asarray(choice).tolist()
     if len(picks) != problem.num_nodes:
         raise ValueError(f"a choice needs {problem.num_nodes} entries, got {len(picks)}")
-    parts = []
-    for node, (x, costs) in enumerate(zip(picks, problem.node_costs, strict=True)):
-        if not 0 <= x < len(costs):
-            raise ValueError(f"{problem.name(node)} has {len(costs)} strategies, the choice names number {x}")
-        parts.append(costs.item(x))
+    if min(picks, default=0) < 0:
+        raise _out_of_range(problem, picks)
+    try:
+        parts = [costs.item(x) for costs, x in zip(problem.node_costs, picks, strict=True)]
+    except IndexError:
+        raise _out_of_range(problem, picks) from None
     parts += [costs.item(picks[u], picks[v]) for u, v, costs in problem.edges]
     peak, time = _peak(usage_profile(problem, picks))
     return Score(_exact_sum(parts), peak, time)
+
+
+def _out_of_range(problem: IntraOpProblem, picks: list[int]) -> ValueError:
+    found = zip(picks, map(len, problem.node_costs), strict=True)
+    node, x, size = next((node, x, size) for node, (x, size) in enumerate(found) if not 0 <= x < size)
+    return ValueError(f"{problem.name(node)} has {size} strategies, the choice names number {x}")
 
 
 def scaled(problem: IntraOpProblem, factor: float) -> IntraOpProblem:
@@ -249,10 +256,10 @@ def check_problem(problem: IntraOpProblem) -> None:
     sizes = [len(costs) for costs in problem.node_costs]
     for node, costs in enumerate(problem.node_costs):
         assert costs.ndim == 1 and costs.size, f"{problem.name(node)} has no strategies"
-    for edge in problem.edges:
-        assert edge.u != edge.v, f"an edge joins {problem.name(edge.u)} to itself"
-        expected = (sizes[edge.u], sizes[edge.v])
-        assert edge.costs.shape == expected, f"edge {edge.u}-{edge.v}: shape {edge.costs.shape}, expected {expected}"
+    for u, v, costs in problem.edges:
+        assert u != v, f"an edge joins {problem.name(u)} to itself"
+        expected = sizes[u], sizes[v]
+        assert costs.shape == expected, f"edge {u}-{v}: shape {costs.shape}, expected {expected}"
     for usage in problem.usages:
         assert 0 <= usage.lo <= problem.num_times and usage.hi <= problem.num_times, f"usage of {usage.node}: interval"
         assert len(usage.size_bytes) == sizes[usage.node], f"usage of {problem.name(usage.node)}: size"

@@ -27,10 +27,13 @@ class Tables:
         "_by_content",
         "_by_id",
         "_functions",
+        "_joins",
         "_keep",
         "_memo",
         "_open",
         "_parts",
+        "_picks",
+        "_sums",
         "_taken",
         "_transposes",
         "arrays",
@@ -46,9 +49,12 @@ class Tables:
         self._keep: list[Array] = []  # ids of arrays stay valid only while the arrays live
         self._memo: dict[tuple[Hashable, ...], int] = {}
         self._open: dict[int, bool] = {}
-        # What is asked for most is remembered by the array's number alone.
+        # What is asked for most is remembered by the arrays' numbers alone.
         self._parts: dict[int, tuple[int, int] | None] = {}
         self._functions: dict[int, int] = {}
+        self._sums: dict[tuple[int, int], int] = {}
+        self._joins: dict[tuple[int, int, int], int] = {}
+        self._picks: dict[tuple[int, tuple[int, ...]], int] = {}
         self._transposes: dict[int, int] = {}
         self._taken: dict[tuple[int, int], tuple[int, int]] = {}
         # Numbers of arrays of which nothing is to be done, so that a set comparison tells it of all edges of a node.
@@ -93,7 +99,10 @@ class Tables:
 
     def add(self, a: int, b: int) -> int:
         """Sum of two arrays of one shape."""
-        return self._remember(("+", a, b), lambda: self.arrays[a] + self.arrays[b])
+        number = self._sums.get((a, b))
+        if number is None:
+            number = self._sums[a, b] = self.intern(self.arrays[a] + self.arrays[b])
+        return number
 
     def take(self, a: int, index: int) -> int:
         """Rows (or entries) ``index`` of an array."""
@@ -176,17 +185,20 @@ class Tables:
 
     def join(self, v: int, m: int, n: int) -> int:
         """``min_x m[x, y] + v[x] + n[x, z]`` for all y, z."""
-        return self._remember(("join", v, m, n), lambda: min_plus(self.arrays[m].T + self.arrays[v], self.arrays[n]))
+        number = self._joins.get((v, m, n))
+        if number is None:
+            joined = min_plus(self.arrays[m].T + self.arrays[v], self.arrays[n])
+            number = self._joins[v, m, n] = self.intern(joined)
+        return number
 
-    def pick(self, v: int, rows: tuple[tuple[int, int], ...]) -> int:
-        """Lowest index that minimises ``v[x] + sum m[x, y]`` over the given (m, y)."""
-        key = ("pick", v, rows)
-        number = self._memo.get(key)
+    def pick(self, v: int, rows: tuple[int, ...]) -> int:
+        """Lowest index that minimises ``v[x] + sum m[x, y]`` over the given m, y, m, y and so on."""
+        number = self._picks.get((v, rows))
         if number is None:
             total = self.arrays[v]
-            for m, y in rows:
+            for m, y in zip(rows[::2], rows[1::2], strict=True):
                 total = total + self.arrays[m][:, y]
-            number = self._memo[key] = int(total.argmin())
+            number = self._picks[v, rows] = int(total.argmin())
         return number
 
     def undominated(self, v: int, matrices: tuple[int, ...], usages: tuple[int, ...]) -> int:

@@ -79,18 +79,12 @@ def test_meshes_of_one_class_have_one_graph(shapes):
 @pytest.mark.parametrize("shapes", [ONE_AXIS, TWO_AXES], ids=["one axis", "two axes"])
 def test_a_graph_that_follows_from_another_is_the_one_that_is_built(shapes):
     program = trace(layers, (X, W), {}).program
-    bases: dict[tuple[bool, ...], list[tuple[object, ...]]] = {}
-    followed = 0
+    graphs = []
     for shape in shapes:
         mesh = device_mesh(shape)
         own = built(program, mesh)
         expected = described(*own)
-        for graph, slots in bases.setdefault(tuple(n > 1 for n in shape), [])[-2:]:
+        for graph, slots in (*graphs[:1], *graphs[-2:]):
             derived = derive(graph, slots, Conversions(mesh=mesh, costs=RandomCosts(0)), KnownStrategies())
-            if derived is None:  # it has other copies of arguments
-                assert len(graph.nodes) != len(own[0].nodes)
-                continue
             assert described(*derived) == expected, shape
-            followed += 1
-        bases[tuple(n > 1 for n in shape)].append(own)
-    assert 2 * followed > len(shapes)
+        graphs.append(own)

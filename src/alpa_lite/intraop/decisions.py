@@ -64,6 +64,7 @@ class _Builder(DomainMaker):
         self.sharded_contractions = sharded_contractions
         self.per_reader = per_reader
         self.partial: dict[tuple[object, ...], bool] = {}
+        self.partial_ports: set[int] = set()  # that may hold partial sums where an axis has more than one device
         self.known_ends: dict[int, tuple[list[_EndKind], list[_EndKind]]] = {}
 
     def add(self, node: Node) -> int:
@@ -73,7 +74,10 @@ class _Builder(DomainMaker):
     def port(self, name: str, shape: tuple[int, ...], weight: float, *, unreduced: bool, fixed: bool = False) -> int:
         """A node that chooses the spec of one tensor; ``fixed`` = replicated."""
         specs = self.port_domain(shape, unreduced, fixed)
-        return self.add(Node("port", name, len(specs), weight, specs=specs, rank=len(shape), shape=shape))
+        node = self.add(Node("port", name, len(specs), weight, specs=specs, rank=len(shape), shape=shape))
+        if unreduced and not fixed:
+            self.partial_ports.add(node)
+        return node
 
     def port_end(self, node: int, path: str = "", stacked: bool = False) -> End:
         """The tensor of a port; ``stacked`` adds the unsplit leading dim of a scan's stacked tensor."""
@@ -207,10 +211,7 @@ class _Region:
         return inner
 
     def may_be_unreduced(self, node: int) -> bool:
-        n = self.b.graph.nodes[node]
-        assert n.specs is not None
-        space = self.b.conversions.space(n.rank)
-        return any(space.specs[i].unreduced for i in n.specs)
+        return node in self.b.partial_ports
 
     def end_body(self, inner: _Region, path: str, number: int, ports: list[int]) -> None:
         for value, node in zip(inner.program.outputs, ports, strict=True):
@@ -293,9 +294,8 @@ class _Region:
                 name, rank = f"{self.prefix}%{link.value}", len(link.shape)
                 if link.made_at == "in" and not self.prefix:
                     pairs = self.b.copy_domain("pairs", link)
-                    if len(pairs):
-                        node = Node("copy", name, len(pairs), self.weight, rank=rank, pairs=pairs, shape=link.shape)
-                        link.copy = self.b.add(node)
+                    node = Node("copy", name, len(pairs), self.weight, rank=rank, pairs=pairs, shape=link.shape)
+                    link.copy = self.b.add(node)
                 elif rank:
                     specs = self.b.copy_domain("handed on", link)
                     node = Node("copy", name, len(specs), self.weight, rank=rank, specs=specs, shape=link.shape)

@@ -1,8 +1,7 @@
-"""The decision graph and the price slots on one mesh, from those on another mesh with the same axes.
+"""The decision graph and the price slots on one mesh, from those on another mesh.
 
-What an axis divides decides on what nodes choose from, not on which nodes there are and what joins them: ops, ports, links and
-slots are those of the other mesh, with other domains. The one exception are copies of arguments, which exist where some layout
-can be handed on; where that differs, nothing is derived. A node or a link is made when somebody asks for it.
+Axes and their sizes decide on what nodes choose from, not on which nodes there are and what joins them: ops, ports, copies, links
+and slots are those of the other mesh, with other domains. A node or a link is made when somebody asks for it.
 """
 
 from __future__ import annotations
@@ -80,13 +79,13 @@ class _Swap:
 
 def derive(
     base: DecisionGraph, slots: Slots, conversions: Conversions, known: KnownStrategies
-) -> tuple[DecisionGraph, Slots] | None:
-    """The graph and its slots on the mesh of ``conversions``; None if it has other nodes than ``base``.
+) -> tuple[DecisionGraph, Slots]:
+    """The graph and its slots on the mesh of ``conversions``.
 
     Args:
-        base, slots: of a mesh on which the same axes have more than one device; no user's ``shard_map`` in it.
+        base, slots: of any mesh, built and not derived; no user's ``shard_map`` in it.
         conversions: on the mesh, under the same convention.
-        known: strategies found on meshes with the same axes, and where those found here go.
+        known: strategies found so far, and where those found here go.
     """
     graph = DecisionGraph(
         conversions=conversions,
@@ -97,8 +96,6 @@ def derive(
         loop_reads=base.loop_reads,
     )
     swap = _swap(base, DomainMaker(graph, known))
-    if swap is None:
-        return None
     graph.nodes, graph.links = _Swapped(base.nodes, swap.node), _Swapped(base.links, swap.link)
     ends, choices = base.link_ends, base.op_choices
     specs = [swap.specs[id(numbers)] for numbers in ends.specs]
@@ -116,8 +113,8 @@ def derive(
     )
 
 
-def _swap(base: DecisionGraph, maker: DomainMaker) -> _Swap | None:
-    """The domains of ``base`` and those made in their place; None if there are copies that only one of the meshes has."""
+def _swap(base: DecisionGraph, maker: DomainMaker) -> _Swap:
+    """The domains of ``base`` and those made in their place."""
     old, swap = base.made, _Swap()
     for (_, unreduced, strict), (rule, strategies) in old.sets.items():
         swap.add(strategies, maker.strategies_of(rule, unreduced, strict))
@@ -127,8 +124,6 @@ def _swap(base: DecisionGraph, maker: DomainMaker) -> _Swap | None:
         swap.specs[id(stacked)] = maker.stack_map(rank)[swap.specs[port]]
     for kind, link, domain in old.copies.values():
         made = maker.copy_domain(kind, swap.link(link))
-        if bool(len(made)) != bool(len(domain)):
-            return None
         swap.specs[id(domain)] = made
         if domain.ndim == 2:
             swap.specs[id(base.handed(domain))] = maker.graph.handed(made)

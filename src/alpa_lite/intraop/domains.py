@@ -84,7 +84,7 @@ class DomainMaker:
         return [c for c in link.consumers if c.node in self.loop_reads] if self.loop_reads else []
 
     def argument_pairs(self, link: Link) -> np.ndarray:
-        """(passed, handed on) spec numbers; empty if no conversion can be shared or is kept for a loop."""
+        """(passed, handed on) spec numbers; what nothing divides is handed on as it is passed."""
         space = self.conversions.space(len(link.shape))
         looped = self.in_loops(link)
         valid = space.valid(link.shape)
@@ -93,8 +93,7 @@ class DomainMaker:
         for made in sorted(set(link.producer.specs.tolist())):
             rows.append((made, made))
             rows += [(made, k) for k in shared if k != made and gathers_to(space.specs[made], space.specs[k])]
-        only_base = all(a == b for a, b in rows)
-        return np.array([] if only_base else rows, dtype=np.int64).reshape(-1, 2)
+        return np.array(rows, dtype=np.int64).reshape(-1, 2)
 
 
 def _reduces_to(made: ShardingSpec, spec: ShardingSpec) -> bool:

@@ -63,7 +63,7 @@ class Shared:
     _has_layouts: bool | None = None
     _restricted: dict[SearchRules, tuple[Program, frozenset[int]]] = field(default_factory=dict)
     _posed: dict[Hashable, Posed] = field(default_factory=dict)
-    _built: dict[Hashable, list[Posed]] = field(default_factory=dict)  # from which others may follow
+    _built: dict[Hashable, Posed] = field(default_factory=dict)  # from which those of other meshes follow
 
     @property
     def program(self) -> Program:
@@ -89,17 +89,16 @@ class Shared:
             self._restricted[rules] = program, weight_positions(program, self.roles)
         program, weights = self._restricted[rules]
         penalty = conversions.costs.replication_penalty > 0
-        alike = rules, tuple(ties), penalty, self._axes(conversions.mesh)
+        alike = rules, tuple(ties), penalty
         key = *alike, self._mesh_class(conversions.mesh)
         if key not in self._posed:
-            built = self._built.setdefault(alike, [])
-            tried = ((base, derive(base.graph, base.slots, conversions, self.strategies)) for base in built)
-            base, derived = next((pair for pair in tried if pair[1] is not None), (None, None))
-            if base is not None and derived is not None:
-                self._posed[key] = replace(base, graph=derived[0], slots=derived[1])
+            base = None if self._names_axes else self._built.get(alike)
+            if base is None:
+                base = self._built[alike] = self._pose(program, weights, conversions, rules, ties, penalty)
+                self._posed[key] = base
             else:
-                self._posed[key] = self._pose(program, weights, conversions, rules, ties, penalty)
-                built.append(self._posed[key])
+                graph, slots = derive(base.graph, base.slots, conversions, self.strategies)
+                self._posed[key] = replace(base, graph=graph, slots=slots)
         posed = self._posed[key]
         return replace(posed, graph=replace(posed.graph, conversions=conversions))
 
@@ -132,12 +131,6 @@ class Shared:
         if self._line is None or self._line[0] != key:
             self._line = key, timeline(self.program, schedule=schedule, facts=self.facts)
         return with_moves(self._line[1], schedule)
-
-    def _axes(self, mesh: DeviceMesh) -> Hashable:
-        """Equal for meshes on which one graph may follow from another: the same axes have more than one device."""
-        if self._names_axes:
-            return mesh
-        return mesh.axis_names, tuple(a for a, n in zip(mesh.axis_names, mesh.shape, strict=True) if n > 1)
 
     @property
     def _names_axes(self) -> bool:

@@ -10,8 +10,12 @@ import jax.numpy as jnp
 import pytest
 
 import alpa_lite as al
+from alpa_lite.core.program import Program
 from alpa_lite.trace import rules as rules_module
+from alpa_lite.trace.flatten import FlatJaxpr, FlatOp
+from alpa_lite.trace.flops import op_flops
 from alpa_lite.trace.program import Traced, trace
+from alpa_lite.trace.rules import op_key
 from alpa_lite.trace.staged import StagedStep, layers_of, staged_step
 
 NUM_LAYERS, MICROBATCHES, WIDTH = 6, 4, 16
@@ -65,3 +69,22 @@ def test_a_rule_by_name_may_be_for_ops_of_some_stages(primitive):
     programs = staged((0, 0, 1, 1, 2, 2), rules=(rule,)).programs
     having = [any(op.primitive == primitive and op.rule.origin == "user" for _, _, op in p.walk()) for p in programs]
     assert having == [True, primitive == "tanh", primitive == "tanh"]
+
+
+def test_ops_of_stages_have_the_keys_and_flops_of_their_own_parameters():
+    """Both are taken over from the ops of the step and from equal ops."""
+
+    def check(flat: FlatJaxpr, program: Program) -> int:
+        count = 0
+        for op, mirrored in zip(flat.ops, program.ops, strict=True):
+            alone = FlatOp(op.primitive, dict(op.params), op.inputs, op.outputs, "", "", op.bodies)
+            alone.all_outputs = op.all_outputs
+            assert op_key(op, flat) == op_key(alone, flat)
+            assert mirrored.flops == op_flops(alone, flat)
+            count += 1 + sum(map(check, op.bodies, mirrored.bodies))
+        return count
+
+    step = staged((0, 0, 1, 1, 2, 2))
+    assert sum(check(part.flat, program) for part, program in zip(step.stages, step.programs, strict=True)) > 50
+    settings = {op.settings for part in step.stages for op in part.flat.ops[part.loop].bodies[0].ops}
+    assert len(settings) > 3

@@ -6,6 +6,7 @@ Inlined: ``jit``, ``custom_jvp_call``, ``custom_vjp_call``, ``closed_call`` and 
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,13 +45,39 @@ class FlatOp:
     has_effects: bool = False
     all_outputs: tuple[int, ...] = ()
     traceback: Any = None
+    _settings: tuple[Any, ...] | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self.all_outputs = tuple(self.outputs)
 
     @property
+    def settings(self) -> tuple[Any, ...]:
+        """The parameters as a key; none of an op with bodies, which say the same. ``params`` must not change any more."""
+        if self.bodies:
+            return ()
+        if self._settings is None:
+            self._settings = tuple((k, _setting(v)) for k, v in self.params.items() if k != "group")
+        return self._settings
+
+    def renumbered(self, params: dict[str, Any], inputs: list[Any], all_outputs: list[int]) -> FlatOp:
+        """The same op on other values; ``params`` may differ in its ``group`` alone."""
+        outputs = [new if old >= 0 else -1 for new, old in zip(all_outputs, self.outputs, strict=True)]
+        fresh = FlatOp(self.primitive, params, inputs, outputs, self.source, self.scope, self.bodies, self.has_effects)
+        fresh.all_outputs, fresh.traceback = tuple(all_outputs), self.traceback
+        fresh._settings = self.settings or None
+        return fresh
+
+    @property
     def name(self) -> str:
         return self.primitive.name
+
+
+def _setting(value: Any) -> Any:
+    if value is None or isinstance(value, int | str | bool | float):
+        return value
+    if isinstance(value, tuple) and all(isinstance(v, int | str | bool) for v in value):
+        return value
+    return re.sub(r"0x[0-9a-f]+", "", str(value))
 
 
 @dataclass(slots=True)

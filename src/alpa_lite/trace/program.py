@@ -192,7 +192,9 @@ def build_program(
     found |= {key: known[key] for key in distinct if key not in new}
     check_user_ops(flat)
     names = {key: f"{key[0]}#{i}" for i, key in enumerate(distinct)}
-    program = _mirror(flat, keys, found, names, in_paths, out_paths, donated)
+    flops = {key: op_flops(op, part) for key, (op, part) in distinct.items()}
+    about = {key: (found[key], names[key], flops[key]) for key in distinct}
+    program = _mirror(flat, keys, about, in_paths, out_paths, donated)
     if aliases is not None:
         program = replace(program, aliases=aliases)
     check_program(program)
@@ -211,26 +213,26 @@ def _collect(flat: FlatJaxpr, distinct: dict[Any, Any], keys: dict[int, Any]) ->
 def _mirror(
     flat: FlatJaxpr,
     keys: dict[int, tuple[Any, ...]],
-    rules: dict[tuple[Any, ...], OpShardingRule],
-    names: dict[tuple[Any, ...], str],
+    about: dict[tuple[Any, ...], tuple[OpShardingRule, str, float]],
     in_paths: list[str],
     out_paths: list[str],
     donated: list[bool],
 ) -> Program:
+    """``about``: rule, name and FLOPs of ops by key."""
     values = tuple(value_of(a) for a in flat.avals)
     ops = []
     for op in flat.ops:
-        key = keys[id(op)]
-        bodies = tuple(_mirror(b, keys, rules, names, [], [], []) for b in op.bodies)
+        rule, name, flops = about[keys[id(op)]]
+        bodies = tuple(_mirror(b, keys, about, [], [], []) for b in op.bodies)
         consts, carry, trips = loop_layout(op)
         ops.append(
             Op(
                 primitive=shown_name(op),
                 inputs=tuple(-1 if isinstance(i, Literal) else i for i in op.inputs),
                 outputs=tuple(op.outputs),
-                rule=rules[key],
-                key=names[key],
-                flops=op_flops(op, flat),
+                rule=rule,
+                key=name,
+                flops=flops,
                 source=op.source,
                 scope=op.scope,
                 elementwise=op.name in ELEMENTWISE,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 from alpa_lite._jax_compat import Literal
@@ -31,14 +30,11 @@ class Renumbered:
         return value if isinstance(value, Literal) else self.value(value)
 
     def op(self, op: FlatOp) -> FlatOp:
-        params = dict(op.params)
+        params = op.params
         if op.name == "optimization_barrier" and "group" in params:
-            params["group"] = tuple(self.value(v) for v in params["group"])
-        fresh = replace(op, inputs=[self.read(i) for i in op.inputs], params=params)
-        everything = [self.value(o) for o in op.all_outputs]
-        fresh.all_outputs = tuple(everything)
-        fresh.outputs = [n if o >= 0 else -1 for n, o in zip(everything, op.outputs, strict=True)]
-        return fresh
+            params = {**params, "group": tuple(self.value(v) for v in params["group"])}
+        inputs = [self.read(i) for i in op.inputs]
+        return op.renumbered(params, inputs, [self.value(o) for o in op.all_outputs])
 
 
 def readers_of(ops: Iterable[tuple[int, FlatOp]]) -> defaultdict[int, list[int]]:

@@ -7,7 +7,6 @@ On top of Shardy's factors it is stated here how partial results of a reduction 
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -41,8 +40,7 @@ def op_key(op: FlatOp, flat: FlatJaxpr) -> tuple[Any, ...]:
     operands = tuple(
         ("lit", str(i.aval), str(i.val)) if isinstance(i, Literal) else _aval_key(flat.avals[i]) for i in op.inputs
     )
-    params = tuple((k, _param_key(v)) for k, v in op.params.items() if k != "group" and not op.bodies)
-    return (op.name, params, operands)
+    return (op.name, op.settings, operands)
 
 
 def _aval_key(aval: Any) -> tuple[Any, ...]:
@@ -53,14 +51,6 @@ def _aval_key(aval: Any) -> tuple[Any, ...]:
 def dtype_name(dtype: Any) -> str:
     """``str(dtype)``, which takes numpy longer than all else that is asked of a value, and there are few types."""
     return str(dtype)
-
-
-def _param_key(value: Any) -> Any:
-    if value is None or isinstance(value, int | str | bool | float):
-        return value
-    if isinstance(value, tuple) and all(isinstance(v, int | str | bool) for v in value):
-        return value
-    return re.sub(r"0x[0-9a-f]+", "", str(value))
 
 
 def rules_for(

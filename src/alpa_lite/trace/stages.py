@@ -142,6 +142,9 @@ class _Split:
         self._want_state_from_owners()
         read = set().union(*(need.args for need in self.needs))
         self.needs[0].args.update(set(range(len(self.flat.inputs))) - read)  # what nothing reads lies somewhere
+        loop = sorted(set().union(*(need.body_received for need in self.needs)))
+        end = sorted(set().union(*(need.outer_received for need in self.needs)))
+        self.exchanged = [*(self._crossing(v, "loop") for v in loop), *(self._crossing(v, "end") for v in end)]
         return tuple(self._build(stage) for stage in (range(self.homes.num_stages) if wanted is None else wanted))
 
     def _want_body_op(self, stage: int, i: int) -> None:
@@ -194,8 +197,9 @@ class _Split:
         return [p for p, v in enumerate(self.body.inputs) if v in read and not first <= p < last]
 
     def _want_state_from_owners(self) -> None:
+        read = set().union(*(need.args for need in self.needs))
         for argument, owner in self.homes.owner.items():
-            if any(argument in need.args for need in self.needs):
+            if argument in read:
                 self.needs[owner].args.add(argument)
 
     # -- the programs -----------------------------------------------------------------------------------------------
@@ -253,10 +257,7 @@ class _Split:
 
     def _sent(self, stage: int) -> tuple[Crossing, ...]:
         """State is sent as the argument that it is; all else is made by the program."""
-        loop = {v for n in self.needs for v in n.body_received}
-        end = {v for n in self.needs for v in n.outer_received}
-        found = [self._crossing(v, "loop") for v in sorted(loop)] + [self._crossing(v, "end") for v in sorted(end)]
-        return tuple(c for c in found if c.source == stage)
+        return tuple(c for c in self.exchanged if c.source == stage)
 
     def _loop(
         self, need: _Needs, outer: Renumbered, received: list[Crossing], stacks: list[int], sent: list[Crossing]

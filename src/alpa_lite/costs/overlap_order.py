@@ -10,11 +10,11 @@ rematerialised layers are not for this: see ``late_order.py``.
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
 import numpy as np
@@ -337,15 +337,15 @@ def _schedule(graph: _Graph) -> Schedule:
     for number, count in enumerate(left):
         if not count:
             (waiting if collective[number] else ready).append(rank[number])
-    heapq.heapify(ready)
-    heapq.heapify(waiting)
+    heapify(ready)
+    heapify(waiting)
     order: list[int] = []
     done: dict[Move, int] = {}
     starts: dict[Move, int] = {}
     clock, flying, lands = 0.0, -1, 0.0
     while ready or waiting or flying >= 0:
         if flying < 0 and waiting:
-            flying = by_rank[heapq.heappop(waiting)]
+            flying = by_rank[heappop(waiting)]
             done[graph.moves[flying - num_ops]] = len(order)
             lands = clock + cost[flying]
             continue
@@ -353,7 +353,7 @@ def _schedule(graph: _Graph) -> Schedule:
             clock = max(clock, lands)
             number, flying = flying, -1
         else:
-            number = by_rank[heapq.heappop(ready)]
+            number = by_rank[heappop(ready)]
             clock += cost[number]
         if number < num_ops:
             order.append(number)
@@ -363,6 +363,6 @@ def _schedule(graph: _Graph) -> Schedule:
         for read in reads[number]:
             left[read] -= 1
             if not left[read]:
-                heapq.heappush(waiting if collective[read] else ready, rank[read])
+                heappush(waiting if collective[read] else ready, rank[read])
     moves = {move: (len(order) - starts[move], len(order) - end) for move, end in done.items()}
     return Schedule(order[::-1], moves, any(collective))

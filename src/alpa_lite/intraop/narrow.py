@@ -147,8 +147,8 @@ def _order(
         made = scope, num_given + found
         for j in scope:
             own = held[j]
-            for factor in own.keys() & factors.keys():
-                del own[factor]
+            for factor in factors:
+                own.pop(factor, None)
             own[num_factors] = made
             around[j] |= near
             around[j].discard(j)

@@ -334,16 +334,13 @@ def _divides(task: MeshTask, mesh: DeviceMesh, axis: str, written: Realised) -> 
     facts, values = task.shared.facts, task.program.values
     ends = [(task.program.inputs, written.in_specs), (task.program.outputs, written.out_specs)]
     seen = {(values[v].shape, s) for vs, specs in ends for v, s in zip(vs, specs, strict=True) if v >= 0}
-    known: set[tuple[int, int, int]] = set()  # ops of one kind share the objects of their specs
-    kinds = facts.of(_kinds, task.program)
-    for (_, _, owner, op), kind, decision in zip(
-        facts.of(located, task.program), kinds, written.decisions, strict=True
-    ):
-        key = kind, id(decision.operands), id(decision.results)
-        if key not in known:
-            known.add(key)
-            tensors = zip((*op.inputs, *op.outputs), (*decision.operands, *decision.results), strict=True)
-            seen.update((owner.values[v].shape, spec) for v, spec in tensors if v >= 0)
+    kinds, ops, decisions = facts.of(_kinds, task.program), facts.of(located, task.program), written.decisions
+    # Ops of one kind share the objects of their specs, so that one of each is looked at.
+    different = {(kinds[index], id(d.operands), id(d.results)): index for index, d in enumerate(decisions)}
+    for index in different.values():
+        (_, _, owner, op), decision = ops[index], decisions[index]
+        tensors = zip((*op.inputs, *op.outputs), (*decision.operands, *decision.results), strict=True)
+        seen.update((owner.values[v].shape, spec) for v, spec in tensors if v >= 0)
     divisor = 0
     for shape, spec in seen:
         for size, axes in zip(shape, spec.dims, strict=True):

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import alpa_lite as al
+from benchmarks.models import gpt_config, pipelined
 from examples.registry import EXAMPLES
 
 NO_COMPILER = any(importlib.util.find_spec(module) is None for module in ("jax_cuda12_plugin", "flatbuffers"))
@@ -28,3 +31,19 @@ def test_memory_and_collectives_are_as_predicted(name: str, size: str, mesh: tup
     assert MEMORY_BOUNDS[0] <= plan.memory.peak / report.target.peak_bytes <= MEMORY_BOUNDS[1]
     assert not report.audit.unplanned and not report.audit.missing
     assert bool(plan.collectives) is (size == "base")
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("num_microbatches", [2, 4])
+def test_memory_of_microbatches_with_weights_split_over_both_axes(num_microbatches: int) -> None:
+    """Recomputed layers in a loop: gradients pass barriers, and the logits' gradient lies over the logits."""
+    fn, args = pipelined(replace(gpt_config(4, 1024, 16), batch_size=64))
+    weights = ("layers/*/query", "layers/*/key", "layers/*/value", "layers/*/out", "layers/*/up", "layers/*/down")
+    pins = {f"0/params/{name}": P("data", "model") for name in (*weights, "embed", "positions")}
+    options = al.PlanOptions(mesh_shape=(2, 4), axis_names=("data", "model"), num_microbatches=num_microbatches)
+    cluster = al.Cluster.parse("1x8:h100-sxm")
+    plan = al.plan(fn, *args, cluster=cluster, options=options, donate_argnums=0, pins=pins)
+    report = plan.verify(fn, *args)
+    assert MEMORY_BOUNDS[0] <= report.memory_ratio <= MEMORY_BOUNDS[1]
+    assert not report.audit.unplanned and not report.audit.missing

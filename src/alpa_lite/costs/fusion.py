@@ -7,6 +7,7 @@ can take it in.
 from __future__ import annotations
 
 import math
+from bisect import bisect
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 
@@ -70,7 +71,11 @@ _WORTH_KEEPING_BYTES = 2**22
 
 def takes_producers(op: Op) -> bool:
     """Whether the op can compute cheap operands itself, as it reads them."""
-    return joins_consumers(op) or op.primitive in _REDUCTIONS
+    return joins_consumers(op) or is_reduction(op)
+
+
+def is_reduction(op: Op) -> bool:
+    return op.primitive in _REDUCTIONS
 
 
 def joins_consumers(op: Op) -> bool:
@@ -96,6 +101,8 @@ def fused_values(program: Program, *, gpu: bool = False, stacked: Collection[int
             consumers[value].append(takes_producers(op) or (value in sunk and bool(op.bodies)))
     for value in stacked:
         consumers[value].append(True)
+    for value in _held_by_barriers(program) if gpu else ():
+        consumers[value].append(False)
     fused = [False] * len(program.values)
     outputs = set(program.outputs) - set(stacked)
     made: dict[int, str] = {}
@@ -109,6 +116,27 @@ def fused_values(program: Program, *, gpu: bool = False, stacked: Collection[int
     if gpu:
         _fuse_into_single_kernels(program, fused, consumers, outputs)
     return tuple(fused)
+
+
+def _held_by_barriers(program: Program) -> list[int]:
+    """Gradients that lowering passes through a barrier (``lowering/lower.py``), but for widening casts, which follow it."""
+    barriers = [index for index, op in enumerate(program.ops) if op.primitive == "optimization_barrier"]
+    if not barriers:
+        return []
+    last = {i: index for index, op in enumerate(program.ops) for i in op.inputs}
+    last |= dict.fromkeys(program.outputs, len(program.ops))
+    found = []
+    for index, op in enumerate(program.ops[: barriers[-1]]):
+        if "transpose(" in op.scope and not _widens(op, program):
+            after = barriers[bisect(barriers, index)]
+            found += [o for o in op.outputs if o >= 0 and last.get(o, -1) > after]
+    return found
+
+
+def _widens(op: Op, program: Program) -> bool:
+    if op.primitive != "convert_element_type" or op.inputs[0] < 0:
+        return False
+    return program.values[op.inputs[0]].itemsize < program.values[op.outputs[0]].itemsize
 
 
 def _fuse_into_single_kernels(
@@ -187,13 +215,23 @@ def _repeatable(op: Op, program: Program, made: dict[int, str], costly: frozense
     return sum(program.values[i].size_bytes >= size for i in large) <= 1
 
 
-def reuses_operand(op: Op, program: Program, fused: tuple[bool, ...]) -> bool:
-    """Whether the op may write its result over a dying operand of the same size (elementwise loops, updates in place)."""
-    updates = op.primitive.startswith("scatter") or op.primitive == "dynamic_update_slice"
-    if op.bodies or not (op.elementwise or updates) or not op.outputs or op.outputs[0] < 0 or fused[op.outputs[0]]:
-        return False
-    size = program.values[op.outputs[0]].size_bytes
-    return any(i >= 0 and program.values[i].size_bytes == size for i in op.inputs)
+def overwriting_ops(program: Program, fused: Sequence[bool], *, gpu: bool) -> list[bool]:
+    """Per op, whether it may write its result over a dying operand of the same size (elementwise loops, updates in place).
+
+    ``gpu``: also over what elementwise ops read that its kernel computes on the way, such as a cast to single and back.
+    """
+    sizes: dict[int, frozenset[int]] = {}  # of the tensors that fused values are computed from
+    found = []
+    for op in program.ops:
+        read = frozenset[int]().union(
+            *(sizes[i] if i in sizes else (program.values[i].size_bytes,) for i in op.inputs if i >= 0)
+        )
+        if gpu and op.elementwise:
+            sizes.update((o, read) for o in op.outputs if o >= 0 and fused[o])
+        updates = op.primitive.startswith("scatter") or op.primitive == "dynamic_update_slice"
+        made = op.outputs[0] if op.outputs and (op.elementwise or updates) and not op.bodies else -1
+        found.append(made >= 0 and not fused[made] and program.values[made].size_bytes in read)
+    return found
 
 
 def moved_bytes_weights(

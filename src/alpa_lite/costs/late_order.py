@@ -8,9 +8,11 @@ finished gradient through the next barrier (``lowering/lower.py``), so that none
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 
 from alpa_lite.core.program import Op, Program
+from alpa_lite.costs.fusion import fused_values, is_reduction, is_view, overwriting_ops
 
 BARRIER = "optimization_barrier"
 
@@ -38,6 +40,53 @@ def late_order(program: Program) -> list[int]:
     emit.demand(program.outputs)
     emit.rest()
     return emit.order
+
+
+def order_in_loop(program: Program) -> list[int]:
+    """``late_order`` of a loop's body, with every reduction right before an earlier elementwise op that walks the same tensor.
+
+    XLA:GPU computes both in one kernel, which may write over the tensor (``multi_output_fusion.cc``): a loss that is summed up
+    over logits does not keep them beside their gradient.
+    """
+    order = late_order(program)
+    place = {index: p for p, index in enumerate(order)}
+    fused = fused_values(program, gpu=True)
+    overwriting = overwriting_ops(program, fused, gpu=True)
+    maker = {o: index for index, op in enumerate(program.ops) for o in op.outputs if o >= 0}
+    inside = {
+        o for o, index in maker.items() if fused[o] or (is_view(op := program.ops[index]) and op.primitive != BARRIER)
+    }
+    stored: list[set[int]] = []  # per op, the tensors in memory that its kernel reads
+    for op in program.ops:
+        stored.append(set().union(*(stored[maker[i]] if i in inside else {i} for i in op.inputs if i >= 0)))
+    writers: dict[int, list[int]] = defaultdict(list)
+    for index in order:
+        if overwriting[index]:
+            walked = program.values[program.ops[index].outputs[0]].shape
+            for value in stored[index]:
+                if program.values[value].shape == walked:
+                    writers[value].append(place[index])
+    moved: dict[int, int] = {}
+    for index in order:
+        op = program.ops[index]
+        if not is_reduction(op) or op.inputs[0] < 0:
+            continue
+        walked = program.values[op.inputs[0]].shape
+        ready = max((place[maker[i]] for i in stored[index] if i in maker), default=-1)
+        shared = (i for i in stored[index] if program.values[i].shape == walked)
+        before = min((p for i in shared for p in writers[i] if ready < p < place[index]), default=-1)
+        pending = [index] if before >= 0 else []
+        while pending:
+            at = pending.pop()
+            if moved.get(at, place[at]) > before:
+                moved[at] = before
+                pending += [maker[i] for i in program.ops[at].inputs if i in inside]
+    return sorted(order, key=lambda index: (moved.get(index, place[index]), index not in moved, place[index]))
+
+
+def barriers_of(program: Program) -> tuple[int, ...]:
+    """Indices of the barriers of this program (not of its bodies)."""
+    return tuple(index for index, op in enumerate(program.ops) if op.primitive == BARRIER)
 
 
 def has_barriers(program: Program) -> bool:

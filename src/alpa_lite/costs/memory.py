@@ -26,8 +26,8 @@ import numpy as np
 from alpa_lite.core.program import Op, Program
 from alpa_lite.costs.dim_order import reordered_stacks, reordering_ops
 from alpa_lite.costs.facts import Facts
-from alpa_lite.costs.fusion import fused_values, is_view, reuses_operand
-from alpa_lite.costs.late_order import BARRIER, barrier_group, late_order
+from alpa_lite.costs.fusion import fused_values, is_view, overwriting_ops
+from alpa_lite.costs.late_order import BARRIER, barrier_group, late_order, order_in_loop
 from alpa_lite.costs.overlap_order import Move, Schedule
 
 
@@ -116,7 +116,7 @@ def with_moves(line: Timeline, schedule: Schedule) -> Timeline:
 
 
 def _number(program: Program, prefix: str, out: Timeline, order: Iterable[int], facts: Facts) -> None:
-    inside = _breadth_first if out.order.on_cpu else late_order
+    inside = _breadth_first if out.order.on_cpu else order_in_loop
     ops, start, end, time = program.ops, out.start, out.end, out.num_times
     paths = _paths(program, prefix, facts)
     if not any(op.bodies for op in ops):
@@ -132,7 +132,7 @@ def _number(program: Program, prefix: str, out: Timeline, order: Iterable[int], 
         if ops[index].bodies:
             out.num_times = time
             for b, body in enumerate(ops[index].bodies):
-                _number(body, f"{path}.{b}.", out, inside(body), facts)
+                _number(body, f"{path}.{b}.", out, facts.of(inside, body), facts)
             time = out.num_times
         end[path] = time
     out.num_times = out.region_end[prefix] = time
@@ -280,7 +280,7 @@ def _lives(program: Program, *, gpu: bool, stacked: frozenset[int], outer: bool)
     columns = np.array(stored, dtype=np.int64).reshape(-1, 3).T
     return _Lives(
         results=np.array(results, dtype=np.int64),
-        reuses=np.array([reuses_operand(op, program, fused) for op in program.ops], dtype=bool),
+        reuses=np.array(overwriting_ops(program, fused, gpu=gpu), dtype=bool),
         steps=_in_steps(passed, reads, len(program.values)),
         carried=_columns(carried),
         stored=(columns[0], columns[1], columns[2] > 0),

@@ -17,6 +17,7 @@ from alpa_lite.costs.dim_order import is_turned, sums_rows
 from alpa_lite.costs.facts import Facts, located
 from alpa_lite.costs.fusion import fused_values, joins_consumers
 from alpa_lite.costs.instructions import instruction_graph
+from alpa_lite.costs.late_order import barriers_of
 from alpa_lite.costs.memory import Timeline, peak_usage
 from alpa_lite.costs.overlap_order import Move
 from alpa_lite.costs.split_matmul import (
@@ -247,7 +248,10 @@ def _workspace(
         total = workspace_bytes(product, parts)
         end, size = begin + 1, total
         result = made.get(f"{prefix}%{value}")
-        kept = (prefix, value) not in converted and value not in region.outputs
+        # What passes a barrier is stored before it (see lowering/lower.py).
+        place = int(path[len(prefix) :])
+        held = any(place < barrier < max(kernels, default=0) for barrier in facts.of(barriers_of, region))
+        kept = (prefix, value) not in converted and value not in region.outputs and not held
         if result is not None and kept and sum_is_repeated(product, parts, [region.ops[k] for k in kernels]):
             end = max(result.hi, *(line.end[f"{prefix}{k}"] for k in kernels))
             size = total - product.elements * product.result_bytes  # they are instead of the result

@@ -65,8 +65,9 @@ def cell(series: str, num_gpus: int) -> Cell:
     best = Cell(series=series, num_gpus=num_gpus, tflops=0.0, what="", peak_gib=0.0, plan_s=0.0)
     for run in published.runs(series, num_gpus):
         plan = planned(num_gpus, run)
-        if series == "megatron" and better(num_gpus, plan, best) and not fits(num_gpus, plan):
-            plan = planned(num_gpus, replace(run, limited=True))
+        if series == "megatron" and not isinstance(plan, str) and not fits(num_gpus, plan):
+            known = num_gpus in published.MEGATRON
+            plan = planned(num_gpus, replace(run, limited=True)) if known else "no grid's cheapest plan fits"
         if better(num_gpus, plan, best):
             best = replace(best, tflops=tflops_per_gpu(num_gpus, plan), what=name_of(run), peak_gib=peak_gib(plan))
         elif isinstance(plan, str) and not best.tflops:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import jax
@@ -137,14 +138,22 @@ def test_ranks_that_take_too_long_are_stopped(exported):
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_ranks_end_with_their_launcher(exported, kind):
     command = [sys.executable, "-m", "alpa_lite", "launch", str(exported), "--steps", "1000000"]
+    before = signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # jobs in the background ignore it, and so would the child
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
-    deadline = time.monotonic() + 60
-    while len(processes(exported)) < 3 and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert len(processes(exported)) == 3
-    os.kill(process.pid, kind)
-    process.communicate(timeout=60)
-    assert process.returncode != 0 and none_left(exported)
+    signal.signal(signal.SIGINT, before)
+    try:
+        deadline = time.monotonic() + 60
+        while len(processes(exported)) < 3 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert len(processes(exported)) == 3
+        os.kill(process.pid, kind)
+        process.communicate(timeout=60)
+        assert process.returncode != 0 and none_left(exported)
+    finally:
+        with suppress(ProcessLookupError):  # where this fails, the next test does not find them
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 @pytest.mark.parametrize(

@@ -177,7 +177,8 @@ def check_demands(demands: Demands) -> None:
     specs = {leaf.path: leaf.spec for leaf in plan.inputs + plan.outputs}
     for path, pin in demands.pins:
         assert honours(specs[path], pin), f"{path} is {specs[path]}, pinned {pin}"
-    assert plan.status == "optimal"
+    # A plan that the memory limits has the bound of the cheapest one without limit, which is no proof.
+    assert plan.status == "optimal" or np.isfinite(demands.budget)
     assert plan.objective >= free_plan(np.inf, demands.forbid).objective * (1 - 1e-6)
     assert plan.memory.peak <= demands.budget
 

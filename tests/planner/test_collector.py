@@ -35,3 +35,28 @@ def test_paused_functions_may_call_each_other() -> None:
 
     assert count(3) == 3
     assert gc.isenabled()
+
+
+def test_what_is_left_is_old_and_not_looked_at_at_once() -> None:
+    seen: list[str] = []
+    gc.callbacks.append(lambda phase, info: seen.append(phase))
+    try:
+        with collector_paused():
+            made: list[list[int]] = [[] for _ in range(10_000)]
+            seen.clear()
+        during = list(seen)
+    finally:
+        gc.callbacks.pop()
+    assert not during
+    assert any(found is made[0] for found in gc.get_objects(generation=2))
+    assert gc.get_freeze_count() == 0
+
+
+def test_objects_that_the_caller_froze_stay_frozen() -> None:
+    gc.freeze()
+    try:
+        with collector_paused():
+            pass
+        assert gc.get_freeze_count()
+    finally:
+        gc.unfreeze()

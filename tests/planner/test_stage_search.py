@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -82,6 +83,18 @@ def cheapest(**options: Any) -> float:
 def test_no_cut_is_better():
     assert searched().objective == pytest.approx(cheapest(), rel=1e-12)
     assert len(searched().stages) > 1
+
+
+def test_what_the_search_made_is_gone_without_the_collector():
+    plan(2)
+    gc.collect()
+    gc.disable()
+    try:
+        plan(2)
+        left = gc.collect()
+    finally:
+        gc.enable()
+    assert left < 2_000  # one priced run alone has more objects
 
 
 def test_memory_forces_stages():

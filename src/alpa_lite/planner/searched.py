@@ -91,18 +91,18 @@ class _Searched:
         traced, saved = task.traced, options.remat if isinstance(options.remat, tuple) else ()
         assert traced.layered is not None
         flat = traced.layered
-        self.layered = layers_of(flat)
-        self.remat = all_recomputed(self.layered, saved, task.pins.source)
+        self.layered = kept = layers_of(flat)
+        self.remat = remat = all_recomputed(kept, saved, task.pins.source)
         labels = tuple(tuple(str(pin.dims) for pin in side) for side in (task.pins.inputs, task.pins.outputs))
 
         def runs_of(layered: Layered) -> LayerRuns:
             return LayerRuns(traced.program, flat, layered, options.rules, (labels[0], labels[1]), traced.known)
 
         def recomputed() -> LayerRuns:
-            return runs_of(with_recomputed_layers(flat, self.layered, self.remat))
+            return runs_of(with_recomputed_layers(flat, kept, remat))  # without ``self``, which would keep itself
 
-        runs = runs_of(self.layered) if options.remat in ("auto", "none") else recomputed()
-        again = recomputed if options.remat == "auto" and self.remat.layers else None
+        runs = runs_of(kept) if options.remat in ("auto", "none") else recomputed()
+        again = recomputed if options.remat == "auto" and remat.layers else None
         prices = RunPrices(runs, task.cluster, task.pins, options, task.progress, again)
         budget = budget_bytes(task.cluster, options)
         pins = {pin.place: pin.stage for pin in self.layered.pins}

@@ -191,9 +191,10 @@ class RunPrices:
         self.tell(f"pricing layers {part.layers[0]}-{part.layers[-1]} on {cluster}, mesh {mesh}{again}")
         stages = max(1, min(self.num_layers, self.cluster.num_devices // math.prod(submesh)))
         flying, rent_s = min(stages, self.num_microbatches), RENTS[choice.rent] * self.rent_unit_s
+        program = task.program  # a rent that knew the task, which knows the rent, would keep both
 
         def rent(pricer: Pricer, problem: IntraOpProblem) -> Sequence[np.ndarray]:
-            return with_rent(problem, held_bytes(pricer, part, task.program, flying), rent_s)
+            return with_rent(problem, held_bytes(pricer, part, program, flying), rent_s)
 
         task = replace(task, budget=math.inf, proof=False, rent=rent if rent_s else None)
         try:
@@ -203,7 +204,7 @@ class RunPrices:
         if result.realised is None or result.peak is None:
             return None
         one, on_cpu = InFlight(stage=0, inputs=1, residuals=1), cluster.device.platform == "cpu"
-        costs = stage_costs(part, task.program, result, one, on_cpu=on_cpu, known=task.shared.parts)
+        costs = stage_costs(part, program, result, one, on_cpu=on_cpu, known=task.shared.parts)
         working = min(costs.memory.temporaries, costs.memory.peak)
         return RunPrice(
             time_s=costs.forward_s + costs.backward_s,

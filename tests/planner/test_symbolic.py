@@ -42,9 +42,15 @@ def test_numbers_that_divide_nothing_are_planned_once(planned):
     assert planned == [1, 2, 4]
 
 
-def test_beside_another_axis_one_device_is_not_shared_with_others(planned):
-    assert plan(shape=("n", 2)).regimes
-    assert planned == [1, 2, 4, 5]
+def test_beside_another_axis_one_device_is_planned_with_numbers_that_divide_nothing(planned):
+    """The layouts of partial sums over an axis that splits nothing, here through the sum, are none that can be chosen."""
+    made = plan(lambda x: {"y": x @ x + x}, shape=("n", 2))
+    assert made.regimes
+    assert planned == [1, 2, 4]
+    for n in (1, 5):
+        cluster, options = CLUSTER.specialize(n, others=2), al.PlanOptions(mesh_shape=(n, 2), padding="off")
+        early = al.plan(lambda x: {"y": x @ x + x}, X, cluster=cluster, options=options)
+        assert encode_plan(made.specialize(n)) == encode_plan(early)
 
 
 def test_across_hosts_other_prices_are_planned_anew(planned):

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from alpa_lite.intraop.problem import Array
-from alpa_lite.intraop.visits import Visit
+from alpa_lite.intraop.visits import End, Visit
 
 Places = NDArray[np.intp]
 
@@ -109,49 +109,59 @@ def _levels_of(visits: Iterable[Visit]) -> list[list[Visit]]:
 
 def _level(visits: Sequence[Visit]) -> _Level:
     costs: list[Array] = []
-    lengths, sent, heard, ahead, states, nodes = (list[Places]() for _ in range(6))
-    parts: list[tuple[Places, Places]] = []  # (state, place)
-    shares: list[tuple[Array, Array]] = []  # (most, stays)
+    behind: list[
+        tuple[int, int, int, int, int]
+    ] = []  # per edge: states there and here, where it sends, hears, first state
+    ahead: list[tuple[int, int, int]] = []  # states, where it hears, first state
+    nodes: list[int] = []
     first = 0  # state of the visit
     for visit in visits:
         copies, size = len(visit.most), visit.num_states
-        here = (first + np.arange(copies * size)).reshape(copies, size)
-        parts.append((here.ravel(), visit.at + np.arange(copies * size)))
         for end in visit.behind:
-            count, (there, _) = len(end.heard), end.costs.shape
-            costs += [np.ravel(end.costs, order="F")] * count
-            lengths.append(np.full(count * size, there))
-            messages = end.sent_at + np.arange(count * there).reshape(count, 1, there)
-            sent.append(np.broadcast_to(messages, (count, size, there)).ravel())
-            heard.append(end.heard_at + np.arange(count * size))
-            parts.append(((here if end.slots is None else here[end.slots]).ravel(), heard[-1]))
+            there = len(end.costs)
+            costs += [np.ravel(end.costs, order="F")] * len(end.heard)
+            for edge, slot in enumerate(_numbers(end, copies)):
+                behind.append(
+                    (there, size, end.sent_at + edge * there, end.heard_at + edge * size, first + slot * size)
+                )
         for end in visit.ahead:
-            ahead.append(end.heard_at + np.arange(len(end.heard) * size))
-            states.append((here if end.slots is None else here[end.slots]).ravel())
-            parts.append((states[-1], ahead[-1]))
-        stays = np.zeros(copies) if visit.stays is None else visit.stays
-        shares.append((np.repeat(visit.most[:, 0], size), stays))
-        nodes.append(here[:, 0])
+            for edge, slot in enumerate(_numbers(end, copies)):
+                ahead.append((size, end.heard_at + edge * size, first + slot * size))
+        nodes += range(first, first + copies * size, size)
         first += copies * size
-    owners = np.concatenate([owner for owner, _ in parts])
+    there, size, sent_at, heard_at, to_state = np.array(behind, dtype=np.intp).reshape(-1, 5).T
+    size_ahead, ahead_at, from_state = np.array(ahead, dtype=np.intp).reshape(-1, 3).T
+    own_at, own_size = np.array([(v.at, len(v.most) * v.num_states) for v in visits], dtype=np.intp).T
+    lengths, heard = np.repeat(there, size), _runs(heard_at, size)
+    places_ahead, states = _runs(ahead_at, size_ahead), _runs(from_state, size_ahead)
+    owners = np.concatenate([np.arange(first), _runs(to_state, size), states])
     order = np.argsort(owners, kind="stable")
+    sizes = np.repeat([v.num_states for v in visits], [len(v.most) for v in visits])
     return _Level(
         costs=np.concatenate(costs) if costs else np.zeros(0),
-        sent=_joined(sent),
-        costs_from=_starts(_joined(lengths)),
-        heard=_joined(heard),
-        parts=np.concatenate([place for _, place in parts])[order],
+        sent=_runs(np.repeat(sent_at, size), lengths),
+        costs_from=_starts(lengths),
+        heard=heard,
+        parts=np.concatenate([_runs(own_at, own_size), heard, places_ahead])[order],
         parts_from=_starts(np.bincount(owners, minlength=first)),
-        most=np.concatenate([most for most, _ in shares]),
-        ahead=_joined(ahead),
-        states=_joined(states),
-        nodes=_joined(nodes),
-        stays=np.concatenate([stays for _, stays in shares]),
+        most=np.repeat(np.concatenate([visit.most[:, 0] for visit in visits]), sizes),
+        ahead=places_ahead,
+        states=states,
+        nodes=np.array(nodes, dtype=np.intp),
+        stays=np.concatenate([np.zeros(len(v.most)) if v.stays is None else v.stays for v in visits]),
     )
 
 
-def _joined(places: Sequence[Places]) -> Places:
-    return np.concatenate(places) if places else np.zeros(0, dtype=np.intp)
+def _numbers(end: End, copies: int) -> Iterable[int]:
+    """Per edge, which copy is at this end."""
+    if end.slots is None:
+        return range(copies)
+    return range(end.slots.start, end.slots.stop) if isinstance(end.slots, slice) else end.slots.tolist()
+
+
+def _runs(starts: Places, lengths: Places) -> Places:
+    """Rising numbers from each start on, so many of each."""
+    return np.repeat(starts - _starts(lengths), lengths) + np.arange(int(lengths.sum()))
 
 
 def _starts(lengths: Places) -> Places:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Hashable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -39,7 +40,6 @@ class StrategySet:
         operands, results: per tensor, the spec number (in the conversions' ``SpecSpace`` of its rank) per strategy.
         used: per strategy, the mesh axes that split the op's work.
         reduce_axes: per strategy, the axes of the all-reduce inside the op (max, min); mostly ().
-        ruled_out: factors that no axis divides, as (factor, axis) pairs, for the report.
     """
 
     assignment: np.ndarray
@@ -47,7 +47,6 @@ class StrategySet:
     results: tuple[np.ndarray, ...]
     used: tuple[tuple[str, ...], ...]
     reduce_axes: tuple[tuple[str, ...], ...]
-    ruled_out: tuple[tuple[int, str], ...] = ()
 
     def __len__(self) -> int:
         return len(self.used)
@@ -65,37 +64,20 @@ def enumerate_strategies(
     unreduced_inputs: tuple[bool, ...],
     sharded_contractions: bool = False,
 ) -> StrategySet:
-    """All strategies of ``rule`` on ``mesh``.
-
-    Args:
-        unreduced_inputs: per operand, whether its producer can leave it unreduced at all (prunes dead strategies).
-        sharded_contractions: keep only strategies that use every mesh axis (Alpa: no repeated matmuls), if there are any.
-    """
-    axes = tuple(a for a, n in zip(mesh.axis_names, mesh.shape, strict=True) if n > 1)
-    choices, ruled_out = _choices(rule, mesh, axes, unreduced_inputs)
-    maker = _SpecNumbers(rule, mesh, axes, conversions)
-    rows: list[tuple[int, ...]] = []
-    specs: list[tuple[int, ...]] = []
-    for row in itertools.product(*choices):
-        made = maker.of(row)
-        if made is not None:
-            rows.append(row)
-            specs.append(made)
-    if sharded_contractions:
-        full = [i for i, row in enumerate(rows) if UNUSED not in row]
-        rows, specs = ([rows[i] for i in full], [specs[i] for i in full]) if full else (rows, specs)
-    return _pack(rule, axes, rows, specs, ruled_out)
+    """All strategies of ``rule`` on ``mesh``; see ``KnownStrategies.of``."""
+    return KnownStrategies().of(
+        rule, mesh, conversions, unreduced_inputs=unreduced_inputs, sharded_contractions=sharded_contractions
+    )
 
 
 class KnownStrategies:
-    """Strategies of rules on meshes with the same axes, each enumerated once.
-
-    Where every dim has one factor, all that a mesh's sizes decide is which axes together divide which factors. A mesh that
-    divides no more than one before it leaves some of its strategies, in the same order.
-    """
+    """Strategies of rules, each rule enumerated once for all meshes with the same axes: of what axes could do, their sizes
+    decide which part they can do."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[object, ...], list[tuple[frozenset[tuple[int, int]], StrategySet]]] = {}
+        self._axes: dict[tuple[str, ...], _Axes] = {}
+        self._every: dict[tuple[object, ...], _Assignments] = {}
+        self._by_rule: dict[tuple[object, ...], tuple[OpShardingRule, _Assignments]] = {}
 
     def of(
         self,
@@ -106,59 +88,159 @@ class KnownStrategies:
         unreduced_inputs: tuple[bool, ...],
         sharded_contractions: bool,
     ) -> StrategySet:
-        """As ``enumerate_strategies``."""
-        simple = not sharded_contractions and all(len(d) < 2 for dims in (*rule.operands, *rule.results) for d in dims)
-        axes = tuple(a for a, n in zip(mesh.axis_names, mesh.shape, strict=True) if n > 1)
-        divided = axes if simple else mesh_class(mesh, frozenset(factor.size for factor in rule.factors))
-        key = (rule.operands, rule.results, rule.factors, rule.reduce_op, rule.linear, mesh.axis_names)
-        known = self._known.setdefault((*key, divided, unreduced_inputs, sharded_contractions), [])
-        places = _places(rule, mesh, axes) if simple else frozenset()
-        for more, strategies in known:
-            if more == places:
-                return strategies
-        larger = next(((more, strategies) for more, strategies in known if more >= places), None)
-        if larger is None:
-            found = enumerate_strategies(
-                rule,
-                mesh,
-                conversions,
-                unreduced_inputs=unreduced_inputs,
-                sharded_contractions=sharded_contractions,
+        """All strategies of ``rule`` on ``mesh``.
+
+        Args:
+            unreduced_inputs: per operand, whether its producer can leave it unreduced at all (prunes dead strategies).
+            sharded_contractions: keep only strategies that use every mesh axis (Alpa: no repeated matmuls), if there are any.
+        """
+        names = tuple(a for a, n in zip(mesh.axis_names, mesh.shape, strict=True) if n > 1)
+        quick = id(rule), names, unreduced_inputs
+        found = self._by_rule.get(quick)
+        if found is None:
+            found = self._by_rule[quick] = rule, self._assignments(rule, names, conversions, unreduced_inputs)
+        return found[1].on(mesh, sharded_contractions)
+
+    def _assignments(
+        self, rule: OpShardingRule, names: tuple[str, ...], conversions: Conversions, unreduced_inputs: tuple[bool, ...]
+    ) -> _Assignments:
+        key = rule.operands, rule.results, rule.factors, rule.reduce_op, rule.linear, names, unreduced_inputs
+        if key not in self._every:
+            axes = self._axes.setdefault(names, _Axes(names))
+            self._every[key] = _Assignments(rule, axes, conversions, unreduced_inputs)
+        return self._every[key]
+
+
+class _Axes:
+    """The axes of more than one device of some meshes; sets of them are bit masks."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self.names = names
+        self.bits = 1 << np.arange(len(names), dtype=np.int64)
+        self.subsets = [tuple(a for i, a in enumerate(names) if mask >> i & 1) for mask in range(1 << len(names))]
+        self._demands: dict[tuple[int, bool], int] = {(0, False): 0}
+        self._met: dict[tuple[int, ...], np.ndarray] = {}
+        self._numbers: dict[tuple[int, tuple[int, ...]], np.ndarray] = {}
+
+    def demand(self, size: int, *, complete: bool = False) -> int:
+        """The number of a demand, to which a set of axes is added: that it divides the size, or splits it completely.
+
+        Number 0 is always met.
+        """
+        return self._demands.setdefault((size, complete), len(self._demands)) << len(self.names)
+
+    def met(self, mesh: DeviceMesh) -> np.ndarray:
+        """bool by number of a demand and its set of axes."""
+        sizes = tuple(map(mesh.axis_size, self.names))
+        met = self._met.get(sizes)
+        if met is None or len(met) < len(self._demands) << len(self.names):
+            parts = np.array([mesh.axes_size(some) for some in self.subsets])
+            size, complete = np.array(list(self._demands)).T[:, :, None]
+            met = self._met[sizes] = np.where(complete, size == parts, size % parts == 0).ravel()
+        return met
+
+    def spec_numbers(self, rank: int, order: tuple[int, ...], conversions: Conversions) -> np.ndarray:
+        """Spec numbers by where each axis is (see ``_Assignments.specs``); of axes of one dim the first in ``order`` is major."""
+        if (rank, order) not in self._numbers:
+            index, names = conversions.space(rank).index, self.names
+            found = []
+            for place in itertools.product(range(rank + 2), repeat=len(names)):
+                dims = tuple(tuple(names[a] for a in order if place[a] == dim + 2) for dim in range(rank))
+                found.append(index[ShardingSpec(dims, tuple(a for a, p in zip(names, place, strict=True) if p == 1))])
+            self._numbers[rank, order] = np.array(found, dtype=np.int64)
+        return self._numbers[rank, order]
+
+
+class _Assignments:
+    """All assignments of axes to the factors of one rule, with what each demands of the axes' sizes."""
+
+    def __init__(
+        self, rule: OpShardingRule, axes: _Axes, conversions: Conversions, unreduced_inputs: tuple[bool, ...]
+    ) -> None:
+        self.rule, self.axes = rule, axes
+        factors = [i for i, f in enumerate(rule.factors) if f.size > 1 and f.kind is not FactorKind.REPLICATED]
+        groups = [-2 - g for g, group in enumerate(rule.linear) if all(unreduced_inputs[i] for i in group)]
+        self.options = [UNUSED, *factors, *groups]
+        self.taken = _tuples(len(self.options), len(axes.names))
+        self.rows = np.array(self.options, dtype=np.int64)[self.taken]
+        self.demands = self._demands(factors)
+        tensors = [self.specs(position, conversions) for position in range(len(rule.operands) + len(rule.results))]
+        self.tensors = np.array(tensors, dtype=np.int64).reshape(-1, len(self.rows))
+        self.used = self._axes_where(self.rows >= 0)
+        at_once = [i for i in rule.reduction_factors if rule.reduce_op != "add"]
+        self.reduced: list[tuple[str, ...]] = (
+            self._axes_where(np.isin(self.rows, at_once)) if at_once else [()] * len(self.rows)
+        )
+        self._known: dict[bytes, StrategySet] = {}
+
+    def on(self, mesh: DeviceMesh, sharded_contractions: bool) -> StrategySet:
+        """Those that are possible on a mesh."""
+        possible = self.axes.met(mesh)[self.demands].all(axis=0)
+        if sharded_contractions:
+            full = possible & (self.rows != UNUSED).all(axis=1)
+            possible = full if full.any() else possible
+        key = possible.tobytes()  # one byte each, 0 or 1
+        if key not in self._known:
+            count = len(self.rule.operands)
+            tensors = tuple(self.tensors.compress(possible, axis=1))
+            self._known[key] = StrategySet(
+                assignment=self.rows[possible],
+                operands=tensors[:count],
+                results=tensors[count:],
+                used=tuple(itertools.compress(self.used, key)),
+                reduce_axes=tuple(itertools.compress(self.reduced, key)),
             )
-        else:
-            found = _without(larger[1], larger[0] - places, _choices(rule, mesh, axes, unreduced_inputs)[1])
-        known.append((places, found))
+        return self._known[key]
+
+    def _axes_where(self, chosen: np.ndarray) -> list[tuple[str, ...]]:
+        return [self.axes.subsets[mask] for mask in (chosen @ self.axes.bits).tolist()]
+
+    def _demands(self, factors: list[int]) -> np.ndarray:
+        """[demand, assignment]: all axes of a factor divide it; those of major factors split them, or minor ones stay whole."""
+        sizes = [factor.size for factor in self.rule.factors]
+        masks = {factor: (self.rows == factor) @ self.axes.bits for factor in factors}
+        found = [np.zeros(len(self.rows), dtype=np.int64)]
+        found += [self.axes.demand(sizes[factor]) + mask for factor, mask in masks.items()]
+        dims = {dim for dims in (*self.rule.operands, *self.rule.results) for dim in dims if len(dim) > 1}
+        ordered = {(major, minor) for dim in dims for major, minor in itertools.combinations(dim, 2) if minor in masks}
+        for major, minor in sorted(ordered):
+            complete = self.axes.demand(sizes[major], complete=True) + masks.get(major, 0)
+            found.append(np.where(masks[minor] > 0, complete, 0))
+        return np.array(found)
+
+    def specs(self, position: int, conversions: Conversions) -> np.ndarray:
+        """Per assignment, the spec number of a tensor: of an operand, or behind these of a result."""
+        rule, names = self.rule, self.axes.names
+        dims = (*rule.operands, *rule.results)[position]
+        is_result = position >= len(rule.operands)
+        places, turns = [], []  # 0: not there, 1: unreduced, 2 and more: dims; and the order of factors in the tensor
+        where = {f: (dim + 2, turn) for turn, (dim, f) in enumerate((d, f) for d, fs in enumerate(dims) for f in fs)}
+        for option in self.options:
+            partial = is_result and option <= -2
+            if option <= -2:
+                partial |= not is_result and position in rule.linear[-2 - option]
+            elif option >= 0 and is_result and rule.reduce_op == "add":
+                partial = rule.factors[option].kind is FactorKind.REDUCTION
+            place, turn = (1, 0) if partial else where.get(option, (0, 0))
+            places.append(place)
+            turns.append(turn)
+        rank, num_axes = len(dims), len(names)
+        number = np.array(places)[self.taken] @ (rank + 2) ** np.arange(num_axes - 1, -1, -1, dtype=np.int64)
+        in_order = tuple(range(num_axes))
+        found = self.axes.spec_numbers(rank, in_order, conversions)[number]
+        if any(len(fs) > 1 for fs in dims):
+            orders = np.array(turns)[self.taken].argsort(axis=1, kind="stable")
+            for order in itertools.permutations(in_order):
+                rows = (orders == order).all(axis=1)
+                if order != in_order and rows.any():
+                    found[rows] = self.axes.spec_numbers(rank, order, conversions)[number[rows]]
         return found
 
 
-def _places(rule: OpShardingRule, mesh: DeviceMesh, axes: tuple[str, ...]) -> frozenset[tuple[int, int]]:
-    """(Factor, bit mask of axes) for all axes that together divide a factor."""
-    groups = [
-        (mask, mesh.axes_size(tuple(a for i, a in enumerate(axes) if mask >> i & 1)))
-        for mask in range(1, 1 << len(axes))
-    ]
-    sizes = [(i, f.size) for i, f in enumerate(rule.factors) if f.size and f.kind is not FactorKind.REPLICATED]
-    return frozenset((i, mask) for i, size in sizes for mask, parts in groups if size % parts == 0)
-
-
-def _without(
-    strategies: StrategySet, gone: frozenset[tuple[int, int]], ruled_out: tuple[tuple[int, str], ...]
-) -> StrategySet:
-    """The strategies less those that place just these axes on these factors."""
-    bits = 1 << np.arange(strategies.assignment.shape[1])
-    stays = np.ones(len(strategies), dtype=bool)
-    for factor in {factor for factor, _ in gone}:
-        masks = (strategies.assignment == factor) @ bits
-        stays &= ~np.isin(masks, [mask for f, mask in gone if f == factor])
-    kept = np.flatnonzero(stays)
-    return StrategySet(
-        assignment=strategies.assignment[kept],
-        operands=tuple(specs[kept] for specs in strategies.operands),
-        results=tuple(specs[kept] for specs in strategies.results),
-        used=tuple(strategies.used[i] for i in kept.tolist()),
-        reduce_axes=tuple(strategies.reduce_axes[i] for i in kept.tolist()),
-        ruled_out=ruled_out,
-    )
+@lru_cache(maxsize=64)
+def _tuples(count: int, length: int) -> np.ndarray:
+    """All tuples of numbers below ``count``, the last one running fastest."""
+    return np.indices((count,) * length).reshape(length, count**length).T
 
 
 def mesh_class(mesh: DeviceMesh, sizes: frozenset[int]) -> Hashable:
@@ -199,114 +281,4 @@ def fixed_strategy(op: Op, mesh: DeviceMesh, conversions: Conversions) -> Strate
         results=numbers(op.layout.results),
         used=(used,),
         reduce_axes=((),),
-    )
-
-
-def _choices(
-    rule: OpShardingRule, mesh: DeviceMesh, axes: tuple[str, ...], unreduced_inputs: tuple[bool, ...]
-) -> tuple[list[list[int]], tuple[tuple[int, str], ...]]:
-    groups = [-2 - g for g, group in enumerate(rule.linear) if all(unreduced_inputs[i] for i in group)]
-    choices: list[list[int]] = []
-    ruled_out = []
-    for axis in axes:
-        options = [UNUSED]
-        for i, factor in enumerate(rule.factors):
-            if factor.kind is FactorKind.REPLICATED:
-                continue
-            if factor.size == 0 or factor.size % mesh.axis_size(axis):
-                ruled_out.append((i, axis))
-            else:
-                options.append(i)
-        choices.append(options + groups)
-    return choices, tuple(ruled_out)
-
-
-class _SpecNumbers:
-    """Numbers of the specs of all tensors of one rule, under one assignment after the other.
-
-    Most assignments agree in what concerns a tensor, so its specs are remembered by that.
-    """
-
-    def __init__(self, rule: OpShardingRule, mesh: DeviceMesh, axes: tuple[str, ...], conversions: Conversions) -> None:
-        self.rule, self.mesh, self.axes = rule, mesh, axes
-        self.tensors = (*rule.operands, *rule.results)
-        self.factors = [tuple(f for dim in dims for f in dim) for dims in self.tensors]
-        self.spaces = [conversions.space(len(dims)) for dims in self.tensors]
-        self.known: list[dict[tuple[object, ...], int | None]] = [{} for _ in self.tensors]
-        self.sizes: dict[tuple[str, ...], int] = {}
-
-    def size(self, axes: tuple[str, ...]) -> int:
-        if axes not in self.sizes:
-            self.sizes[axes] = self.mesh.axes_size(axes)
-        return self.sizes[axes]
-
-    def of(self, row: tuple[int, ...]) -> tuple[int, ...] | None:
-        """Of operands, then results; None where the assignment cannot be carried out."""
-        rule, pairs = self.rule, tuple(zip(self.axes, row, strict=True))
-        by_factor: dict[int, tuple[str, ...]] = {}
-        for axis, choice in pairs:
-            if choice >= 0:
-                by_factor[choice] = (*by_factor.get(choice, ()), axis)
-        for factor, used in by_factor.items():
-            if rule.factors[factor].size % self.size(used):
-                return None
-        grouped = [(axis, -2 - choice) for axis, choice in pairs if choice <= -2]
-        partial = tuple(a for a, c in pairs if c >= 0 and rule.factors[c].kind is FactorKind.REDUCTION)
-        leftover = tuple(a for a, _ in grouped) + (partial if rule.reduce_op == "add" else ())
-        numbers = []
-        for position in range(len(self.tensors)):
-            unreduced = leftover
-            if position < len(rule.operands):
-                unreduced = tuple(axis for axis, g in grouped if position in rule.linear[g])
-            number = self.number(position, by_factor, unreduced)
-            if number is None:
-                return None
-            numbers.append(number)
-        return tuple(numbers)
-
-    def number(self, position: int, by_factor: dict[int, tuple[str, ...]], unreduced: tuple[str, ...]) -> int | None:
-        key = (unreduced, *(by_factor.get(f) for f in self.factors[position]))
-        known = self.known[position]
-        if key not in known:
-            spec = self.spec(self.tensors[position], by_factor, unreduced)
-            known[key] = None if spec is None else self.spaces[position].index[spec]
-        return known[key]
-
-    def spec(
-        self, dims: tuple[tuple[int, ...], ...], by_factor: dict[int, tuple[str, ...]], unreduced: tuple[str, ...]
-    ) -> ShardingSpec | None:
-        spec: list[tuple[str, ...]] = []
-        for dim in dims:
-            used: tuple[str, ...] = ()
-            complete = True
-            for factor in dim:
-                here = by_factor.get(factor, ())
-                if here and not complete:
-                    return None
-                complete = complete and self.size(here) == self.rule.factors[factor].size
-                used += here
-            spec.append(used)
-        return ShardingSpec(tuple(spec), unreduced)
-
-
-def _pack(
-    rule: OpShardingRule,
-    axes: tuple[str, ...],
-    rows: list[tuple[int, ...]],
-    specs: list[tuple[int, ...]],
-    ruled_out: tuple[tuple[int, str], ...],
-) -> StrategySet:
-    numbers = np.array(specs, dtype=np.int64).reshape(len(rows), -1)
-    tensors = tuple(numbers[:, i].copy() for i in range(len(rule.operands) + len(rule.results)))
-    operands, results = tensors[: len(rule.operands)], tensors[len(rule.operands) :]
-    split = [tuple((axis, choice) for axis, choice in zip(axes, row, strict=True) if choice >= 0) for row in rows]
-    at_once = rule.reduce_op != "add"
-    reduced = {i for i, factor in enumerate(rule.factors) if at_once and factor.kind is FactorKind.REDUCTION}
-    return StrategySet(
-        assignment=np.array(rows, dtype=np.int64).reshape(len(rows), len(axes)),
-        operands=operands,
-        results=results,
-        used=tuple(tuple(axis for axis, _ in pairs) for pairs in split),
-        reduce_axes=tuple(tuple(axis for axis, factor in pairs if factor in reduced) for pairs in split),
-        ruled_out=ruled_out,
     )

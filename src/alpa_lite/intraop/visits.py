@@ -6,6 +6,7 @@ All costs of nodes and all messages of a core are parts of one array; ``at`` say
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -104,10 +105,24 @@ def end_of(
 def visit_of(group: int, at: int, unary: Array, behind: list[End], ahead: list[End]) -> Visit:
     """``unary`` [copies, states] begins ``at``."""
     copies, num_states = unary.shape
-    num_behind, num_ahead = _num_edges(behind, copies), _num_edges(ahead, copies)
+    if copies == 1:
+        most, stays = _alone(sum(len(end.heard) for end in behind), sum(len(end.heard) for end in ahead))
+    else:
+        most, stays = _shares(_num_edges(behind, copies), _num_edges(ahead, copies))
+    return Visit(group=group, at=at, num_states=num_states, behind=behind, ahead=ahead, most=most, stays=stays)
+
+
+@lru_cache(maxsize=1024)
+def _alone(num_behind: int, num_ahead: int) -> tuple[Array, Array | None]:
+    """As ``_shares``, of one copy."""
+    return _shares(np.array([float(num_behind)]), np.array([float(num_ahead)]))
+
+
+def _shares(num_behind: Array, num_ahead: Array) -> tuple[Array, Array | None]:
+    """``most`` and ``stays`` of a visit."""
     most = np.maximum(np.maximum(num_behind, num_ahead), 1.0)
     stays = None if (most == num_ahead).all() else 1.0 - num_ahead / most
-    return Visit(group=group, at=at, num_states=num_states, behind=behind, ahead=ahead, most=most[:, None], stays=stays)
+    return most[:, None], stays
 
 
 def _num_edges(ends: list[End], copies: int) -> Array:

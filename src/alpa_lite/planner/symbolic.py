@@ -227,11 +227,11 @@ class SymbolicPlan:
     @collector_paused()
     def _planned(self, n: int) -> MeshResult | AlpaLiteError:
         task, mesh = self._task.at(n)
-        forced = self._forced(n)
-        if forced is not None:
-            return replace(forced, mesh=mesh)
         cluster = self._task.cluster.specialize(n, others=mesh.num_devices // n)
         try:
+            forced = self._forced(n)
+            if forced is not None:
+                return replace(forced, mesh=mesh)
             result = plan_on_mesh(task, cluster, mesh)
         except AlpaLiteError as error:
             return error
@@ -242,15 +242,14 @@ class SymbolicPlan:
         """The result of another number if under both the axis can split nothing, so that the rest is the same problem.
 
         Partial sums arise only where a size is split, so with no such size every op and every tensor stays whole along the
-        axis, and what is left is priced by the other axes alone. Pins and the user's own shard_maps name axes and are checked
-        for each number.
+        axis, and what is left is priced by the other axes alone. An axis of one device differs from one that divides nothing by
+        the layouts of partial sums over it. No op makes these, so that arc consistency, with which presolve begins, takes out
+        all of them; it leaves the same choices in the same order. Pins and the user's own shard_maps name axes and are
+        checked for each number.
         """
         if not self._free or not self._indivisible(n):
             return None
         known = [m for m, r in self._results.items() if isinstance(r, MeshResult) and self._indivisible(m)]
-        if len(self._task.task.options.mesh_shape or ()) > 1:
-            # Beside other axes, an axis of one device is not the same as one that cannot be used: it has fewer layouts.
-            known = [m for m in known if (m > 1) == (n > 1)]
         for m in (n, *known) if known else ():
             if m not in self._prices:
                 self._prices[m] = self._unsplit_prices(m)

@@ -26,6 +26,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -64,15 +65,12 @@ class SpecSpace:
 
     def __post_init__(self) -> None:
         axes = tuple(a for a, n in zip(self.mesh.axis_names, self.mesh.shape, strict=True) if n > 1)
-        self.specs = list(_all_specs(axes, self.rank))
-        self.index = {s: i for i, s in enumerate(self.specs)}
+        self.specs, self.index, steps = _layouts(axes, self.rank)
         self.parts = np.array([[self.mesh.axes_size(d) for d in s.dims] for s in self.specs], dtype=np.int64).reshape(
             len(self.specs), self.rank
         )
         self.shards = self.parts.prod(axis=1) if self.rank else np.ones(len(self.specs), dtype=np.int64)
-        for spec in self.specs:
-            self.steps += _steps_from(spec, self.mesh, axes)
-        self.steps += self._permutes()
+        self.steps = [*steps, *self._permutes()]
 
     def valid(self, shape: tuple[int, ...]) -> np.ndarray:
         """Which specs divide a shape evenly; a dim of size 0 is never split."""
@@ -82,17 +80,28 @@ class SpecSpace:
     def _permutes(self) -> Iterator[Step]:
         kinds = {spec.unreduced: i for i, spec in enumerate(self.specs)}
         unreduced = np.array([kinds[spec.unreduced] for spec in self.specs])
-        known: dict[tuple[object, ...], tuple[str, ...]] = {}  # the order of dims does not matter
         finer = (self.parts[None] % self.parts[:, None] == 0).all(axis=2) & (unreduced[:, None] == unreduced[None])
         for a, b in np.argwhere(finer):
             before, after = self.specs[a], self.specs[b]
             changed = sorted(pair for pair in zip(before.dims, after.dims, strict=True) if pair[0] != pair[1])
             if all(new[: len(old)] == old for old, new in changed):
                 continue  # slices do it
-            axes = known.get(key := tuple(changed))
-            if axes is None:
-                axes = known[key] = moved_axes(before, after, self.mesh)
+            axes = _moved_axes(tuple(changed), self.mesh)
             yield Step(kind=CollectiveKind.COLLECTIVE_PERMUTE, axes=axes, before=before, after=after)
+
+
+@lru_cache(maxsize=64)
+def _layouts(axes: tuple[str, ...], rank: int) -> tuple[list[ShardingSpec], dict[ShardingSpec, int], list[Step]]:
+    """What no size of the axes changes: all specs, their numbers, and all steps but permutes."""
+    specs = list(_all_specs(axes, rank))
+    return specs, {s: i for i, s in enumerate(specs)}, [step for spec in specs for step in _steps_from(spec, axes)]
+
+
+@lru_cache(maxsize=1024)
+def _moved_axes(changed: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...], mesh: DeviceMesh) -> tuple[str, ...]:
+    """Of a permute between two specs, by the axes of the dims that change; neither the others nor their order matter."""
+    before, after = zip(*changed, strict=True)
+    return moved_axes(ShardingSpec(before), ShardingSpec(after), mesh)
 
 
 def _all_specs(axes: tuple[str, ...], rank: int) -> Iterator[ShardingSpec]:
@@ -111,7 +120,7 @@ def _replace_dim(spec: ShardingSpec, changes: dict[int, tuple[str, ...]], unredu
     return ShardingSpec(tuple(changes.get(d, axes) for d, axes in enumerate(spec.dims)), unreduced)
 
 
-def _steps_from(spec: ShardingSpec, mesh: DeviceMesh, axes: tuple[str, ...]) -> Iterator[Step]:
+def _steps_from(spec: ShardingSpec, axes: tuple[str, ...]) -> Iterator[Step]:
     kinds = CollectiveKind
     rank = spec.rank
     unused = [a for a in axes if a not in spec.sharded_axes and a not in spec.unreduced]
@@ -132,7 +141,7 @@ def _steps_from(spec: ShardingSpec, mesh: DeviceMesh, axes: tuple[str, ...]) -> 
     for count in range(1, len(spec.unreduced) + 1):
         for some in itertools.permutations(spec.unreduced, count):
             left = tuple(a for a in spec.unreduced if a not in some)
-            if some == mesh.sort_axes(set(some)):
+            if some == tuple(a for a in axes if a in some):
                 yield Step(kind=kinds.ALL_REDUCE, axes=some, before=spec, after=_replace_dim(spec, {}, left))
             for dim in range(rank):
                 after = _replace_dim(spec, {dim: spec.dims[dim] + some}, left)

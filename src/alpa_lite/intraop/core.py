@@ -156,20 +156,17 @@ def _is_whole(costs: Array) -> bool:
 
 def finite(core: Core) -> tuple[list[Array], tuple[Array, ...]]:
     """Costs with a large number in place of inf, above anything that allowed choices can add up to."""
-    top = 1.0
-    for arrays in (core.unary, core.costs):
-        for array in {id(a): a for a in arrays}.values():
-            top = max(top, float(np.max(np.abs(array), where=np.isfinite(array), initial=0.0)))
+    arrays = {id(a): a for a in (*core.unary, *core.costs)}
+    flat = np.concatenate([np.ravel(a) for a in arrays.values()]) if arrays else np.zeros(0)
+    allowed = np.isfinite(flat)
+    top = float(np.max(np.abs(flat), where=allowed, initial=1.0))
     # One forbidden entry must outweigh all allowed ones together.
-    big = 2 * top * (core.num_nodes + len(core.costs) + 1)
-    made: dict[int, Array] = {}
-
-    def filled(array: Array) -> Array:
-        if id(array) not in made:
-            made[id(array)] = np.where(np.isfinite(array), array, big)
-        return made[id(array)]
-
-    return [filled(c) for c in core.unary], tuple(filled(m) for m in core.costs)
+    flat[~allowed] = 2 * top * (core.num_nodes + len(core.costs) + 1)
+    made, begin = {}, 0
+    for number, array in arrays.items():
+        made[number] = flat[begin : begin + array.size].reshape(array.shape)
+        begin += array.size
+    return [made[id(c)] for c in core.unary], tuple(made[id(m)] for m in core.costs)
 
 
 def restrict(core: Core, gone: Sequence[Array], pairs: dict[int, Array]) -> tuple[Core, list[Array]]:

@@ -60,21 +60,33 @@ class _Swap:
         specs = None if node.specs is None else self.specs[id(node.specs)]
         pairs = None if node.pairs is None else self.specs[id(node.pairs)]
         domain = next(d for d in (strategies, pairs, specs) if d is not None)
-        return replace(node, size=len(domain), strategies=strategies, specs=specs, pairs=pairs)
+        return Node(
+            kind=node.kind,
+            name=node.name,
+            size=len(domain),
+            weight=node.weight,
+            op=node.op,
+            program=node.program,
+            strategies=strategies,
+            specs=specs,
+            rank=node.rank,
+            pairs=pairs,
+            shape=node.shape,
+        )
 
     def end(self, end: End) -> End:
-        return end._replace(specs=self.specs[id(end.specs)])
+        return End(end.node, self.specs[id(end.specs)], end.key, end.path)
 
     def link(self, link: Link) -> Link:
         return replace(link, producer=self.end(link.producer), consumers=[self.end(c) for c in link.consumers])
 
     def node_slot(self, slot: NodeSlot) -> NodeSlot:
-        return replace(slot, node=self.node(slot.node))
+        return NodeSlot(self.node(slot.node), slot.penalised, slot.reads, slot.writes, slot.link)
 
     def edge_slot(self, slot: EdgeSlot) -> EdgeSlot:
         pairs = None if slot.pairs is None else self.specs[id(slot.pairs)]
         ends = tuple(self.end(end) for end in slot.ends)
-        return replace(slot, producer=self.end(slot.producer), ends=ends, pairs=pairs)
+        return EdgeSlot(slot.link, self.end(slot.producer), ends, slot.kept, slot.looped, pairs)
 
 
 def derive(

@@ -15,9 +15,13 @@ import numpy as np
 
 from alpa_lite.intraop.problem import Array
 
-_COMPARED_BYTES = 2048  # arrays up to this size are told by their bytes, larger ones by a digest
-_JOINED_AT_ONCE = 4096  # sums that are formed together; more at a time leave the cache
+_COMPARED_BYTES = 8192  # arrays up to this size are told by their bytes, larger ones by a digest
+_JOINED_AT_ONCE = 1 << 18  # sums that are formed together; more at a time leave the cache
 _DOMINANCE_CAP = 4_000_000  # largest k*k*l for which pairwise differences of rows are formed
+
+
+# Without the methods around them: most arrays here are small.
+_all, _any = np.logical_and.reduce, np.logical_or.reduce
 
 
 class Tables:
@@ -29,6 +33,7 @@ class Tables:
         "_functions",
         "_joins",
         "_keep",
+        "_margins",
         "_memo",
         "_open",
         "_parts",
@@ -57,6 +62,7 @@ class Tables:
         self._picks: dict[tuple[int, tuple[int, ...]], int] = {}
         self._transposes: dict[int, int] = {}
         self._taken: dict[tuple[int, int], tuple[int, int]] = {}
+        self._margins: dict[int, Array] = {}
         # Numbers of arrays of which nothing is to be done, so that a set comparison tells it of all edges of a node.
         self.open: set[int] = set()  # ``is_open``
         self.whole: set[int] = set()  # matrices without ``split``
@@ -134,7 +140,8 @@ class Tables:
         found = self._open.get(a)
         if found is None:
             finite = np.isfinite(self.arrays[a])
-            found = self._open[a] = bool((finite if finite.ndim == 1 else finite.any(1)).all())
+            found = bool(_all(finite, axis=None)) or (finite.ndim == 2 and bool(_all(_any(finite, axis=1))))
+            self._open[a] = found
             if found:
                 self.open.add(a)
         return found
@@ -217,9 +224,14 @@ class Tables:
             return np.ones(k, dtype=bool)
         worse = costs[:, None] - costs[None, :]  # worse[s, t] > 0: s costs more than t in any case
         for m in matrices:
-            worse = worse + self.arrays[self._remember(("margin", m), lambda m=m: _row_margins(self.arrays[m]))]
+            margins = self._margins.get(m)
+            if margins is None:
+                margins = self._margins[m] = _row_margins(self.arrays[m])
+            worse = worse + margins
         others, lower_index = _masks(k)
         beaten = (worse >= 0) & others
+        if not _any(beaten, axis=None):
+            return np.ones(k, dtype=bool)
         for u in usages:
             size = self.arrays[u]
             beaten &= size[:, None] >= size[None, :]
@@ -230,11 +242,10 @@ class Tables:
 
 def min_plus(a: Array, b: Array) -> Array:
     """``min_x a[y, x] + b[x, z]``."""
-    if a.shape[0] > b.shape[1]:
-        return min_plus(b.T, a.T).T
-    if a.size * b.shape[1] <= _JOINED_AT_ONCE:
-        return np.asarray((a[:, :, None] + b[None]).min(1))
-    return np.stack([(row[:, None] + b).min(0) for row in a])
+    columns, step = np.ascontiguousarray(a.T), max(1, _JOINED_AT_ONCE // b.size)
+    if len(a) <= step:  # with x first, whole tables are compared at once
+        return np.asarray(np.minimum.reduce(columns[:, :, None] + b[:, None], axis=0))
+    return np.concatenate([min_plus(a[p : p + step], b) for p in range(0, len(a), step)])
 
 
 @lru_cache(maxsize=64)
@@ -247,7 +258,7 @@ def _masks(k: int) -> tuple[Array, Array]:
 def _row_margins(m: Array) -> Array:
     """``min_y m[s, y] - m[t, y]``; a forbidden entry of s never counts in its favour, so its inf - inf is nan."""
     columns = np.ascontiguousarray(m.T)  # first, so that rows of rows are compared at once
-    least = np.minimum if np.isfinite(columns).all() else np.fmin
+    least = np.minimum if _all(np.isfinite(columns), axis=None) else np.fmin
     return np.asarray(least.reduce(columns[:, :, None] - columns[:, None, :], axis=0))
 
 

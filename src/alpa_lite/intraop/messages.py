@@ -140,15 +140,20 @@ class Messages:
             for row, i in zip(own, members, strict=True):
                 row[...] = unary[i]
 
+    def sweep(self) -> float:
+        """Forward and back; returns the bound (without constant)."""
+        self._sweep(self._forward, forward=True, bound=False)
+        return self.backward()
+
     def forward(self) -> float:
-        """Sweeps from first to last group; returns the bound (without constant)."""
+        """Sweeps from first to last group; returns the bound."""
         return self._sweep(self._forward, forward=True)
 
     def backward(self) -> float:
         """As ``forward``, from last to first group."""
         return self._sweep(self._backward, forward=False)
 
-    def _sweep(self, visits: list[Visit], *, forward: bool) -> float:
+    def _sweep(self, visits: list[Visit], *, forward: bool, bound: bool = True) -> float:
         self._count += 1
         if self._count == _ONE_BY_ONE:
             self._levels = level_sweeps(self._values, self._forward, self._backward)
@@ -177,7 +182,7 @@ class Messages:
                 part = theta / visit.most
                 for end in visit.ahead:
                     _subtract(end.heard, part if end.slots is None else part[end.slots], end.heard)
-            if visit.stays is not None:
+            if bound and visit.stays is not None:
                 least = _minimum(theta, 1)
                 total += float(least[0] * visit.stays[0] if len(least) == 1 else (least * visit.stays).sum())
         return total

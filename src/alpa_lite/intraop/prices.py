@@ -154,8 +154,7 @@ def _settle(messages: Messages, upper: float, prices: Prices, *, most: int) -> f
     """Sweeps until the bound hardly rises, seen every few sweeps; returns it."""
     bound = before = -math.inf
     for count in range(1, most + 1):
-        messages.forward()
-        bound = messages.backward() - prices.rent + prices.core.constant
+        bound = messages.sweep() - prices.rent + prices.core.constant
         if count % _LOOK == 0:
             if bound - before < _SLOW * (upper - bound):
                 break

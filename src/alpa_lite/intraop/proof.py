@@ -66,8 +66,7 @@ def _reduced(search: Search, messages: Messages) -> tuple[Core, Core, list[Array
         search.rent = 0.0
         messages.set_unary(search.unary)
         for _ in range(_RESET_SWEEPS):
-            messages.forward()
-            messages.backward()
+            messages.sweep()
     core, whole = shifted(search.core, messages), search.core
     kept = [np.arange(len(c)) for c in core.unary]
     if gone is not None:

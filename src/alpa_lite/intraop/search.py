@@ -100,8 +100,7 @@ def _settle_tied(search: Search, tied: Tie, inner: Search, messages: Messages) -
         started.start_from(messages)
         value = -math.inf
         for _ in range(_TRIED_SWEEPS):
-            started.forward()
-            value = started.backward()
+            value = started.sweep()
         if best is None or value > bound:
             best, bound = started, value
         if inner.gap <= _TIED_GAP or inner.out_of_time or inner.too_dear:
@@ -160,8 +159,7 @@ def _sweep(search: Search, messages: Messages, rel_gap: float, *, small: bool, m
     wanted, every = (rel_gap, 5) if small else (_LARGE_GAP, 4)
     before = -math.inf
     for count in range(1, most + 1):
-        messages.forward()
-        value = messages.backward() + search.core.constant
+        value = messages.sweep() + search.core.constant
         search.bound = max(search.bound, value)
         if count % every and not search.out_of_time:
             continue

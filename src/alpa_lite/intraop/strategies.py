@@ -172,9 +172,16 @@ class _Assignments:
             self._axes_where(np.isin(self.rows, at_once)) if at_once else [()] * len(self.rows)
         )
         self._known: dict[bytes, StrategySet] = {}
+        self._on: dict[tuple[DeviceMesh, bool], StrategySet] = {}
 
     def on(self, mesh: DeviceMesh, sharded_contractions: bool) -> StrategySet:
         """Those that are possible on a mesh."""
+        found = self._on.get((mesh, sharded_contractions))
+        if found is None:
+            found = self._on[mesh, sharded_contractions] = self._possible(mesh, sharded_contractions)
+        return found
+
+    def _possible(self, mesh: DeviceMesh, sharded_contractions: bool) -> StrategySet:
         possible = self.axes.met(mesh)[self.demands].all(axis=0)
         if sharded_contractions:
             full = possible & (self.rows != UNUSED).all(axis=1)

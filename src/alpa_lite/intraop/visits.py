@@ -82,13 +82,16 @@ def end_of(
 ) -> End:
     """``copies`` of the group; messages with where they begin; ``rooms``: scratch arrays by shape, for all ends to share."""
     count, room = len(heard[0]), None
-    if count == 1 or (count < _MANY_COPIES and count * costs.size <= _CHUNK):
+    if count == 1:
+        shape = costs.shape
+        if shape not in rooms:
+            rooms[shape] = np.empty(shape)
+        room = costs, sent[0].T, rooms[shape], heard[0][0]
+    elif count < _MANY_COPIES and count * costs.size <= _CHUNK:
         shape = len(costs), count, costs.shape[1]
         if shape not in rooms:
             rooms[shape] = np.empty(shape)
         room = costs[:, None, :], sent[0].T[:, :, None], rooms[shape], heard[0]
-        if count == 1:
-            room = costs, sent[0].T, rooms[shape][:, 0], heard[0][0]
     whole = isinstance(slots, slice) and slots.stop - slots.start == copies
     return End(
         other=other,

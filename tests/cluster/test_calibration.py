@@ -62,3 +62,8 @@ def test_nearest_group_size_by_ratio(asked, found):
 
 def test_kind_that_was_not_measured():
     assert RECORD.collective(CollectiveKind.ALL_TO_ALL, 8) is None
+    assert RECORD.collective(KIND, 8, inner=True) is None
+
+
+def test_records_without_inner_collectives_are_read():
+    assert Calibration.from_text(RECORD.to_text().replace(', "inner": false', "")) == RECORD

@@ -14,7 +14,10 @@ from alpa_lite.cluster import Calibration, Cluster, Link, MeasuredCollective
 from alpa_lite.cluster.hardware import device_names
 from alpa_lite.core.collective import CollectiveKind
 from alpa_lite.core.mesh import DeviceMesh
+from alpa_lite.core.spec import ShardingSpec
 from alpa_lite.costs.collectives import MeshCosts, group_of
+from alpa_lite.costs.conventions import RooflineCosts
+from alpa_lite.costs.conversion import Conversions, step_price
 
 K = CollectiveKind
 kinds = st.sampled_from(list(K))
@@ -194,18 +197,44 @@ def test_all_to_all_in_a_torus_travels_through_neighbours():
     assert ratio == pytest.approx(4)
 
 
-def test_calibration_replaces_the_formula_inside_a_host():
-    measured = MeasuredCollective(kind=K.ALL_REDUCE, num_devices=8, alpha_s=1e-4, beta_s_per_byte=7e-9)
-    calibration = Calibration(
+def calibration_with(*measured: MeasuredCollective) -> Calibration:
+    return Calibration(
         device_kind="cpu",
         num_devices=8,
         matmul_flops_per_s=(("f32", 1e10),),
         ramp_s=0.0,
         memory_bandwidth_bytes_per_s=1e9,
         launch_s=0.0,
-        collectives=(measured,),
+        collectives=measured,
     )
-    cluster = Cluster.of("cpu", num_hosts=2, devices_per_host=8, calibration=calibration)
+
+
+def test_collectives_along_other_dims_cost_what_was_measured_of_them():
+    kind = K.REDUCE_SCATTER
+    first = MeasuredCollective(kind=kind, num_devices=8, alpha_s=1e-7, beta_s_per_byte=1e-11)
+    inner = dataclasses.replace(first, beta_s_per_byte=4e-11, inner=True)
+    cluster = Cluster.of("cpu", devices_per_host=8, calibration=calibration_with(first, inner))
+    mesh = DeviceMesh(shape=(8,), axis_names=("x",))
+    meshes = costs_of(cluster, mesh)
+    assert meshes.inner_extra(kind, ("x",)) == pytest.approx((0.0, 3e-11))
+    assert meshes.inner_extra(K.ALL_GATHER, ("x",)) == (0.0, 0.0)
+    assert costs_of(Cluster.of("cpu", devices_per_host=8), mesh).inner_extra(kind, ("x",)) == (0.0, 0.0)
+    costs = RooflineCosts(meshes=meshes)
+    conversions = Conversions(mesh=mesh, costs=costs)
+    partial = ShardingSpec(((), ()), ("x",))
+    along = [ShardingSpec((("x",), ())), ShardingSpec(((), ("x",)))]
+    prices = []
+    for spec in along:
+        (step,) = conversions.steps(partial, spec, (64, 64), 4)
+        assert step.kind is kind
+        prices.append(conversions.time_s(partial, spec, (64, 64), 4))
+        assert step_price(step, (64, 64), 4, mesh, costs) == pytest.approx(prices[-1], rel=1e-7)
+    assert prices == pytest.approx([1e-7 + 16384e-11, 1e-7 + 4 * 16384e-11], rel=1e-7)
+
+
+def test_calibration_replaces_the_formula_inside_a_host():
+    measured = MeasuredCollective(kind=K.ALL_REDUCE, num_devices=8, alpha_s=1e-4, beta_s_per_byte=7e-9)
+    cluster = Cluster.of("cpu", num_hosts=2, devices_per_host=8, calibration=calibration_with(measured))
     costs = costs_of(cluster, DeviceMesh(shape=(2, 8), axis_names=("x", "y")))
     assert costs.linear(K.ALL_REDUCE, ("y",)) == pytest.approx((1e-4, 7e-9), rel=1e-12)
     table = costs_of(Cluster.of("cpu", num_hosts=2, devices_per_host=8), costs.mesh)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import types
+from collections.abc import Callable
 
 import jax
 import pytest
@@ -42,8 +44,13 @@ def record() -> Calibration:
 @pytest.mark.medium
 def test_record_covers_every_kind_and_group_size(record):
     assert record.num_devices == 8
-    assert {(entry.kind, entry.num_devices) for entry in record.collectives} == {
-        (kind, group) for kind in CollectiveKind for group in (2, 4, 8)
+    along_a_dim = {CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER, CollectiveKind.ALL_TO_ALL}
+    assert {(entry.kind, entry.num_devices, entry.inner) for entry in record.collectives} == {
+        (kind, group, inner)
+        for kind in CollectiveKind
+        for group in (2, 4, 8)
+        for inner in (False, True)
+        if kind in along_a_dim or not inner
     }
     assert dict(record.matmul_flops_per_s)["f32"] > 1e6
     assert record.memory_bandwidth_bytes_per_s > 1e6
@@ -61,6 +68,22 @@ def test_record_prices_collectives_of_the_local_cluster(record):
         assert measured is not None
         assert costs.linear(kind, ("y",)) == pytest.approx((measured.alpha_s, measured.beta_s_per_byte))
         assert costs.time_s(kind, ("y",), 2**16) > 0
+
+
+def test_the_best_of_all_repeats_counts_and_they_come_in_turn(monkeypatch):
+    ran: list[str] = []
+    clock = itertools.accumulate(itertools.chain([0.0], itertools.repeat(1e-2, 18), itertools.repeat(1e-3)))
+    monkeypatch.setattr(calibrate.time, "perf_counter", lambda: next(clock))  # a slow moment, then quiet
+
+    def run(name: str) -> Callable[[jax.Array, int], jax.Array]:
+        return lambda x, rounds: ran.append(name) or x
+
+    operand = jax.numpy.zeros(1)
+    probes = calibrate._Probes(devices=[], sizes=dataclasses.replace(TINY, repeats=8))
+    probes.made = [calibrate._Probe(run(name), lambda: operand) for name in "abc"]
+    probes.repeat()
+    assert ran[6:] == list("abc") * 7  # after compiling and filling each
+    assert all(probe.round_s == pytest.approx(1e-3) for probe in probes.made)
 
 
 def test_local_cluster_is_this_process():
@@ -82,5 +105,5 @@ def test_hosts_of_different_size_are_refused(monkeypatch):
 
 @pytest.mark.medium
 def test_a_group_size_that_does_not_halve_ends_the_series():
-    three = calibrate._collectives(jax.devices()[:3], dataclasses.replace(TINY, run_s=1e-4, repeats=1))
+    three = calibrate._Probes(devices=jax.devices()[:3], sizes=TINY).collectives()
     assert {entry.num_devices for entry in three} == {3}

@@ -13,12 +13,16 @@ from alpa_lite.errors import ClusterError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredCollective:
-    """A fit ``time = alpha_s + beta_s_per_byte * size_bytes`` for one kind over ``num_devices`` of one host."""
+    """A fit ``time = alpha_s + beta_s_per_byte * size_bytes`` for one kind over ``num_devices`` of one host.
+
+    ``inner``: along another dim than the first, where what is sent or received has to be copied together.
+    """
 
     kind: CollectiveKind
     num_devices: int
     alpha_s: float
     beta_s_per_byte: float
+    inner: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +36,7 @@ class Calibration:
         ramp_s: what a matmul takes on top of its FLOPs at that rate.
         memory_bandwidth_bytes_per_s: of a large copy, read plus write; on CPU of elementwise loops of several kinds.
         launch_s: the least time of an op.
-        collectives: per kind and group size.
+        collectives: per kind and group size, along the first dim and along another one.
         date: ISO date.
         jax_version: with which it was measured.
     """
@@ -67,6 +71,7 @@ class Calibration:
                     num_devices=int(entry["num_devices"]),
                     alpha_s=float(entry["alpha_s"]),
                     beta_s_per_byte=float(entry["beta_s_per_byte"]),
+                    inner=bool(entry.get("inner", False)),
                 )
                 for entry in data["collectives"]
             )
@@ -77,9 +82,9 @@ class Calibration:
                 f"got {text[:60]!r}. Measure again with al.Cluster.local(calibrate=True)."
             ) from None
 
-    def collective(self, kind: CollectiveKind, num_devices: int) -> MeasuredCollective | None:
+    def collective(self, kind: CollectiveKind, num_devices: int, inner: bool = False) -> MeasuredCollective | None:
         """The measurement of ``kind`` whose group size is nearest (by ratio; ties: the smaller group)."""
-        found = [entry for entry in self.collectives if entry.kind is kind]
+        found = [entry for entry in self.collectives if entry.kind is kind and entry.inner == inner]
         if not found:
             return None
         return min(

@@ -116,10 +116,26 @@ def group_of(cluster: Cluster, mesh: DeviceMesh, axes: tuple[str, ...]) -> Group
 def _linear(cluster: Cluster, group: Group, kind: CollectiveKind) -> tuple[float, float]:
     if group.num_devices == 1:
         return 0.0, 0.0
+    return _measured(cluster, group, kind) or group.linear(kind)
+
+
+def _inner_extra(cluster: Cluster, group: Group, kind: CollectiveKind) -> tuple[float, float]:
+    """What was measured of a collective along another dim than the first, beyond the one along the first."""
+    if group.num_devices == 1:
+        return 0.0, 0.0
+    first, inner = (_measured(cluster, group, kind, inner) for inner in (False, True))
+    if first is None or inner is None:
+        return 0.0, 0.0
+    return max(inner[0] - first[0], 0.0), max(inner[1] - first[1], 0.0)
+
+
+def _measured(cluster: Cluster, group: Group, kind: CollectiveKind, inner: bool = False) -> tuple[float, float] | None:
     calibration = cluster.calibration
-    measured = calibration.collective(kind, group.num_devices) if calibration and group.num_hosts == 1 else None
+    if calibration is None or group.num_hosts > 1:
+        return None
+    measured = calibration.collective(kind, group.num_devices, inner)
     if measured is None:
-        return group.linear(kind)
+        return None
     if kind is CollectiveKind.COLLECTIVE_PERMUTE:
         return measured.alpha_s, measured.beta_s_per_byte
     here, there = group.num_devices, measured.num_devices
@@ -142,18 +158,20 @@ class MeshCosts:
     _table: Mapping[tuple[CollectiveKind, tuple[str, ...]], tuple[float, float]] = field(
         init=False, repr=False, compare=False
     )
+    _extra: Mapping[tuple[CollectiveKind, tuple[str, ...]], tuple[float, float]] = field(
+        init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         self.cluster.check_mesh(self.mesh)
         names = self.mesh.axis_names
         subsets = [axes for size in range(len(names) + 1) for axes in itertools.combinations(names, size)]
         groups = {axes: group_of(self.cluster, self.mesh, axes) for axes in subsets}
-        table = {
-            (kind, axes): _linear(self.cluster, group, kind)
-            for axes, group in groups.items()
-            for kind in CollectiveKind
-        }
-        object.__setattr__(self, "_table", MappingProxyType(table))
+        for name, of in (("_table", _linear), ("_extra", _inner_extra)):
+            table = {
+                (kind, axes): of(self.cluster, group, kind) for axes, group in groups.items() for kind in CollectiveKind
+            }
+            object.__setattr__(self, name, MappingProxyType(table))
 
     def linear(self, kind: CollectiveKind, axes: tuple[str, ...]) -> tuple[float, float]:
         """``(alpha_s, beta_s_per_byte)``; zero over a single device, ``KeyError`` for an unknown axis."""
@@ -162,6 +180,10 @@ class MeshCosts:
             self.mesh.axes_size(axes)
             found = self._table[kind, self.mesh.sort_axes(axes)]
         return found
+
+    def inner_extra(self, kind: CollectiveKind, axes: tuple[str, ...]) -> tuple[float, float]:
+        """See ``CostModel``; zero without a calibration."""
+        return self._extra[kind, self.mesh.sort_axes(axes)]
 
     def time_s(self, kind: CollectiveKind, axes: tuple[str, ...], size_bytes: Size) -> Size:
         """Seconds of one execution, for one size or an array of sizes."""

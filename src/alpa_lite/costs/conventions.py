@@ -70,6 +70,9 @@ class RooflineCosts(PricedInBytes):
     def collective(self, kind: CollectiveKind, axes: tuple[str, ...], size_bytes: Size) -> Size:
         return linear_price(self.linear(kind, axes), size_bytes)
 
+    def inner_extra(self, kind: CollectiveKind, axes: tuple[str, ...]) -> tuple[float, float]:
+        return self.meshes.inner_extra(kind, axes)
+
     def compute(self, flops: Size, size_bytes: Size, dtype: str, heavy: bool) -> Size:
         if not self.computes:
             return linear_price((0.0, 0.0), flops)

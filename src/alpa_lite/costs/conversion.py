@@ -35,6 +35,7 @@ from alpa_lite.core.collective import CollectiveKind
 from alpa_lite.core.conversion import Step
 from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.core.spec import ShardingSpec
+from alpa_lite.costs.model import linear_price
 from alpa_lite.costs.permutes import moved_axes
 
 if TYPE_CHECKING:
@@ -190,10 +191,14 @@ class Conversions:
                 (slicing, 0.0) if s.kind is None else self.costs.linear(s.kind, self.mesh.sort_axes(set(s.axes)))
                 for s in space.steps
             ]
+            inner = [is_inner(s) for s in space.steps]
+            extra = [
+                self.costs.inner_extra(s.kind, self.mesh.sort_axes(set(s.axes))) if s.kind and along else (0.0, 0.0)
+                for s, along in zip(space.steps, inner, strict=True)
+            ]
             by_after = np.array([s.kind in _SIZED_BY_RESULT for s in space.steps], dtype=bool)
             tiles = np.where(by_after, space.shards[target], space.shards[source]) if len(source) else source
-            alpha, beta = (np.array([x[i] for x in linear], dtype=np.float64) for i in (0, 1))
-            inner = [(s.source_dim if s.kind is CollectiveKind.ALL_GATHER else s.target_dim) > 0 for s in space.steps]
+            alpha, beta = (np.array([x[i] + y[i] for x, y in zip(linear, extra, strict=True)]) for i in (0, 1))
             if not self.costs.rules.whole:
                 beta *= np.where(inner, _INNER_DIM, 1.0)
             self._arcs[rank] = (source, target, alpha, beta, tiles)
@@ -277,6 +282,11 @@ def sizing_spec(step: Step) -> ShardingSpec:
     return step.after if step.kind in _SIZED_BY_RESULT else step.before
 
 
+def is_inner(step: Step) -> bool:
+    """Whether a step joins or cuts another dim than the first, for which its result or operand is copied together."""
+    return (step.source_dim if step.kind is CollectiveKind.ALL_GATHER else step.target_dim) > 0
+
+
 def step_size_bytes(step: Step, shape: tuple[int, ...], itemsize: int, mesh: DeviceMesh) -> int:
     """Bytes of a step's collective by the convention of ``core/collective.py``."""
     return sizing_spec(step).local_size_bytes(shape, itemsize, mesh)
@@ -287,4 +297,6 @@ def step_price(step: Step, shape: tuple[int, ...], itemsize: int, mesh: DeviceMe
     if step.kind is None:
         return costs.slice_price
     volume = costs.volume(shape, itemsize) / sizing_spec(step).num_shards(mesh)
-    return float(costs.collective(step.kind, mesh.sort_axes(step.axes), volume))
+    axes = mesh.sort_axes(step.axes)
+    price = float(costs.collective(step.kind, axes, volume))
+    return price + linear_price(costs.inner_extra(step.kind, axes), volume) if is_inner(step) else price

@@ -118,6 +118,9 @@ class CountedCosts:
         price = linear_price(self.linear(kind, axes), size_bytes)
         return np.floor(price) if self.rules.whole else price  # pyrefly: ignore[bad-return]
 
+    def inner_extra(self, kind: CollectiveKind, axes: tuple[str, ...]) -> tuple[float, float]:
+        return 0.0, 0.0
+
     def compute(self, flops: Size, size_bytes: Size, dtype: str, heavy: bool) -> Size:
         return linear_price((0.0, 0.0), flops)
 

@@ -90,6 +90,13 @@ class CostModel(Protocol):
         """``(alpha, beta)`` with price = alpha + beta * size_bytes; alpha is inf for a kind that is not allowed."""
         ...
 
+    def inner_extra(self, kind: CollectiveKind, axes: tuple[str, ...]) -> tuple[float, float]:
+        """What ``linear`` does not count of a conversion along another dim than the first, of the same form.
+
+        Where that was measured; 0 else.
+        """
+        ...
+
     def compute(self, flops: Size, size_bytes: Size, dtype: str, heavy: bool) -> Size:
         """One op on one device.
 
@@ -126,6 +133,9 @@ class PricedInBytes:
 
     def volume(self, shape: tuple[int, ...], itemsize: int) -> float:
         return math.prod(shape) * itemsize
+
+    def inner_extra(self, kind: CollectiveKind, axes: tuple[str, ...]) -> tuple[float, float]:
+        return 0.0, 0.0
 
 
 def linear_price(linear: tuple[float, float], size_bytes: Size) -> Size:

@@ -5,16 +5,18 @@ it.
 
 Everything is measured with all devices at work at once, because that is how a plan runs (virtual CPU devices share
 cores, devices of a host share memory and links). Each quantity is one compiled program with a loop inside, which runs
-for so many rounds that its dispatch does not matter. The best of the repeats counts: other work on the machine can only
-add time.
+for so many rounds that its dispatch does not matter. The best of the repeats counts, as other work on the machine can only
+add time; all quantities are repeated in turn, so that no slow moment falls on every repeat of one.
 """
 
 from __future__ import annotations
 
 import datetime
+import itertools
+import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -31,6 +33,8 @@ from alpa_lite.core.collective import CollectiveKind
 from alpa_lite.errors import ClusterError
 
 Round = Callable[[Any], Any]
+
+_ALONG_A_DIM = (CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER, CollectiveKind.ALL_TO_ALL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,12 +53,12 @@ class Sizes:
     copy_bytes: int
     collective_bytes: tuple[int, ...]
     run_s: float = 0.02
-    repeats: int = 3
+    repeats: int = 4
 
 
 # The copy is as large as what all devices together keep in a cache: most tensors of a step on CPU are no larger.
 CPU_SIZES = Sizes(matmul=(128, 512), copy_bytes=2**22, collective_bytes=(2**12, 2**18, 2**22))
-ACCELERATOR_SIZES = Sizes(matmul=(1024, 8192), copy_bytes=2**30, collective_bytes=(2**14, 2**22, 2**27), repeats=5)
+ACCELERATOR_SIZES = Sizes(matmul=(1024, 8192), copy_bytes=2**30, collective_bytes=(2**14, 2**22, 2**27))
 
 
 def local_cluster(calibrate: bool = False) -> Cluster:
@@ -87,56 +91,159 @@ def measure(sizes: Sizes | None = None) -> Calibration:
     devices = jax.local_devices()
     on_cpu = devices[0].platform == "cpu"
     sizes = sizes or (CPU_SIZES if on_cpu else ACCELERATOR_SIZES)
+    probes = _Probes(devices=devices, sizes=sizes)
     # A matmul of bfloat16 on a CPU is emulated: slow to measure and of no use to know.
     dtypes = {"f32": jnp.float32} if on_cpu else {"f32": jnp.float32, "bf16": jnp.bfloat16}
-    fits = {name: _matmul_fit(devices, sizes, dtype) for name, dtype in dtypes.items()}
+    matmuls = {name: probes.matmuls(dtype) for name, dtype in dtypes.items()}
+    loops, moved_bytes = probes.loops() if on_cpu else probes.copy()
+    chain, links = probes.chain()
+    collectives = probes.collectives()
+    probes.repeat()
+    fits = {name: _matmul_fit(sizes, small, large) for name, (small, large) in matmuls.items()}
     return Calibration(
         device_kind=devices[0].device_kind,
         num_devices=len(devices),
         matmul_flops_per_s=tuple((name, rate) for name, (rate, _) in fits.items()),
         ramp_s=min(ramp for _, ramp in fits.values()),
-        memory_bandwidth_bytes_per_s=_loop_rate(devices, sizes) if on_cpu else _copy_rate(devices, sizes),
-        launch_s=_launch(devices, sizes),
-        collectives=tuple(_collectives(devices, sizes)),
+        memory_bandwidth_bytes_per_s=float(moved_bytes / np.exp(np.mean(np.log([p.round_s for p in loops])))),
+        launch_s=chain.round_s / links,
+        collectives=tuple(found.fitted() for found in collectives),
         date=datetime.datetime.now(datetime.UTC).date().isoformat(),
         jax_version=jax.__version__,
     )
 
 
-def _round_s(mesh: Mesh, one: Round, operand: tuple[int, ...], dtype: Any, sizes: Sizes) -> float:
-    """Seconds of one call of ``one`` on every device of ``mesh`` at once; ``operand`` is the shape on one device."""
+@dataclass(eq=False, slots=True)
+class _Probe:
+    """One compiled program that is run for so many rounds; ``round_s`` is the best time of a round so far."""
 
-    @jax.jit
-    @partial(
-        jax.shard_map, mesh=mesh, in_specs=(P(mesh.axis_names), P()), out_specs=P(mesh.axis_names), check_vma=False
-    )
-    def run(x: jax.Array, rounds: jax.Array) -> jax.Array:
-        return jax.lax.fori_loop(0, rounds, lambda _, value: one(value), x[0])[None]
+    run: Callable[[jax.Array, np.int32], jax.Array]
+    operand: Callable[[], jax.Array]  # made for each run, so that few of them are in memory
+    rounds: int = 1
+    round_s: float = math.inf
 
-    sharding = NamedSharding(mesh, P(mesh.axis_names))
-    x = jax.jit(partial(jnp.zeros, (mesh.size, *operand), dtype), out_shardings=sharding)()
-    run(x, np.int32(1)).block_until_ready()  # compiles
-    rounds = 1
-    while (best := _run_s(run, x, rounds)) < sizes.run_s:
-        rounds = max(2 * rounds, int(1.2 * rounds * sizes.run_s / best))
-    return min([best, *(_run_s(run, x, rounds) for _ in range(sizes.repeats - 1))]) / rounds
+    def fill(self, run_s: float) -> None:
+        """Compiles, and finds how many rounds take at least so long."""
+        self.run(self.operand(), np.int32(1)).block_until_ready()
+        while (seconds := self.repeat()) < run_s:
+            self.rounds = max(2 * self.rounds, int(1.2 * self.rounds * run_s / seconds))
+            self.round_s = math.inf  # dispatch was too much of it
 
-
-def _run_s(run: Callable[[jax.Array, np.int32], jax.Array], x: jax.Array, rounds: int) -> float:
-    start = time.perf_counter()
-    run(x, np.int32(rounds)).block_until_ready()
-    return time.perf_counter() - start
-
-
-def _line(devices: list[jax.Device]) -> Mesh:
-    return Mesh(np.array(devices), ("all",))
+    def repeat(self) -> float:
+        """Seconds of one more run."""
+        operand = self.operand().block_until_ready()
+        start = time.perf_counter()
+        self.run(operand, np.int32(self.rounds)).block_until_ready()
+        seconds = time.perf_counter() - start
+        self.round_s = min(self.round_s, seconds / self.rounds)
+        return seconds
 
 
-def _matmul_fit(devices: list[jax.Device], sizes: Sizes, dtype: Any) -> tuple[float, float]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Measured:
+    """A collective over groups of one size: (bytes, what measures them)."""
+
+    kind: CollectiveKind
+    num_devices: int
+    inner: bool
+    points: list[tuple[float, _Probe]]
+
+    def fitted(self) -> MeasuredCollective:
+        alpha, beta = fit_line([(size, probe.round_s) for size, probe in self.points])
+        return MeasuredCollective(
+            kind=self.kind, num_devices=self.num_devices, alpha_s=alpha, beta_s_per_byte=beta, inner=self.inner
+        )
+
+
+@dataclass(kw_only=True)
+class _Probes:
+    """All that is measured; each method adds something and says what it added."""
+
+    devices: list[jax.Device]
+    sizes: Sizes
+    made: list[_Probe] = field(default_factory=list)
+
+    def repeat(self) -> None:
+        """Runs all of them in turn, as often as ``sizes`` says."""
+        for probe in self.made:
+            probe.fill(self.sizes.run_s)
+        for _ in range(self.sizes.repeats - 1):
+            for probe in self.made:
+                probe.repeat()
+
+    def add(self, one: Round, operand: tuple[int, ...], dtype: Any = jnp.float32, group: int | None = None) -> _Probe:
+        """``one``, on every device at once, in groups of so many (all); ``operand`` is the shape on one device."""
+        devices = np.array(self.devices).reshape(-1, group or len(self.devices))
+        mesh = Mesh(devices, ("outer", "group"))
+
+        @jax.jit
+        @partial(
+            jax.shard_map, mesh=mesh, in_specs=(P(mesh.axis_names), P()), out_specs=P(mesh.axis_names), check_vma=False
+        )
+        def run(x: jax.Array, rounds: jax.Array) -> jax.Array:
+            return jax.lax.fori_loop(0, rounds, lambda _, value: one(value), x[0])[None]
+
+        sharding = NamedSharding(mesh, P(mesh.axis_names))
+        zeros = jax.jit(partial(jnp.zeros, (mesh.size, *operand), dtype), out_shardings=sharding)
+        self.made.append(_Probe(run, zeros))
+        return self.made[-1]
+
+    def matmuls(self, dtype: Any) -> tuple[_Probe, _Probe]:
+        """A small and a large square matmul."""
+        small, large = (self.add(lambda x: jnp.matmul(x, x), (side, side), dtype) for side in self.sizes.matmul)
+        return small, large
+
+    def copy(self) -> tuple[list[_Probe], int]:
+        """Reading and writing a large array, and the bytes that this moves."""
+        return [self.add(lambda x: x + 1, (self.sizes.copy_bytes // 4,))], 2 * self.sizes.copy_bytes
+
+    def loops(self) -> tuple[list[_Probe], int]:
+        """Elementwise loops on a CPU, where arithmetic and not memory limits most of them, and the bytes that each moves.
+
+        A copy, an activation (tanh) and an optimizer's update (Adam: three tensors read and written).
+        """
+        count = self.sizes.copy_bytes // 4
+
+        def adam(x: jax.Array) -> jax.Array:
+            value, first, second = x
+            first, second = 0.9 * first + 0.1 * value, 0.99 * second + 0.01 * value * value
+            return jnp.stack([value - 1e-3 * first / (jnp.sqrt(second) + 1e-8), first, second])
+
+        copy, moved_bytes = self.copy()
+        return [*copy, self.add(jnp.tanh, (count,)), self.add(adam, (3, count // 3))], moved_bytes
+
+    def chain(self) -> tuple[_Probe, int]:
+        """Ops among others at their least: tiny products, each with a loop behind it that cannot join it; how many ops."""
+        links = 32
+
+        def chain(x: jax.Array) -> jax.Array:
+            for _ in range(links):
+                x = jnp.tanh(x @ x)
+            return x
+
+        return self.add(chain, (8, 8)), 2 * links
+
+    def collectives(self) -> list[_Measured]:
+        """Every kind over groups of all, of half, ... and of two devices, all groups at work at once."""
+        found = []
+        group = len(self.devices)
+        while group > 1:
+            for kind, inner in itertools.product(CollectiveKind, (False, True)):
+                if inner and kind not in _ALONG_A_DIM:
+                    continue
+                points = []
+                for size in self.sizes.collective_bytes[inner:]:  # copying shows in larger ones
+                    shape = _square(size // 4, group) if inner else (size // 4 // group * group,)
+                    one = _collective_round(kind, group, int(inner))
+                    points.append((4.0 * math.prod(shape), self.add(one, shape, group=group)))
+                found.append(_Measured(kind=kind, num_devices=group, inner=inner, points=points))
+            group = group // 2 if group % 2 == 0 else 1
+        return found
+
+
+def _matmul_fit(sizes: Sizes, *probes: _Probe) -> tuple[float, float]:
     """Rate and ramp of ``time = ramp + FLOPs / rate`` through a small and a large square matmul."""
-    times = []
-    for side in sizes.matmul:
-        times.append(_round_s(_line(devices), lambda x: jnp.matmul(x, x), (side, side), dtype, sizes))
+    times = [probe.round_s for probe in probes]
     small, large = (2.0 * side**3 for side in sizes.matmul)
     # Where the small one runs at a better rate (it fits a cache), there is no ramp to see.
     rate = max((large - small) / max(times[1] - times[0], 1e-9), large / times[1])
@@ -144,74 +251,28 @@ def _matmul_fit(devices: list[jax.Device], sizes: Sizes, dtype: Any) -> tuple[fl
     return rate, max(times[0] - small / rate, 0.0)
 
 
-def _copy_rate(devices: list[jax.Device], sizes: Sizes) -> float:
-    """Bytes per second of reading and writing a large array."""
-    count = sizes.copy_bytes // 4
-    seconds = _round_s(_line(devices), lambda x: x + 1, (count,), jnp.float32, sizes)
-    return 2 * sizes.copy_bytes / seconds
+def _square(count: int, group: int) -> tuple[int, int]:
+    """A matrix of about so many elements, of which every device of a group can have an equal part of either dim."""
+    side = max(math.isqrt(count) // group, 1) * group
+    return side, side
 
 
-def _loop_rate(devices: list[jax.Device], sizes: Sizes) -> float:
-    """Bytes per second of elementwise loops on a CPU, where arithmetic and not memory limits most of them.
-
-    The geometric mean over a copy, an activation (tanh) and an optimizer's update (Adam: three tensors read and written).
-    """
-    count = sizes.copy_bytes // 4
-
-    def adam(x: jax.Array) -> jax.Array:
-        value, first, second = x
-        first, second = 0.9 * first + 0.1 * value, 0.99 * second + 0.01 * value * value
-        return jnp.stack([value - 1e-3 * first / (jnp.sqrt(second) + 1e-8), first, second])
-
-    def seconds(loop: Round, *shape: int) -> float:
-        return _round_s(_line(devices), loop, shape, jnp.float32, sizes)
-
-    times = [seconds(lambda x: x + 1, count), seconds(jnp.tanh, count), seconds(adam, 3, count // 3)]
-    return float(2 * sizes.copy_bytes / np.exp(np.mean(np.log(times))))
-
-
-def _launch(devices: list[jax.Device], sizes: Sizes) -> float:
-    """The least time of an op among others: a chain of tiny products, each with a loop behind it that cannot join it."""
-    links = 32
-
-    def chain(x: jax.Array) -> jax.Array:
-        for _ in range(links):
-            x = jnp.tanh(x @ x)
-        return x
-
-    return _round_s(_line(devices), chain, (8, 8), jnp.float32, sizes) / (2 * links)
-
-
-def _collectives(devices: list[jax.Device], sizes: Sizes) -> list[MeasuredCollective]:
-    """Every kind over groups of all, of half, ... and of two devices, all groups at work at once."""
-    found = []
-    group = len(devices)
-    while group > 1:
-        mesh = Mesh(np.array(devices).reshape(-1, group), ("outer", "group"))
-        for kind in CollectiveKind:
-            points = []
-            for size in sizes.collective_bytes:
-                count = size // 4 // group * group  # every device's part is equal
-                seconds = _round_s(mesh, _collective_round(kind, group), (count,), jnp.float32, sizes)
-                points.append((4.0 * count, seconds))
-            alpha, beta = fit_line(points)
-            found.append(MeasuredCollective(kind=kind, num_devices=group, alpha_s=alpha, beta_s_per_byte=beta))
-        group = group // 2 if group % 2 == 0 else 1
-    return found
-
-
-def _collective_round(kind: CollectiveKind, group: int) -> Round:
-    """One collective whose larger side has the operand's shape, and so has its result.
+def _collective_round(kind: CollectiveKind, group: int, dim: int) -> Round:
+    """One collective along a dim whose larger side has the operand's shape, and so has its result.
 
     What that adds (a slice before an all-gather, an update in place after a reduce-scatter) is 1/group of the bytes.
     """
 
     def gather(x: jax.Array) -> jax.Array:
-        return jax.lax.all_gather(x[: x.shape[0] // group], "group", tiled=True)
+        part = jax.lax.slice_in_dim(x, 0, x.shape[dim] // group, axis=dim)
+        return jax.lax.all_gather(part, "group", axis=dim, tiled=True)
 
     def scatter(x: jax.Array) -> jax.Array:
-        part = jax.lax.psum_scatter(x, "group", tiled=True)
-        return jax.lax.dynamic_update_slice(x, part, (0,))
+        part = jax.lax.psum_scatter(x, "group", scatter_dimension=dim, tiled=True)
+        return jax.lax.dynamic_update_slice(x, part, (0,) * x.ndim)
+
+    def exchange(x: jax.Array) -> jax.Array:
+        return jax.lax.all_to_all(x, "group", dim, 0, tiled=True).reshape(x.shape)
 
     def permute(x: jax.Array) -> jax.Array:
         return jax.lax.ppermute(x, "group", [(i, (i + 1) % group) for i in range(group)])
@@ -220,7 +281,7 @@ def _collective_round(kind: CollectiveKind, group: int) -> Round:
         CollectiveKind.ALL_GATHER: gather,
         CollectiveKind.ALL_REDUCE: lambda x: jax.lax.psum(x, "group"),
         CollectiveKind.REDUCE_SCATTER: scatter,
-        CollectiveKind.ALL_TO_ALL: lambda x: jax.lax.all_to_all(x, "group", 0, 0, tiled=True),
+        CollectiveKind.ALL_TO_ALL: exchange,
         CollectiveKind.COLLECTIVE_PERMUTE: permute,
     }
     return rounds[kind]

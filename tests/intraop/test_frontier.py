@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from alpa_lite.intraop.core import Core, extract_core, finite
-from alpa_lite.intraop.frontier import Frontier
+from alpa_lite.intraop.frontier import Frontier, _cheapest
 from alpa_lite.intraop.graph import CostGraph
 from alpa_lite.intraop.messages import Messages
 from alpa_lite.intraop.proof import shifted
@@ -82,3 +82,20 @@ def test_a_beam_says_that_it_has_not_seen_everything() -> None:
     assert core.cost(beam.picks) >= core.cost(exact.picks)
     assert frontier.search(core, 100.0, work=10) == type(beam)(picks=None, complete=False)  # no beam: it ends there
     assert frontier.search(core, 100.0, work=0, beam=2) == beam
+
+
+def test_of_equal_frontiers_the_first_of_the_cheapest_stays_and_a_beam_gets_the_same_ones() -> None:
+    rng = np.random.default_rng(3)
+    for spread in (3, 40, 500):
+        costs, marks = rng.integers(0, 50, 500).astype(float), rng.integers(0, spread, 500).astype(np.uint64)
+        least: dict[int, int] = {}
+        for i, (cost, mark) in enumerate(zip(costs.tolist(), marks.tolist(), strict=True)):
+            if mark not in least or cost < costs[least[mark]]:
+                least[mark] = i
+        every = sorted(least.values())
+        assert _cheapest(costs, marks).tolist() == every
+        for most in (5, 20):
+            some = _cheapest(costs, marks, most).tolist()
+            wanted = sorted(every, key=lambda i: (costs[i], i))[:most]
+            assert set(wanted) <= set(some) <= set(every)
+            assert len(some) > most or some == every

@@ -71,6 +71,8 @@ def test_trees_are_solved_to_the_optimum() -> None:
             value = messages.backward()
         assert value + core.constant == pytest.approx(optimum(core)), seed
         assert core.cost(messages.pick()) == pytest.approx(optimum(core)), seed
+        messages.forward()
+        assert core.cost(messages.pick(forward=False)) == pytest.approx(optimum(core)), seed
 
 
 def test_copies_give_the_same_bounds_as_single_nodes_in_that_order() -> None:
@@ -98,6 +100,7 @@ def test_copies_give_the_same_bounds_as_single_nodes_in_that_order() -> None:
         assert grouped.forward() == pytest.approx(alone.forward(), abs=1e-12)
         assert grouped.backward() == pytest.approx(alone.backward(), abs=1e-12)
     assert grouped.pick() == alone.pick()
+    assert grouped.pick(forward=False) == alone.pick(forward=False)
 
 
 @pytest.mark.parametrize("copies", [False, True])

@@ -18,6 +18,7 @@ from alpa_lite.intraop.core import Core
 from alpa_lite.intraop.problem import Array
 
 _WIDEST = 4000  # partial choices at a time
+_SPARE = 4  # times as many partial choices as a beam has mostly have enough frontiers to fill it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +131,7 @@ class Frontier:
             costs = total[parent, state]
             marks = self._marked(step, states, marks, parent, state)
             if step.gone or not step.enters:
-                chosen = _cheapest(costs, marks)
+                chosen = _cheapest(costs, marks, beam if work < 0 else 0)
                 parent, state, costs, marks = parent[chosen], state[chosen], costs[chosen], marks[chosen]
             work -= len(costs)
             most = _WIDEST if work >= 0 else beam
@@ -164,14 +165,26 @@ class Frontier:
         return picks
 
 
-def _cheapest(costs: Array, marks: Array) -> Array:
-    """The first of the cheapest of equal marks, in the order of the partial choices."""
-    if len(costs) < 2:
-        return np.arange(len(costs))
-    order = np.lexsort((costs, marks))
+def _cheapest(costs: Array, marks: Array, most: int = 0) -> Array:
+    """The first of the cheapest of equal marks, in the order of the partial choices.
+
+    Where only ``most`` of them are wanted: more than these, the cheapest of all, if there are more.
+    """
+    if 0 < _SPARE * most < len(costs):
+        near = np.flatnonzero(costs <= np.partition(costs, _SPARE * most)[_SPARE * most])
+        chosen = near[_cheapest(costs[near], marks[near])]
+        if len(chosen) > most:
+            return chosen
+    order = np.argsort(marks)
     found = marks[order]
-    first = np.concatenate([[True], found[1:] != found[:-1]])
-    return np.sort(order[first])
+    begins = np.ones(len(order), dtype=bool)
+    np.not_equal(found[1:], found[:-1], out=begins[1:])
+    starts = np.flatnonzero(begins)
+    if len(starts) == len(order):
+        return np.arange(len(order))
+    ordered = costs[order]
+    least = np.minimum.reduceat(ordered, starts)[np.cumsum(begins) - 1]
+    return np.sort(np.minimum.reduceat(np.where(ordered == least, order, len(order)), starts))
 
 
 def _spread(x: Array) -> Array:

@@ -60,14 +60,17 @@ class Messages:
         unary: per group [copies, states], costs without messages (with memory prices, if any).
     """
 
-    __slots__ = ("_backward", "_count", "_edges", "_edges_to", "_forward", "_levels", "_values", "tied", "unary")
+    __slots__ = ("_backward", "_chosen", "_count", "_edges", "_forward", "_levels", "_values", "tied", "unary")
 
     def __init__(self, tied: Tie, values: Array, unary: list[Array], edges: list[_Edges]) -> None:
         """``unary``, one behind the other, and all messages are parts of ``values``."""
         self.tied = tied
         self.unary = unary
         self._values, self._edges = values, edges
-        self._edges_to: list[list[_Edges]] = [[] for _ in unary]  # from earlier groups
+        # Per direction and group, of the edges to groups that are chosen before: (costs, own slots, other group, its slots).
+        self._chosen: dict[bool, list[list[tuple[Array, Slots, int, Slots]]]] = {
+            forward: [[] for _ in unary] for forward in (True, False)
+        }
         self._count = 0  # of sweeps
         self._levels: LevelSweeps | None = None
         earlier: list[list[End]] = [[] for _ in unary]
@@ -77,7 +80,8 @@ class Messages:
             copies = len(unary[e.left]), len(unary[e.right])
             left, right = (e.to_left, e.left_at), (e.to_right, e.right_at)
             later[e.left].append(end_of(e.right, e.left_slots, copies[0], e.flipped, left, right, rooms))
-            self._edges_to[e.right].append(e)
+            self._chosen[True][e.right].append((e.costs, e.right_slots, e.left, e.left_slots))
+            self._chosen[False][e.left].append((e.flipped, e.left_slots, e.right, e.right_slots))
             earlier[e.right].append(end_of(e.left, e.right_slots, copies[1], e.costs, right, left, rooms))
         starts = np.cumsum([0, *(u.size for u in unary)]).tolist()
         groups = range(len(unary))
@@ -187,16 +191,19 @@ class Messages:
                 total += float(least[0] * visit.stays[0] if len(least) == 1 else (least * visit.stays).sum())
         return total
 
-    def pick(self) -> list[int]:
-        """A choice, group by group: what the chosen earlier nodes cost, and what the messages say of later ones."""
-        picks: list[Array] = []
-        for visit in self._forward:
+    def pick(self, *, forward: bool = True) -> list[int]:
+        """A choice, group by group: what the chosen nodes cost, and what the messages say of those to come.
+
+        Messages are best against the direction of the last sweep.
+        """
+        picks: list[Array] = [np.zeros(0)] * len(self.unary)
+        for visit in self._forward if forward else self._backward:
             seen = self.unary[visit.group].copy()
-            for e in self._edges_to[visit.group]:
-                _add_rows(seen, e.right_slots, e.costs[picks[e.left][e.left_slots]])
+            for costs, slots, other, other_slots in self._chosen[forward][visit.group]:
+                _add_rows(seen, slots, costs[picks[other][other_slots]])
             for end in visit.ahead:
                 _add_rows(seen, slice(0, len(seen)) if end.slots is None else end.slots, end.heard)
-            picks.append(seen.argmin(1))
+            picks[visit.group] = seen.argmin(1)
         return [int(picks[g][s]) for g, s in zip(self.tied.group, self.tied.slot, strict=True)]
 
     def node_rests(self) -> list[Array]:

@@ -28,6 +28,7 @@ _UNTIED_PRICE_STEPS = 10  # after those on the tied problem
 _FRONTIER_GAP = 5e-3  # from which on a search along the frontier may be complete
 _FRONTIER_WORK = 150  # partial choices per node
 _BEAM = 100
+_BEAM_GAP = 0.1  # above it a beam finds nothing better than what is known
 _ANYTHING = 1e300  # a slack that keeps out what is forbidden alone
 _QUICK_ENTRIES = 8_000_000  # of the tables of an elimination that takes less time than a search
 _NARROW_EDGE = 64  # mean entries of an edge, above which large cores are not narrow, and to find that out takes a while
@@ -53,10 +54,10 @@ def search_core(search: Search, problem: IntraOpProblem, seed: int, rel_gap: flo
     if tied.is_trivial:
         messages = Messages.zero(core, search.unary, search.costs, tied)
     else:
-        messages = _start_tied(search, tied)
+        messages = _start_tied(search, tied, proof=proof)
     small = is_small(core)
     if search.prices is None:  # else the messages know the prices already
-        _sweep(search, messages, rel_gap, small=small, most=160 if small else 40)
+        _sweep(search, messages, rel_gap, small=small, most=160 if small else 40, beams=proof)
     wanted = search.tolerance(rel_gap if small else _LARGE_GAP)
     if core.memory is not None and search.gap > wanted and not search.too_dear:
         _price_memory(search, messages, _PRICE_STEPS if tied.is_trivial else _UNTIED_PRICE_STEPS)
@@ -64,12 +65,12 @@ def search_core(search: Search, problem: IntraOpProblem, seed: int, rel_gap: flo
         prove(search, messages, seed, rel_gap)
 
 
-def _start_tied(search: Search, tied: Tie) -> Messages:
+def _start_tied(search: Search, tied: Tie, *, proof: bool) -> Messages:
     """An incumbent from the tied problem, memory prices to start from, and messages that start with its."""
     inner = Search.of(tied_core(search.core, tied), search.deadline, search.cutoff, search.unit)
     messages = Messages.zero(inner.core, inner.unary, inner.costs, tie(inner.core, None))
     if inner.core.memory is None:
-        started = _settle_tied(search, tied, inner, messages)
+        started = _settle_tied(search, tied, inner, messages, beams=proof)
     else:
         _sweep(inner, messages, _TIED_GAP, small=True)
         if not inner.too_dear:
@@ -88,14 +89,14 @@ def _start_tied(search: Search, tied: Tie) -> Messages:
     return started
 
 
-def _settle_tied(search: Search, tied: Tie, inner: Search, messages: Messages) -> Messages:
+def _settle_tied(search: Search, tied: Tie, inner: Search, messages: Messages, *, beams: bool) -> Messages:
     """Sweeps over the tied core; the better start from its messages early on and at the end.
 
     In the end they fit layers that repeat for ever. How well that suits layers with ends differs from problem to problem.
     """
     best, bound = None, -math.inf
     for most in (_EARLY_SWEEPS, 160):
-        _sweep(inner, messages, _TIED_GAP, small=True, most=most)
+        _sweep(inner, messages, _TIED_GAP, small=True, most=most, beams=beams)
         started = Messages.zero(search.core, search.unary, search.costs, tied)
         started.start_from(messages)
         value = -math.inf
@@ -137,13 +138,15 @@ def _price_memory(search: Search, messages: Messages, num_steps: int) -> None:
 def _search_frontier(search: Search, messages: Messages) -> None:
     """A search along the frontier whenever the messages have become much better: for a choice, then for a proof."""
     core, close = search.core, search.gap <= _FRONTIER_GAP
+    known = search.picks is not None
     if search.gap > (0.5 if close else 0.25) * search.searched_gap or search.out_of_time:
+        return
+    if known and search.gap > _BEAM_GAP:
         return
     search.searched_gap = search.gap
     if search.frontier is None:
         search.frontier = Frontier(core)
     left = shifted(core, messages)
-    known = search.picks is not None
     error = 1e-12 * abs(search.upper) if known else 0.0  # of adding up the costs
     slack = (search.upper - left.constant) * (1 + 1e-9) + error if known else _ANYTHING
     work = _FRONTIER_WORK * core.num_nodes if close else 0
@@ -154,18 +157,26 @@ def _search_frontier(search: Search, messages: Messages) -> None:
         search.bound = max(search.bound, search.upper - error)
 
 
-def _sweep(search: Search, messages: Messages, rel_gap: float, *, small: bool, most: int = 160) -> None:
-    """Sweeps until the gap is closed or further sweeps do not pay."""
+def _sweep(
+    search: Search, messages: Messages, rel_gap: float, *, small: bool, most: int = 160, beams: bool = True
+) -> None:
+    """Sweeps until the gap is closed or further sweeps do not pay; ``beams``: with searches along the frontier."""
     wanted, every = (rel_gap, 5) if small else (_LARGE_GAP, 4)
     before = -math.inf
     for count in range(1, most + 1):
-        value = messages.sweep() + search.core.constant
+        tries = not count % every and (count >= 3 * every or search.picks is None)
+        if tries:
+            messages.forward()
+            search.try_from(messages.pick(forward=False))
+            value = messages.backward() + search.core.constant
+        else:
+            value = messages.sweep() + search.core.constant
         search.bound = max(search.bound, value)
         if count % every and not search.out_of_time:
             continue
-        if count >= 3 * every or search.out_of_time or search.picks is None:
+        if tries or search.out_of_time:
             search.try_from(messages.pick())
-        if small and count > every and search.core.memory is None and search.gap > search.tolerance(wanted):
+        if beams and small and count > every and search.core.memory is None and search.gap > search.tolerance(wanted):
             _search_frontier(search, messages)
         if search.gap <= search.tolerance(wanted) or search.out_of_time or search.too_dear:
             return

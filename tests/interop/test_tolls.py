@@ -42,3 +42,14 @@ def test_no_toll_of_a_fine_grid_gives_a_higher_bound():
         assert best.bound_s <= exact.sum_s * (1 + 1e-9), (seed, num_stages)
         raised += best.bound_s > 1.01 * plain.bound_s
     assert raised > 3
+
+
+def test_memory_that_lets_all_other_layers_follow_is_not_looked_at():
+    layers, sizes = 6, (1, 2)
+    cost_s = np.ones((layers, layers, 2, 1))
+    more = {"once_s": None, "transfer_s": None, "num_stages": None, "layer_stage": None, "stage_submeshes": None}
+    for most, is_looked_at in ((layers - 1, False), (layers - 2, True)):
+        problem = check_problem(cost_s, np.full(cost_s.shape, most), sizes, 4, 4, **more)
+        cells = cells_of(problem)
+        grid = grid_of(problem, cells, cells.cost_s, Limits(), 1)
+        assert (grid.tolerated is not None) == is_looked_at

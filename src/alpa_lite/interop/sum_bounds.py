@@ -72,10 +72,12 @@ def grid_of(problem: SliceProblem, cells: Cells, cost_s: Floats, limits: Limits,
     if transfer_s is not None:
         transfer_s = transfer_s[:, submeshes][:, :, submeshes]
         transfer_s = np.where(transfer_s <= raised(limits.time_s), transfer_s, np.inf)
+    # No stage has more after it than there are other layers.
+    counted = min(1 + tolerated[where].min(), problem.stage_counts[-1]) < problem.num_layers
     return Grid(
         least_s=least_s,
         cell=cell,
-        tolerated=tolerated if min(tolerated[where].min(), problem.stage_counts[-1]) < problem.num_layers else None,
+        tolerated=tolerated if counted else None,
         submeshes=submeshes,
         sizes=np.array(problem.submesh_sizes)[submeshes] // unit,
         transfer_s=transfer_s,

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from alpa_lite.intraop.problem import Array
-from alpa_lite.intraop.visits import End, Visit
+from alpa_lite.intraop.visits import Edges, Slots, Visit
 
 Places = NDArray[np.intp]
 
@@ -83,80 +84,112 @@ class LevelSweeps:
         return total
 
 
-def level_sweeps(values: Array, forward: Sequence[Visit], backward: Sequence[Visit]) -> LevelSweeps | None:
+def level_sweeps(
+    values: Array, forward: Sequence[Visit], backward: Sequence[Visit], edges: Sequence[Edges]
+) -> LevelSweeps | None:
     """The sweeps that these visits make; None where levels are no faster."""
-    entries = sum(len(end.heard) * end.costs.size for visit in forward for end in visit.behind)
-    if entries > _MOST_ENTRIES:
+    if sum(len(e.to_left) * e.costs.size for e in edges) > _MOST_ENTRIES:
         return None
-    levels = _levels_of(forward), _levels_of(backward)
+    numbers = _numbers(forward), _numbers(backward)
     nodes = sum(len(visit.most) for visit in forward)
-    if nodes < _FEWEST_NODES * max(map(len, levels)):
+    if nodes < _FEWEST_NODES * (1 + max(0, *map(max, numbers))):
         return None
-    return LevelSweeps(values, [_level(level) for level in levels[0]], [_level(level) for level in levels[1]])
-
-
-def _levels_of(visits: Iterable[Visit]) -> list[list[Visit]]:
-    number: dict[int, int] = {}
-    levels: list[list[Visit]] = []
-    for visit in visits:
-        level = max((number[end.other] + 1 for end in visit.behind), default=0)
-        number[visit.group] = level
-        if level == len(levels):
-            levels.append([])
-        levels[level].append(visit)
-    return levels
-
-
-def _level(visits: Sequence[Visit]) -> _Level:
-    costs: list[Array] = []
-    behind: list[
-        tuple[int, int, int, int, int]
-    ] = []  # per edge: states there and here, where it sends, hears, first state
-    ahead: list[tuple[int, int, int]] = []  # states, where it hears, first state
-    nodes: list[int] = []
-    first = 0  # state of the visit
-    for visit in visits:
-        copies, size = len(visit.most), visit.num_states
-        for end in visit.behind:
-            there = len(end.costs)
-            costs += [np.ravel(end.costs, order="F")] * len(end.heard)
-            for edge, slot in enumerate(_numbers(end, copies)):
-                behind.append(
-                    (there, size, end.sent_at + edge * there, end.heard_at + edge * size, first + slot * size)
-                )
-        for end in visit.ahead:
-            for edge, slot in enumerate(_numbers(end, copies)):
-                ahead.append((size, end.heard_at + edge * size, first + slot * size))
-        nodes += range(first, first + copies * size, size)
-        first += copies * size
-    there, size, sent_at, heard_at, to_state = np.array(behind, dtype=np.intp).reshape(-1, 5).T
-    size_ahead, ahead_at, from_state = np.array(ahead, dtype=np.intp).reshape(-1, 3).T
-    own_at, own_size = np.array([(v.at, len(v.most) * v.num_states) for v in visits], dtype=np.intp).T
-    lengths, heard = np.repeat(there, size), _runs(heard_at, size)
-    places_ahead, states = _runs(ahead_at, size_ahead), _runs(from_state, size_ahead)
-    owners = np.concatenate([np.arange(first), _runs(to_state, size), states])
-    order = np.argsort(owners, kind="stable")
-    sizes = np.repeat([v.num_states for v in visits], [len(v.most) for v in visits])
-    return _Level(
-        costs=np.concatenate(costs) if costs else np.zeros(0),
-        sent=_runs(np.repeat(sent_at, size), lengths),
-        costs_from=_starts(lengths),
-        heard=heard,
-        parts=np.concatenate([_runs(own_at, own_size), heard, places_ahead])[order],
-        parts_from=_starts(np.bincount(owners, minlength=first)),
-        most=np.repeat(np.concatenate([visit.most[:, 0] for visit in visits]), sizes),
-        ahead=places_ahead,
-        states=states,
-        nodes=np.array(nodes, dtype=np.intp),
-        stays=np.concatenate([np.zeros(len(v.most)) if v.stays is None else v.stays for v in visits]),
+    one_by_one = _one_by_one(forward, edges)
+    left, right = one_by_one[:3], one_by_one[3:]
+    flat = [np.ravel(e.costs) for e in edges for _ in e.to_left]
+    flipped = [np.ravel(e.flipped) for e in edges for _ in e.to_left]
+    return LevelSweeps(
+        values, _levels(forward, numbers[0], left, right, flipped), _levels(backward, numbers[1], right, left, flat)
     )
 
 
-def _numbers(end: End, copies: int) -> Iterable[int]:
-    """Per edge, which copy is at this end."""
-    if end.slots is None:
-        return range(copies)
-    return range(end.slots.start, end.slots.stop) if isinstance(end.slots, slice) else end.slots.tolist()
+def _numbers(visits: Sequence[Visit]) -> list[int]:
+    """The level of every group."""
+    found = [0] * len(visits)
+    for visit in visits:
+        found[visit.group] = max((found[end.other] + 1 for end in visit.behind), default=0)
+    return found
+
+
+def _one_by_one(visits: Sequence[Visit], edges: Sequence[Edges]) -> Places:
+    """Per edge the group at its left end, which of its nodes, and where the message to it begins; the same of its right end."""
+    rows = []
+    for e in edges:
+        sizes = visits[e.left].num_states, visits[e.right].num_states
+        ends = zip(_listed(e.left_slots), _listed(e.right_slots), strict=True)
+        for number, (left, right) in enumerate(ends):
+            to_left, to_right = e.left_at + number * sizes[0], e.right_at + number * sizes[1]
+            rows.append((e.left, left, to_left, e.right, right, to_right))
+    return np.array(rows, dtype=np.intp).reshape(-1, 6).T
+
+
+def _listed(slots: Slots) -> Iterable[int]:
+    return range(slots.start, slots.stop) if isinstance(slots, slice) else slots.tolist()
+
+
+def _levels(
+    visits: Sequence[Visit], numbers: Sequence[int], there: Places, here: Places, costs: Sequence[Array]
+) -> list[_Level]:
+    """The levels of one direction, all made at once and cut apart.
+
+    Args:
+        visits: in their order, and ``numbers``: the level of every group.
+        there, here: the ends of all edges that are visited first and last, see ``_one_by_one``.
+        costs: per edge, for every state here those of all states there.
+    """
+    visits = sorted(visits, key=lambda visit: numbers[visit.group])
+    level = np.array([numbers[visit.group] for visit in visits])
+    copies = np.array([len(visit.most) for visit in visits])
+    states = np.array([visit.num_states for visit in visits])
+    size, first, rank = (np.empty(len(visits), dtype=np.intp) for _ in range(3))  # by group
+    groups = [visit.group for visit in visits]
+    size[groups], first[groups], rank[groups] = states, _starts(copies * states), np.arange(len(visits))
+    by_here, by_there = (np.argsort(rank[end[0]], kind="stable") for end in (here, there))
+
+    def of(end: Places, order: Places) -> tuple[Places, Places, Places, Places]:
+        """Level, number of states, first state and place of the message of the ends, in this order."""
+        group, slot, at = end[:, order]
+        return level[rank[group]], size[group], first[group] + slot * size[group], at
+
+    behind_level, wide, to_state, heard_at = of(here, by_here)
+    _, deep, _, sent_at = of(there, by_here)
+    ahead_level, wide_ahead, from_state, ahead_at = of(there, by_there)
+    lengths, heard = np.repeat(deep, wide), _runs(heard_at, wide)
+    sent = _runs(np.repeat(sent_at, wide), lengths)
+    ahead, ahead_states = _runs(ahead_at, wide_ahead), _runs(from_state, wide_ahead)
+    own = _runs(np.array([visit.at for visit in visits], dtype=np.intp), copies * states)
+    owners = np.concatenate([np.arange(len(own)), _runs(to_state, wide), ahead_states])
+    parts = np.concatenate([own, heard, ahead])[np.argsort(owners, kind="stable")]
+    num_parts = np.bincount(owners, minlength=len(own))
+    all_costs = np.concatenate([costs[edge] for edge in by_here.tolist()]) if costs else np.zeros(0)
+    most = np.repeat(np.concatenate([visit.most[:, 0] for visit in visits]), np.repeat(states, copies))
+    stays = np.concatenate([np.zeros(len(v.most)) if v.stays is None else v.stays for v in visits])
+    parts_from, costs_from, nodes = _starts(num_parts), _starts(lengths), _starts(np.repeat(states, copies))
+
+    def cut(levels: Places, weights: Places) -> list[slice]:
+        """Where each level is in arrays that hold so much of every visit or edge."""
+        ends = np.cumsum(np.bincount(levels, weights, minlength=int(level[-1]) + 1)).astype(np.intp).tolist()
+        return [slice(a, b) for a, b in pairwise([0, *ends])]
+
+    entries, rows = cut(behind_level, deep * wide), cut(behind_level, wide)
+    state, node, later = cut(level, copies * states), cut(level, copies), cut(ahead_level, wide_ahead)
+    part = cut(np.repeat(level, copies * states), num_parts)
+    return [
+        _Level(
+            costs=all_costs[entries[n]],
+            sent=sent[entries[n]],
+            costs_from=costs_from[rows[n]] - entries[n].start,
+            heard=heard[rows[n]],
+            parts=parts[part[n]],
+            parts_from=parts_from[state[n]] - part[n].start,
+            most=most[state[n]],
+            ahead=ahead[later[n]],
+            states=ahead_states[later[n]] - state[n].start,
+            nodes=nodes[node[n]] - state[n].start,
+            stays=stays[node[n]].copy(),
+        )
+        for n in range(int(level[-1]) + 1)
+    ]
 
 
 def _runs(starts: Places, lengths: Places) -> Places:

@@ -14,7 +14,6 @@ it goes by levels of many groups, where that is faster (``level_sweeps.py``).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,33 +22,9 @@ from alpa_lite.intraop.core import Core
 from alpa_lite.intraop.level_sweeps import LevelSweeps, level_sweeps
 from alpa_lite.intraop.problem import Array
 from alpa_lite.intraop.tie import Tie
-from alpa_lite.intraop.visits import End, Slots, Visit, end_of, least_of, slots_of, visit_of
+from alpa_lite.intraop.visits import Edges, End, Slots, Visit, end_of, least_of, slots_of, visit_of
 
 _ONE_BY_ONE = 6  # sweeps to either side before lists for levels are made, which take time
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Edges:
-    """The edges of one group: one matrix, and per edge its ends and messages.
-
-    Attributes:
-        left, right: groups of the ends, left < right.
-        left_slots, right_slots: per edge, places of its ends in their groups; a slice where they follow one another.
-        costs, flipped: the matrix and its transpose, shared by all groups with that matrix.
-        to_left, to_right: messages, one row per edge; they change in place. Those to the right begin at ``right_at`` of all
-            values, those to the left at ``left_at``.
-    """
-
-    left: int
-    right: int
-    left_slots: Slots
-    right_slots: Slots
-    costs: Array
-    flipped: Array
-    to_left: Array
-    to_right: Array
-    left_at: int
-    right_at: int
 
 
 class Messages:
@@ -62,7 +37,7 @@ class Messages:
 
     __slots__ = ("_backward", "_chosen", "_count", "_edges", "_forward", "_levels", "_values", "tied", "unary")
 
-    def __init__(self, tied: Tie, values: Array, unary: list[Array], edges: list[_Edges]) -> None:
+    def __init__(self, tied: Tie, values: Array, unary: list[Array], edges: list[Edges]) -> None:
         """``unary``, one behind the other, and all messages are parts of ``values``."""
         self.tied = tied
         self.unary = unary
@@ -114,7 +89,7 @@ class Messages:
                 matrix, turned = turned, matrix
             at = used
             edges.append(
-                _Edges(
+                Edges(
                     left=left,
                     right=right,
                     left_slots=slots_of([slot[low[e]] for e in members]),
@@ -160,7 +135,7 @@ class Messages:
     def _sweep(self, visits: list[Visit], *, forward: bool, bound: bool = True) -> float:
         self._count += 1
         if self._count == _ONE_BY_ONE:
-            self._levels = level_sweeps(self._values, self._forward, self._backward)
+            self._levels = level_sweeps(self._values, self._forward, self._backward, self._edges)
         if self._levels is not None:
             return self._levels.sweep(forward=forward)
         total = 0.0

@@ -19,6 +19,30 @@ Slots = Array | slice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Edges:
+    """The edges of one group: one matrix, and per edge its ends and messages.
+
+    Attributes:
+        left, right: groups of the ends, left < right.
+        left_slots, right_slots: per edge, places of its ends in their groups; a slice where they follow one another.
+        costs, flipped: the matrix and its transpose, shared by all groups with that matrix.
+        to_left, to_right: messages, one row per edge; they change in place. Those to the right begin at ``right_at`` of all
+            values, those to the left at ``left_at``.
+    """
+
+    left: int
+    right: int
+    left_slots: Slots
+    right_slots: Slots
+    costs: Array
+    flipped: Array
+    to_left: Array
+    to_right: Array
+    left_at: int
+    right_at: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class End:
     """One end of an edge group, as the group of nodes there sees it.
 

@@ -24,7 +24,7 @@ is what runs.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -46,6 +46,7 @@ _SLICE_S = 1e-12  # a slice moves nothing between devices; the epsilon prefers f
 _INNER_DIM = 1 + 1e-8
 TIE = 2.0**-16  # the same where prices are whole numbers: sums stay exact, and thousands of slices stay below one unit
 _LESS = 1 - 4e-15  # sums in another order differ by this much
+_TABLE_ENTRIES = 1 << 16  # of tables that are made together; more would leave the processor's cache
 _SIZED_BY_RESULT = (CollectiveKind.ALL_GATHER, CollectiveKind.COLLECTIVE_PERMUTE)
 
 
@@ -169,16 +170,28 @@ class Conversions:
 
     def table(self, shape: tuple[int, ...], itemsize: int) -> np.ndarray:
         """Seconds from every spec to every spec (``[from, to]``), inf where a spec does not divide or cannot be reached."""
-        found = self._by_type.get((shape, itemsize))
-        if found is None:
-            space = self.space(len(shape))
-            valid = space.valid(shape)
-            volume = self.costs.volume(shape, itemsize)
-            key = (len(shape), volume, valid.tobytes())
-            if key not in self._tables:
-                self._tables[key] = self._all_pairs(space, valid, volume)
-            found = self._by_type[(shape, itemsize)] = self._tables[key]
-        return found
+        if (shape, itemsize) not in self._by_type:
+            self.tables([(shape, itemsize)])
+        return self._by_type[shape, itemsize]
+
+    def tables(self, types: Sequence[tuple[tuple[int, ...], int]]) -> list[np.ndarray]:
+        """The tables of several (shape, itemsize); those that are new are made together."""
+        new: dict[int, dict[tuple[object, ...], tuple[np.ndarray, float]]] = {}
+        keys = {}
+        for shape, itemsize in types:
+            if (shape, itemsize) not in self._by_type:
+                valid, volume = self.space(len(shape)).valid(shape), self.costs.volume(shape, itemsize)
+                key = keys[shape, itemsize] = (len(shape), volume, valid.tobytes())
+                if key not in self._tables:
+                    new.setdefault(len(shape), {})[key] = valid, volume
+        for rank, found in new.items():
+            space, pairs = self.space(rank), list(found.values())
+            count = max(1, _TABLE_ENTRIES // len(space.specs) ** 2)
+            parts = [pairs[p : p + count] for p in range(0, len(pairs), count)]
+            made = [self._all_pairs(space, *map(np.array, zip(*part, strict=True))) for part in parts]
+            self._tables.update(zip(found, itertools.chain.from_iterable(made), strict=True))
+        self._by_type.update((kind, self._tables[key]) for kind, key in keys.items())
+        return [self._by_type[kind] for kind in types]
 
     def _arc_arrays(self, rank: int) -> tuple[np.ndarray, ...]:
         """Per step: from, to, alpha, beta and the number of tiles whose bytes the collective is sized by."""
@@ -204,22 +217,25 @@ class Conversions:
             self._arcs[rank] = (source, target, alpha, beta, tiles)
         return self._arcs[rank]
 
-    def _step_times(self, rank: int, volume: float) -> np.ndarray:
+    def _step_times(self, rank: int, volume: float | np.ndarray) -> np.ndarray:
         _, _, alpha, beta, tiles = self._arc_arrays(rank)
         with np.errstate(invalid="ignore"):  # inf * 0 for a forbidden collective of an empty tensor
             moved = beta * (volume / np.maximum(tiles, 1))
             return alpha + (np.floor(moved) if self.costs.rules.whole else moved)
 
-    def _all_pairs(self, space: SpecSpace, valid: np.ndarray, volume: float) -> np.ndarray:
-        n = len(space.specs)
-        dist = np.full((n, n), np.inf)
+    def _all_pairs(self, space: SpecSpace, valid: np.ndarray, volume: np.ndarray) -> np.ndarray:
+        """[table, from, to] for several tables, by what divides (``[table, spec]``) and the volumes."""
+        count, n = valid.shape
+        dist = np.full((count, n, n), np.inf)
         source, target, *_ = self._arc_arrays(space.rank)
         if len(source):
-            ok = valid[source] & valid[target]
-            np.minimum.at(dist, (source[ok], target[ok]), self._step_times(space.rank, volume)[ok])
-        np.fill_diagonal(dist, np.where(valid, 0.0, np.inf))
-        for k in np.flatnonzero(valid):
-            np.minimum(dist, dist[:, k, None] + dist[None, k, :], out=dist)
+            times = np.where(valid[:, source] & valid[:, target], self._step_times(space.rank, volume[:, None]), np.inf)
+            order = np.lexsort((target, source))  # of steps between the same specs the cheapest counts
+            first = np.flatnonzero(np.diff(source[order] * n + target[order], prepend=-1))
+            dist[:, source[order[first]], target[order[first]]] = np.minimum.reduceat(times[:, order], first, axis=1)
+        dist[:, np.arange(n), np.arange(n)] = np.where(valid, 0.0, np.inf)
+        for k in np.flatnonzero(valid.any(axis=0)):
+            np.minimum(dist, dist[:, :, k, None] + dist[:, None, k, :], out=dist)
         dist[dist < 64 * _SLICE_S] = 0.0
         return dist
 

@@ -172,7 +172,7 @@ class EdgeArrays:
         """Matrices by the number of the slot."""
         if not self.numbers:
             return {}
-        tables = np.concatenate([conversions.table(shape, itemsize).ravel() for shape, itemsize in self.types])
+        tables = np.concatenate([table.ravel() for table in conversions.tables(self.types)])
         everything, found, begin = tables[self.place] * self.weight, {}, 0
         for number, shape in zip(self.numbers, self.shapes, strict=True):
             end = begin + shape[0] * shape[1]

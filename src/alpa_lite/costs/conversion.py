@@ -64,39 +64,47 @@ class SpecSpace:
     steps: list[Step] = field(default_factory=list)
     shards: np.ndarray = field(default_factory=lambda: np.zeros(0))
     parts: np.ndarray = field(default_factory=lambda: np.zeros(0))  # [spec, dim] number of tiles
+    ends: np.ndarray = field(default_factory=lambda: np.zeros((0, 2)))  # [step] numbers of the specs before and after
 
     def __post_init__(self) -> None:
         axes = tuple(a for a, n in zip(self.mesh.axis_names, self.mesh.shape, strict=True) if n > 1)
-        self.specs, self.index, steps = _layouts(axes, self.rank)
+        self.specs, self.index, steps, ends = _layouts(axes, self.rank)
         self.parts = np.array([[self.mesh.axes_size(d) for d in s.dims] for s in self.specs], dtype=np.int64).reshape(
             len(self.specs), self.rank
         )
         self.shards = self.parts.prod(axis=1) if self.rank else np.ones(len(self.specs), dtype=np.int64)
-        self.steps = [*steps, *self._permutes()]
+        permutes = list(self._permutes())
+        self.steps = [*steps, *(step for step, _ in permutes)]
+        self.ends = np.array([*ends, *(pair for _, pair in permutes)], dtype=np.int64).reshape(-1, 2)
 
     def valid(self, shape: tuple[int, ...]) -> np.ndarray:
         """Which specs divide a shape evenly; a dim of size 0 is never split."""
         sizes = np.array(shape, dtype=np.int64)
         return ((sizes % self.parts == 0) & ((sizes > 0) | (self.parts == 1))).all(axis=1)
 
-    def _permutes(self) -> Iterator[Step]:
+    def _permutes(self) -> Iterator[tuple[Step, tuple[int, int]]]:
         kinds = {spec.unreduced: i for i, spec in enumerate(self.specs)}
         unreduced = np.array([kinds[spec.unreduced] for spec in self.specs])
         finer = (self.parts[None] % self.parts[:, None] == 0).all(axis=2) & (unreduced[:, None] == unreduced[None])
-        for a, b in np.argwhere(finer):
+        for a, b in np.argwhere(finer).tolist():
             before, after = self.specs[a], self.specs[b]
             changed = sorted(pair for pair in zip(before.dims, after.dims, strict=True) if pair[0] != pair[1])
             if all(new[: len(old)] == old for old, new in changed):
                 continue  # slices do it
             axes = _moved_axes(tuple(changed), self.mesh)
-            yield Step(kind=CollectiveKind.COLLECTIVE_PERMUTE, axes=axes, before=before, after=after)
+            step = Step(kind=CollectiveKind.COLLECTIVE_PERMUTE, axes=axes, before=before, after=after)
+            yield step, (a, b)
 
 
 @lru_cache(maxsize=64)
-def _layouts(axes: tuple[str, ...], rank: int) -> tuple[list[ShardingSpec], dict[ShardingSpec, int], list[Step]]:
-    """What no size of the axes changes: all specs, their numbers, and all steps but permutes."""
+def _layouts(
+    axes: tuple[str, ...], rank: int
+) -> tuple[list[ShardingSpec], dict[ShardingSpec, int], list[Step], list[tuple[int, int]]]:
+    """What no size of the axes changes: all specs, their numbers, all steps but permutes, and the numbers at their ends."""
     specs = list(_all_specs(axes, rank))
-    return specs, {s: i for i, s in enumerate(specs)}, [step for spec in specs for step in _steps_from(spec, axes)]
+    index = {spec: i for i, spec in enumerate(specs)}
+    steps = [step for spec in specs for step in _steps_from(spec, axes)]
+    return specs, index, steps, [(index[step.before], index[step.after]) for step in steps]
 
 
 @lru_cache(maxsize=1024)
@@ -197,8 +205,7 @@ class Conversions:
         """Per step: from, to, alpha, beta and the number of tiles whose bytes the collective is sized by."""
         if rank not in self._arcs:
             space = self.space(rank)
-            source = np.array([space.index[s.before] for s in space.steps], dtype=np.int64)
-            target = np.array([space.index[s.after] for s in space.steps], dtype=np.int64)
+            source, target = space.ends.T.copy()
             slicing = self.costs.slice_price or (TIE if self.costs.rules.whole else _SLICE_S)
             linear = [
                 (slicing, 0.0) if s.kind is None else self.costs.linear(s.kind, self.mesh.sort_axes(set(s.axes)))

@@ -164,7 +164,7 @@ class Tables:
         number = self._functions.get(m)
         if number is None:
             finite = np.isfinite(self.arrays[m])
-            single = (finite.sum(1) == 1).all()
+            single = np.count_nonzero(finite[0]) == 1 and (finite.sum(1) == 1).all()
             number = self._functions[m] = self.intern(finite.argmax(1)) if single else -1
         return number
 
@@ -265,6 +265,9 @@ def _row_margins(m: Array) -> Array:
 def _split(m: Array) -> tuple[Array | None, Array | None]:
     far = abs(m.item(-1) - m.item(len(m) * m.shape[1] - m.shape[1]) - (m.item(m.shape[1] - 1) - m.item(0)))
     if not math.isfinite(far):
+        return None, None
+    flat = m.ravel()
+    if far > 2e-15 * math.sqrt(flat @ flat):  # the root is no less than the largest entry, and found at once
         return None, None
     largest = max(float(np.maximum.reduce(m, axis=None)), -float(np.minimum.reduce(m, axis=None)))
     if not math.isfinite(largest) or (far and far > 1e-15 * largest):  # one corner mostly tells

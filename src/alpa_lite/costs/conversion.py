@@ -206,23 +206,25 @@ class Conversions:
         if rank not in self._arcs:
             space = self.space(rank)
             source, target = space.ends.T.copy()
-            slicing = self.costs.slice_price or (TIE if self.costs.rules.whole else _SLICE_S)
-            linear = [
-                (slicing, 0.0) if s.kind is None else self.costs.linear(s.kind, self.mesh.sort_axes(set(s.axes)))
-                for s in space.steps
-            ]
             inner = [is_inner(s) for s in space.steps]
-            extra = [
-                self.costs.inner_extra(s.kind, self.mesh.sort_axes(set(s.axes))) if s.kind and along else (0.0, 0.0)
-                for s, along in zip(space.steps, inner, strict=True)
-            ]
+            kinds = [(s.kind, s.axes, along) for s, along in zip(space.steps, inner, strict=True)]
+            linear = {kind: self._linear(*kind) for kind in dict.fromkeys(kinds)}
             by_after = np.array([s.kind in _SIZED_BY_RESULT for s in space.steps], dtype=bool)
             tiles = np.where(by_after, space.shards[target], space.shards[source]) if len(source) else source
-            alpha, beta = (np.array([x[i] + y[i] for x, y in zip(linear, extra, strict=True)]) for i in (0, 1))
+            alpha, beta = np.array([linear[kind] for kind in kinds]).reshape(-1, 2).T.copy()
             if not self.costs.rules.whole:
                 beta *= np.where(inner, _INNER_DIM, 1.0)
             self._arcs[rank] = (source, target, alpha, beta, tiles)
         return self._arcs[rank]
+
+    def _linear(self, kind: CollectiveKind | None, axes: tuple[str, ...], inner: bool) -> tuple[float, float]:
+        """(alpha, beta) of a step, with what is added along other dims than the first."""
+        if kind is None:
+            return self.costs.slice_price or (TIE if self.costs.rules.whole else _SLICE_S), 0.0
+        ordered = self.mesh.sort_axes(set(axes))
+        price = self.costs.linear(kind, ordered)
+        extra = self.costs.inner_extra(kind, ordered) if inner else (0.0, 0.0)
+        return price[0] + extra[0], price[1] + extra[1]
 
     def _step_times(self, rank: int, volume: float | np.ndarray) -> np.ndarray:
         _, _, alpha, beta, tiles = self._arc_arrays(rank)

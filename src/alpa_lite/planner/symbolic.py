@@ -268,7 +268,8 @@ class SymbolicPlan:
             return None
         others = [a for a in mesh.axis_names if a != self._task.axis]
         groups = [axes for count in range(len(others) + 1) for axes in combinations(others, count)]
-        moved = [costs.linear(kind, axes) for kind in CollectiveKind for axes in groups if axes]
+        kinds = [(kind, axes) for kind in CollectiveKind for axes in groups if axes]
+        moved = [price(kind, axes) for price in (costs.linear, costs.inner_extra) for kind, axes in kinds]
         idle = [(self._task.axis, *axes) if n > 1 else axes for axes in groups]
         return [*moved, *(costs.heavy_replication(axes, 1.0) if axes else 0.0 for axes in idle)]
 

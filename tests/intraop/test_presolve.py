@@ -8,6 +8,7 @@ import math
 import numpy as np
 import pytest
 
+from alpa_lite.intraop import tables
 from alpa_lite.intraop.core import extract_core
 from alpa_lite.intraop.graph import CostGraph, InfeasibleError
 from alpa_lite.intraop.presolve import presolve
@@ -100,3 +101,32 @@ def test_repeated_layers_cost_little_more() -> None:
     """Operations on equal arrays are remembered: the tables of 8 layers hold few more arrays than those of 4."""
     arrays = [len(graph_of(layered(depth), memory=False).tables.arrays) for depth in (4, 8)]
     assert arrays[1] < 1.2 * arrays[0], arrays
+
+
+@pytest.mark.parametrize("at_once", [1, 40, 1 << 18])
+def test_joins_in_parts_are_those_at_once(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "_JOINED_AT_ONCE", at_once)
+    a, b = np.random.default_rng(0).random((2, 7, 5))
+    a[2, 3] = np.inf
+    assert (tables.min_plus(a, b.T) == (a[:, :, None] + b.T).min(1)).all()
+
+
+@pytest.mark.parametrize("scale", [1e-9, 1.0, 1e12])
+def test_only_sums_are_split_and_only_rows_of_one_entry_are_functions(scale: float) -> None:
+    known = tables.Tables()
+    rows, columns = np.random.default_rng(1).random((2, 6)) * scale
+    whole = rows[:, None] + columns
+    parts = known.split(known.intern(whole))
+    assert parts is not None
+    assert np.allclose(known.arrays[parts[0]][:, None] + known.arrays[parts[1]], whole, rtol=1e-15)
+    for place in ((5, 5), (2, 3), (0, 0)):
+        for other in (1.001, 1e3, np.inf):
+            changed = whole.copy()
+            changed[place] *= other
+            assert known.split(known.intern(changed)) is None, (place, other)
+    single = np.where(np.eye(6, dtype=bool), whole, np.inf)
+    assert known.arrays[known.function(known.intern(single))].tolist() == list(range(6))
+    for place in ((0, 1), (4, 2)):
+        several = single.copy()
+        several[place] = scale
+        assert known.function(known.intern(several)) == -1

@@ -165,7 +165,8 @@ def _sweep(
     before = -math.inf
     for count in range(1, most + 1):
         tries = not count % every and (count >= 3 * every or search.picks is None)
-        if tries:
+        back = tries and (search.picks is None or count // every % 2 == 1)  # in turn; a first choice either way
+        if back:
             messages.forward()
             search.try_from(messages.pick(forward=False))
             value = messages.backward() + search.core.constant
@@ -174,7 +175,7 @@ def _sweep(
         search.bound = max(search.bound, value)
         if count % every and not search.out_of_time:
             continue
-        if tries or search.out_of_time:
+        if (tries and not back) or search.picks is None or search.out_of_time:
             search.try_from(messages.pick())
         if beams and small and count > every and search.core.memory is None and search.gap > search.tolerance(wanted):
             _search_frontier(search, messages)

@@ -125,6 +125,7 @@ def suffix_sums(grid: Grid, tolerated: Counts | None) -> Suffix:
     rest = np.full(start.shape, np.inf)  # ``after`` by the units left before the stage
     np.take(padded[layers], places, out=rest[layers], mode="clip")  # no place is out of range; "raise" would copy
     padded_fewest = fewest = later = None
+    none, limited, barred = _counting(grid, tolerated)
     if tolerated is not None:
         padded_fewest, fewest = _padded(layers + 1, width, units, _NEVER)
         later = np.full(start.shape, _NEVER, np.int32)
@@ -136,17 +137,33 @@ def suffix_sums(grid: Grid, tolerated: Counts | None) -> Suffix:
         sums = rest[first + 1 : end + 1] + grid.least_s[first, first:end, :, None]
         if tolerated is not None and fewest is not None and later is not None and padded_fewest is not None:
             follow = later[first + 1 : end + 1]
-            none = follow > tolerated[first, first:end, :, None]
-            sums[none] = np.inf
-            counts = np.where(none, _NEVER, follow + 1).min(axis=0)
-            fewest[first] = np.minimum(
-                _entered(counts, None if moved_s is None else _NEVER * np.isinf(moved_s)), _NEVER
-            )
+            counts = follow + none[first, first:end, :, None]
+            if limited[first]:
+                over = follow > tolerated[first, first:end, :, None]
+                np.copyto(sums, np.inf, where=over)
+                np.copyto(counts, _NEVER, where=over)
+            least = np.minimum(counts.min(axis=0) + 1, _NEVER)
+            entered = _entered(least, None if moved_s is None or barred is None else barred[first - 1])
+            np.minimum(entered, _NEVER, out=fewest[first])
             np.take(padded_fewest[first], places, out=later[first], mode="clip")
         start[first] = sums.min(axis=0)
         after[first] = _entered(start[first], moved_s)
         np.take(padded[first], places, out=rest[first], mode="clip")
     return Suffix(start=start, rest=rest, after=after, fewest=fewest, later=later)
+
+
+def _counting(grid: Grid, tolerated: Counts | None) -> tuple[Counts, list[bool], Counts | None]:
+    """What is added to counts where there is no such stage; whether some stage from a layer on tolerates fewer than may follow;
+    what is added where there is no transfer, if there is one without."""
+    if tolerated is None:
+        return np.zeros((0, 0, 0), np.int32), [], None
+    most_later = grid.num_layers - 1 - np.arange(grid.num_layers)[:, None, None]
+    fewer = (tolerated >= 0) & (tolerated < most_later)
+    limited = [bool(of_layer.any()) for of_layer in fewer]
+    barred = None
+    if grid.transfer_s is not None and np.isinf(grid.transfer_s).any():
+        barred = np.where(np.isinf(grid.transfer_s), _NEVER, 0).astype(np.int32)
+    return np.where(tolerated < 0, _NEVER, 0).astype(np.int32), limited, barred
 
 
 def _padded(layers: int, width: int, units: int, missing: float) -> tuple[Any, Any]:
@@ -191,8 +208,9 @@ class Counted:
     @cached_property
     def prefix(self) -> Suffix:
         """The suffix of the mirrored pipeline; where stages are few it counts, so that few arcs are left."""
-        few = self.most < self.problem.num_layers
-        return suffix_sums(_mirrored(self.grid), np.full(self.grid.cell.shape, self.most, np.int32) if few else None)
+        grid = _mirrored(self.grid)
+        counted = np.where(np.isfinite(grid.least_s), np.int32(grid.num_layers), np.int32(-1))
+        return suffix_sums(grid, counted if self.most < self.problem.num_layers else None)
 
     def stages_behind(self) -> int:
         """How many stages the slicing has that gives the bound."""

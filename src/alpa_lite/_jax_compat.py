@@ -5,13 +5,16 @@ Checked with JAX 0.10.2 (the last for Python 3.11) and 0.12.0.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax._src import xla_bridge
 from jax._src.core import ShapedArray, Tracer
 from jax._src.interpreters import pxla
 from jax._src.sharding_impls import ShardingContext
@@ -350,3 +353,19 @@ def lower_many(functions: Sequence[Callable[..., Any]], arguments: Sequence[Sequ
         **avals,
     )
     return result.module
+
+
+@contextlib.contextmanager
+def short_plugin_errors() -> Iterator[None]:
+    """JAX reports a GPU plugin that finds no GPU in one line, without its traceback: planning needs none."""
+
+    def shorten(record: logging.LogRecord) -> bool:
+        record.exc_info = record.exc_text = None
+        return True
+
+    log = logging.getLogger(xla_bridge.__name__)
+    log.addFilter(shorten)
+    try:
+        yield
+    finally:
+        log.removeFilter(shorten)

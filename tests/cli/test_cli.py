@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 
@@ -9,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 import alpa_lite as al
+from alpa_lite._jax_compat import short_plugin_errors
 from alpa_lite.cli import main
 from alpa_lite.cluster.calibration import Calibration
 from alpa_lite.executor import calibrate as calibration
@@ -142,3 +144,18 @@ def test_it_runs_as_a_module_and_lists_its_verbs():
     assert result.returncode == 0
     for verb in ("plan", "verify", "solve", "rules", "diff", "show", "calibrate", "launch"):
         assert verb in result.stdout
+
+
+def test_a_gpu_plugin_without_gpu_takes_a_line(caplog):
+    log = logging.getLogger("jax._src.xla_bridge")
+
+    def fail() -> None:
+        try:
+            raise RuntimeError("no CUDA")
+        except RuntimeError:
+            log.exception("Jax plugin configuration error")
+
+    with short_plugin_errors():
+        fail()
+    fail()
+    assert [bool(record.exc_info) for record in caplog.records] == [False, True]

@@ -47,6 +47,15 @@ def _told() -> Iterator[None]:
         raise typer.Exit(_BAD_INPUT) from None
 
 
+@contextlib.contextmanager
+def _without_gpu() -> Iterator[None]:
+    """For commands that need no device: that JAX's GPU plugin finds none takes a line, not a traceback."""
+    from alpa_lite._jax_compat import short_plugin_errors
+
+    with short_plugin_errors():
+        yield
+
+
 @main.command()
 def plan(
     target: Target,
@@ -55,7 +64,7 @@ def plan(
     out: Annotated[Path | None, typer.Option("--out", help="write the plan here as JSON")] = None,
 ) -> None:
     """Plan a step for a cluster and print the plan; no device is touched."""
-    with _told():
+    with _told(), _without_gpu():
         from alpa_lite.cli.target import load_target
 
         made = _planned(load_target(target), cluster, mesh)
@@ -67,7 +76,7 @@ def plan(
 @main.command()
 def verify(target: Target, cluster: ClusterText, mesh: MeshText = "") -> None:
     """Plan a step, compile it with the cluster's own compiler (no device needed) and compare."""
-    with _told():
+    with _told(), _without_gpu():
         from alpa_lite.cli.target import load_target
 
         given = load_target(target)

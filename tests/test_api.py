@@ -215,6 +215,13 @@ plan.save({out!r})
 
 
 @pytest.mark.medium
+def test_a_mesh_of_fewer_devices_than_there_are_is_noted():
+    state, args = jax.eval_shape(init, jax.random.key(0)), shapes(batch())
+    for shape, noted in (((3, 2), ["the mesh (x=3, y=2) uses 6 of the cluster's 8 devices"]), ((2, 4), [])):
+        plan = al.plan(step, state, *args, cluster=CLUSTER, options=al.PlanOptions(mesh_shape=shape))
+        assert [note for note in plan.notes if "uses" in note] == noted
+
+
 def test_the_same_input_gives_the_same_bytes_also_in_another_process(tmp_path):
     state = jax.eval_shape(init, jax.random.key(0))
     texts = [encode_plan(al.plan(step, state, *shapes(batch()), cluster=CLUSTER)) for _ in range(2)]

@@ -248,8 +248,13 @@ def _plan(
         options=task.options.changed(),
         pins=task.pins.keys,
         search=_search(best, greedy_first(task, cluster, best)),
-        notes=(*notes, *task.pins.notes, *reports(program, best.mesh, decisions)),
+        notes=(*_idle(cluster, best.mesh), *notes, *task.pins.notes, *reports(program, best.mesh, decisions)),
     )
+
+
+def _idle(cluster: Cluster, mesh: DeviceMesh) -> tuple[str, ...]:
+    used, there = mesh.num_devices, cluster.num_devices
+    return (f"the mesh {mesh} uses {used} of the cluster's {there} devices",) if used < there else ()
 
 
 def decisions_of(program: Program, result: MeshResult) -> tuple[OpDecision, ...]:

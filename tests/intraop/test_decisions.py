@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax import lax
 
 from alpa_lite.costs.conversion import Conversions
@@ -40,6 +41,32 @@ def test_a_chain_needs_no_copies():
     assert "copy" not in kinds(graph)
     assert list(graph.op_nodes) == ["0", "1"]
     assert len(graph.links) == 4
+
+
+def summed(*dims):
+    return lambda x: [lax.cumsum(x, axis=dim) for dim in dims]
+
+
+def carried(x):
+    return lax.scan(lambda c, _: (c * 2, None), x, None, length=3)[0], lax.cumsum(x, axis=1)
+
+
+def looped(x):
+    return lax.scan(lambda c, _: (c + x.sum(), None), jnp.zeros(()), None, length=3)[0], lax.cumsum(x, axis=1)
+
+
+@pytest.mark.parametrize("pair", [(summed(0, 1), summed(0, 0, 1)), (carried, looped)], ids=["counts", "loops"])
+def test_what_a_copy_hands_on_does_not_depend_on_the_readers_of_other_values(pair):
+    def pairs_of(*functions):
+        values = [struct(8, 8)] * len(functions)
+        graph = graph_of(lambda *given: [fn(x) for fn, x in zip(functions, given, strict=True)], *values, shape=(2, 2))
+        links = [link for link in graph.links if link.made_at == "in" and not link.region]
+        return [graph.nodes[link.copy].pairs.tolist() for link in links if link.copy >= 0]
+
+    alone = {fn: pairs_of(fn)[0] for fn in pair}
+    assert alone[pair[0]] != alone[pair[1]]
+    for order in (pair, pair[::-1]):
+        assert pairs_of(*order) == [alone[fn] for fn in order]
 
 
 def test_a_value_with_several_readers_has_a_copy():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -30,8 +31,8 @@ def layers(x, w):
     return y.sum(), jnp.max(y @ w.T, axis=1), jax.lax.scan(lambda c, row: (c + row, row * 2), jnp.zeros(12), y)
 
 
-def built(program, mesh):
-    graph = build_graph(program, Conversions(mesh=mesh, costs=RandomCosts(0)))
+def built(program, mesh, **settings):
+    graph = build_graph(program, Conversions(mesh=mesh, costs=RandomCosts(0)), **settings)
     return graph, slots_of(program, graph)
 
 
@@ -88,3 +89,16 @@ def test_a_graph_that_follows_from_another_is_the_one_that_is_built(shapes):
             derived = derive(graph, slots, Conversions(mesh=mesh, costs=RandomCosts(0)), KnownStrategies())
             assert described(*derived) == expected, shape
         graphs.append(own)
+
+
+def test_a_matmul_that_must_be_split_does_not_lend_its_choices_to_a_like_op():
+    """On a mesh that divides nothing both have the same one; on another the matmul's are fewer than those of the user's op."""
+    args = jax.ShapeDtypeStruct((6, 2), jnp.float32), jax.ShapeDtypeStruct((2, 6), jnp.float32)
+    program = trace(lambda x, y: (x @ y, jnp.tanh(x) @ y), args, {}).program
+    last = max(i for i, op in enumerate(program.ops) if op.primitive == "dot_general")
+    ops = [replace(op, primitive="user_op") if i == last else op for i, op in enumerate(program.ops)]
+    program = replace(program, ops=tuple(ops))
+    base = built(program, device_mesh((1, 4)), sharded_contractions=True)
+    mesh = device_mesh((2, 2))
+    derived = derive(*base, Conversions(mesh=mesh, costs=RandomCosts(0)), KnownStrategies())
+    assert described(*derived) == described(*built(program, mesh, sharded_contractions=True))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 
 import numpy as np
 
@@ -46,9 +46,10 @@ class DomainMaker:
 
     def copy_domain(self, kind: str, link: Link) -> np.ndarray:
         """What the copy node of a value chooses from; links of equal ends share it."""
-        key = (kind, link.producer.key, link.shape, tuple(dict.fromkeys(c.key for c in link.consumers)))
-        if kind == "reduced":
-            key = key[:3]
+        key: tuple[object, ...] = (kind, link.producer.key, link.shape)
+        if kind != "reduced":  # one reader does not want what two of a kind do, nor a loop what others do
+            readers = Counter((c.key, c.node in self.loop_reads) for c in link.consumers)
+            key = (*key, *((reader, count > 1) for reader, count in readers.items()))
         found = self.made.copies.get(key)
         if found is None:
             find = {"handed on": self.handed_on, "pairs": self.argument_pairs, "reduced": self.reductions}[kind]

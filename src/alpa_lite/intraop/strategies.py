@@ -171,7 +171,7 @@ class _Assignments:
         self.reduced: list[tuple[str, ...]] = (
             self._axes_where(np.isin(self.rows, at_once)) if at_once else [()] * len(self.rows)
         )
-        self._known: dict[bytes, StrategySet] = {}
+        self._known: dict[tuple[bytes, bool], StrategySet] = {}
         self._on: dict[tuple[DeviceMesh, bool], StrategySet] = {}
 
     def on(self, mesh: DeviceMesh, sharded_contractions: bool) -> StrategySet:
@@ -186,7 +186,8 @@ class _Assignments:
         if sharded_contractions:
             full = possible & (self.rows != UNUSED).all(axis=1)
             possible = full if full.any() else possible
-        key = possible.tobytes()  # one byte each, 0 or 1
+        mask = possible.tobytes()  # one byte each, 0 or 1
+        key = mask, sharded_contractions  # ops of both kinds must not share what differs on other meshes (``derive``)
         if key not in self._known:
             count = len(self.rule.operands)
             tensors = tuple(self.tensors.compress(possible, axis=1))
@@ -194,8 +195,8 @@ class _Assignments:
                 assignment=self.rows[possible],
                 operands=tensors[:count],
                 results=tensors[count:],
-                used=tuple(itertools.compress(self.used, key)),
-                reduce_axes=tuple(itertools.compress(self.reduced, key)),
+                used=tuple(itertools.compress(self.used, mask)),
+                reduce_axes=tuple(itertools.compress(self.reduced, mask)),
             )
         return self._known[key]
 

@@ -22,7 +22,7 @@ from alpa_lite.costs.conventions import cost_model
 from alpa_lite.costs.conversion import Conversions
 from alpa_lite.errors import MemoryBudgetError
 from alpa_lite.executor.local import runnable
-from alpa_lite.intraop.strategies import UNUSED, enumerate_strategies
+from alpa_lite.intraop.strategies import UNUSED, KnownStrategies
 from alpa_lite.plan.encode import encode_plan
 from alpa_lite.trace.program import trace
 from examples import seven_b
@@ -316,5 +316,5 @@ def strategies(op, n, free):
     mesh = device_mesh((n,))
     cluster = al.Cluster.symbolic("n", **H100, values=(n,)).specialize(n)
     conversions = Conversions(mesh=mesh, costs=cost_model("roofline", cluster, mesh))
-    rows = enumerate_strategies(op.rule, mesh, conversions, unreduced_inputs=free).assignment
+    rows = KnownStrategies().of(op.rule, mesh, conversions, unreduced_inputs=free).assignment
     return {tuple(map(int, row)) for row in np.atleast_2d(rows)}

@@ -22,7 +22,7 @@ from alpa_lite.analysis import (
 from alpa_lite.costs.conversion import Conversions
 from alpa_lite.costs.patterns import REFUSED, SUPPORTED, Change, Side
 from alpa_lite.errors import ArgumentsError
-from alpa_lite.intraop.strategies import enumerate_strategies
+from alpa_lite.intraop.strategies import KnownStrategies
 from benchmarks import sameness_time
 from tests.costs.pairs import MESH, SQUARE, identity, judge, shapes
 from tests.harness import RandomCosts, device_mesh
@@ -115,7 +115,7 @@ def test_every_strategy_of_the_planner_is_proven_the_same():
     engine = Conversions(mesh=device_mesh((2, 2)), costs=RandomCosts(0))
     checked = 0
     for path, _, op in program.walk():
-        strategies = enumerate_strategies(op.rule, engine.mesh, engine, unreduced_inputs=(True,) * len(op.inputs))
+        strategies = KnownStrategies().of(op.rule, engine.mesh, engine, unreduced_inputs=(True,) * len(op.inputs))
         for k in range(len(strategies)):
             if strategies.reduce_axes[k]:
                 continue  # its all-reduce (max) is inside of the op

@@ -13,7 +13,7 @@ from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.core.rule import Factor, FactorKind, OpShardingRule
 from alpa_lite.core.spec import ShardingSpec
 from alpa_lite.costs.conversion import Conversions
-from alpa_lite.intraop.strategies import UNUSED, KnownStrategies, StrategySet, enumerate_strategies
+from alpa_lite.intraop.strategies import UNUSED, KnownStrategies, StrategySet
 from tests.harness import RandomCosts, device_mesh
 
 
@@ -41,7 +41,7 @@ def strategies(
 ) -> StrategySet:
     mesh = device_mesh(shape)
     unreduced = unreduced or (False,) * len(rule.operands)
-    return enumerate_strategies(rule, mesh, _conversions(mesh), unreduced_inputs=unreduced, **settings)
+    return KnownStrategies().of(rule, mesh, _conversions(mesh), unreduced_inputs=unreduced, **settings)
 
 
 def _conversions(mesh: DeviceMesh) -> Conversions:

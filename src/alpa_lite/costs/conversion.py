@@ -308,7 +308,10 @@ def sizing_spec(step: Step) -> ShardingSpec:
 
 
 def is_inner(step: Step) -> bool:
-    """Whether a step joins or cuts another dim than the first, for which its result or operand is copied together."""
+    """Whether a step joins or cuts another dim than the first, for which its result or operand is copied together.
+
+    An all-to-all counts by the dim that it cuts, as it is measured.
+    """
     return (step.source_dim if step.kind is CollectiveKind.ALL_GATHER else step.target_dim) > 0
 
 

@@ -278,29 +278,27 @@ class _Region:
     def close(self) -> None:
         """Add copy nodes where several consumers may share a conversion; hand the links to the graph."""
         for link in self.links.values():
-            if self.b.per_reader:
-                if link.consumers and self.unreduced[link.value]:
-                    pairs, name, rank = (
-                        self.b.copy_domain("reduced", link),
-                        f"{self.prefix}%{link.value}",
-                        len(link.shape),
-                    )
-                    node = Node("copy", name, len(pairs), self.weight, rank=rank, pairs=pairs, shape=link.shape)
-                    node.specs = self.b.graph.handed(pairs)
-                    link.copy = self.b.add(node)
-            elif (len(link.consumers) > 1 and len({c.node for c in link.consumers}) > 1) or (
-                link.made_at == "in" and not self.prefix and self.b.in_loops(link)
-            ):
-                name, rank = f"{self.prefix}%{link.value}", len(link.shape)
-                if link.made_at == "in" and not self.prefix:
-                    pairs = self.b.copy_domain("pairs", link)
-                    node = Node("copy", name, len(pairs), self.weight, rank=rank, pairs=pairs, shape=link.shape)
-                    link.copy = self.b.add(node)
-                elif rank:
-                    specs = self.b.copy_domain("handed on", link)
-                    node = Node("copy", name, len(specs), self.weight, rank=rank, specs=specs, shape=link.shape)
-                    link.copy = self.b.add(node)
+            kind = self.copied(link)
+            if kind:
+                domain, name, rank = self.b.copy_domain(kind, link), f"{self.prefix}%{link.value}", len(link.shape)
+                pairs, specs = (domain, None) if domain.ndim == 2 else (None, domain)
+                if kind == "reduced":
+                    specs = self.b.graph.handed(domain)
+                node = Node(
+                    "copy", name, len(domain), self.weight, specs=specs, rank=rank, pairs=pairs, shape=link.shape
+                )
+                link.copy = self.b.add(node)
             self.b.links.append(link)
+
+    def copied(self, link: Link) -> str:
+        """The kind of domain (``DomainMaker.copy_domain``) of a value's copy node; "" if it has none."""
+        if self.b.per_reader:
+            return "reduced" if link.consumers and self.unreduced[link.value] else ""
+        is_argument = link.made_at == "in" and not self.prefix
+        several = len({c.node for c in link.consumers}) > 1
+        if is_argument:
+            return "pairs" if several or self.b.in_loops(link) else ""
+        return "handed on" if several and link.shape else ""
 
 
 def _can_be_unreduced(op: Op, inputs: tuple[bool, ...]) -> bool:

@@ -56,20 +56,6 @@ class StrategySet:
         return np.array([mesh.axes_size(axes) for axes in self.used], dtype=np.float64)
 
 
-def enumerate_strategies(
-    rule: OpShardingRule,
-    mesh: DeviceMesh,
-    conversions: Conversions,
-    *,
-    unreduced_inputs: tuple[bool, ...],
-    sharded_contractions: bool = False,
-) -> StrategySet:
-    """All strategies of ``rule`` on ``mesh``; see ``KnownStrategies.of``."""
-    return KnownStrategies().of(
-        rule, mesh, conversions, unreduced_inputs=unreduced_inputs, sharded_contractions=sharded_contractions
-    )
-
-
 class KnownStrategies:
     """Strategies of rules, each rule enumerated once for all meshes with the same axes: of what axes could do, their sizes
     decide which part they can do."""
@@ -86,7 +72,7 @@ class KnownStrategies:
         conversions: Conversions,
         *,
         unreduced_inputs: tuple[bool, ...],
-        sharded_contractions: bool,
+        sharded_contractions: bool = False,
     ) -> StrategySet:
         """All strategies of ``rule`` on ``mesh``.
 

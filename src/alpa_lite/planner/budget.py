@@ -203,5 +203,6 @@ def as_found(result: MeshResult, bound: float) -> MeshResult:
         return replace(result, status="optimal", lower_bound=result.objective)
     *earlier, end = (replace(s, lower_bound=min(s.lower_bound, bound)) for s in result.solution.trace)
     trace = (*earlier, replace(end, found_by="search"))
-    solution = replace(result.solution, status="feasible", lower_bound=bound, trace=trace, limit_used="gap")
+    ended = "time" if result.solution.limit_used == "time" else "gap"
+    solution = replace(result.solution, status="feasible", lower_bound=bound, trace=trace, limit_used=ended)
     return replace(result, status="feasible", lower_bound=bound, solution=solution)

@@ -74,15 +74,12 @@ def plan_on_mesh(task: MeshTask, cluster: Cluster, mesh: DeviceMesh, *, cutoff: 
     costs, pricer, problem_within = _pose(task, cluster, mesh)
 
     def found(problem: IntraOpProblem, charged: IntraOpProblem) -> MeshResult:
-        check_problem(problem)
-        solution = solve_in_units(charged, costs, task.options, cutoff, proof=task.proof)
-        return _write_out(task, costs, pricer.graph, problem, solution, begin)
+        return _found(task, costs, pricer, problem, charged, begin, cutoff)
 
     def solved(limit: int | None) -> MeshResult:
         """The best plan by the solver's own count of memory, written out."""
         problem = problem_within(limit)
-        charged = problem if task.rent is None else replace(problem, node_costs=tuple(task.rent(pricer, problem)))
-        return replace(found(problem, charged), limit=limit)
+        return replace(found(problem, _charged(task, pricer, problem)), limit=limit)
 
     def rented(rent: float, like: Sequence[MeshResult]) -> MeshResult:
         """The cheapest plan, without a limit, where a byte that lies there when one of the plans is fullest costs ``rent``."""
@@ -94,6 +91,70 @@ def plan_on_mesh(task: MeshTask, cluster: Cluster, mesh: DeviceMesh, *, cutoff: 
         return replace(found(problem, charged), restricted=True)
 
     return within_budget(solved, task.budget, rented if task.rent is None else None)
+
+
+def plan_once(
+    task: MeshTask,
+    cluster: Cluster,
+    mesh: DeviceMesh,
+    *,
+    limit: int | None = None,
+    among: Sequence[np.ndarray] = (),
+) -> MeshResult:
+    """One solve, written out; nobody looks whether that keeps the budget. Bad pins raise ``PinError``.
+
+    Args:
+        task: what is to be planned; its budget is not used.
+        cluster, mesh: the devices, and their logical grid.
+        limit: bytes by the solver's own count; None = without memory.
+        among: choices of plans; with them every node chooses as one of them did.
+    """
+    begin = time.perf_counter()
+    costs, pricer, problem_within = _pose(task, cluster, mesh)
+    problem = problem_within(limit)
+    if among:
+        problem = _restricted(problem, among)
+    return replace(_found(task, costs, pricer, problem, _charged(task, pricer, problem), begin), limit=limit)
+
+
+def counted_bytes(task: MeshTask, cluster: Cluster, mesh: DeviceMesh, choices: Sequence[np.ndarray]) -> list[int]:
+    """The peaks of choices by the solver's own count."""
+    problem = _pose(task, cluster, mesh)[2](0)
+    return [evaluate(problem, choice).peak_bytes for choice in choices]
+
+
+def _charged(task: MeshTask, pricer: Pricer, problem: IntraOpProblem) -> IntraOpProblem:
+    """With the task's rent."""
+    return problem if task.rent is None else replace(problem, node_costs=tuple(task.rent(pricer, problem)))
+
+
+def _found(
+    task: MeshTask,
+    costs: CostModel,
+    pricer: Pricer,
+    problem: IntraOpProblem,
+    charged: IntraOpProblem,
+    begin: float,
+    cutoff: float = math.inf,
+) -> MeshResult:
+    check_problem(problem)
+    solution = solve_in_units(charged, costs, task.options, cutoff, proof=task.proof)
+    return _write_out(task, costs, pricer.graph, problem, solution, begin)
+
+
+def _restricted(problem: IntraOpProblem, among: Sequence[np.ndarray]) -> IntraOpProblem:
+    """A problem in which every node chooses as in one of the given choices; arrays that were shared stay shared."""
+    made: dict[tuple[int, frozenset[int]], np.ndarray] = {}
+    node_costs = []
+    for costs, *picks in zip(problem.node_costs, *(choice.tolist() for choice in among), strict=True):
+        key = id(costs), frozenset(picks)
+        if key not in made:
+            kept = np.full(len(costs), np.inf)
+            kept[list(key[1])] = costs[list(key[1])]
+            made[key] = kept
+        node_costs.append(made[key])
+    problem = replace(problem, node_costs=tuple(node_costs))
+    return replace(problem, classes=node_classes(problem))
 
 
 def greedy_first(task: MeshTask, cluster: Cluster, result: MeshResult) -> SearchStep | None:

@@ -57,7 +57,8 @@ class PlanOptions:
             that the memory budget demands, "none", "all", or names as of ``jax.ad_checkpoint.checkpoint_name``: all layers,
             with these values kept. Layers with the user's own ``jax.checkpoint`` stay as they are.
         rules: sharding rules for primitives by name, each an ``al.register_rule("primitive", "rule")``; they replace others.
-        time_limit_s: of the solver, per mesh.
+        time_limit_s: seconds of a solve on one mesh; where a stage of several is fitted into its memory, of all solves for it on
+            one mesh together. Where it passes, the answer is the best plan found by then.
         seed: of the solver.
         verbose: tell on stderr, mesh by mesh, what is being planned and what was found; no part of the plan.
     """
@@ -160,7 +161,7 @@ class PlanOptions:
                 "A rule for a function is not an option: call what al.register_rule(fn, rule) returns."
             )
         if not self.time_limit_s > 0:
-            faults.append(f"time_limit_s={self.time_limit_s} was given; it must be positive (seconds per mesh).")
+            faults.append(f"time_limit_s={self.time_limit_s} was given; it must be positive (seconds per solve).")
         if self.memory_budget_bytes is not None and not self.memory_budget_bytes > 0:  # nan is none either
             faults.append(f"memory_budget_bytes={self.memory_budget_bytes} was given; it must be positive.")
         return faults

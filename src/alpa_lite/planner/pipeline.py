@@ -313,9 +313,19 @@ def _joined(
         notes=(
             *notes,
             *pins.notes,
+            *_out_of_time(stages, options),
             "the lower bound holds for these stages: each stage's own bound, the largest of them",
         ),
     )
+
+
+def _out_of_time(stages: Sequence[PlannedStage], options: PlanOptions) -> tuple[str, ...]:
+    solutions = [stage.result.solution for stage in stages]
+    late = [str(n) for n, solution in enumerate(solutions) if solution is not None and solution.limit_used == "time"]
+    if not late:
+        return ()
+    found = "the best plan found by then; another run may find another"
+    return (f"time_limit_s={options.time_limit_s:g} ended the search for stage {', '.join(late)}: {found}",)
 
 
 def _stage_plan(stage: PlannedStage, number: int, devices_per_host: int) -> StagePlan:

@@ -7,13 +7,20 @@ In: the stage as a task for one mesh, and what a plan of it takes. Out: the chea
    of the hull of (bytes held, price) between that plan and the last that was too large: the rent at which both are equally dear
    finds the corner between them, if there is one. No plan under a rent needs a search under a limit, and where time goes into
    microbatches they cost hardly more.
-3. Plans under a limit, lowered by what the last exceeds, if none of these fits or the hull promises that one is cheaper by
-   ``_NEAR``. Rows of a limit take ten times as long as a rent, and on large problems find dearer plans.
+3. Where the hull promises that a plan between these two is cheaper by ``_NEAR``: mixtures of all plans found so far, in which
+   every node chooses as in one of them, under limits between what the solver counts of the two. A rent makes equal layers
+   choose alike; a mixture lets some of them be lean. So few choices are left that a proof takes a second; over all choices it
+   takes ten to thirty, and a search without proof ends at dearer plans.
+4. Where no rent fits: plans over all choices without proof, under limits lowered by what the last exceeds; then mixtures.
+
+Every limit is one solve, and the number of solves is bounded. That all of them may take ``PlanOptions.time_limit_s`` together is
+a last resort: what fits by then is the answer.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -24,25 +31,33 @@ from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.intraop.pricing import Pricer
 from alpa_lite.intraop.problem import IntraOpProblem
 from alpa_lite.planner.budget import MeshResult, as_found
-from alpa_lite.planner.one_mesh import MeshTask, plan_on_mesh
+from alpa_lite.planner.one_mesh import MeshTask, counted_bytes, plan_once
 from alpa_lite.planner.rent import Held, with_rent
 from alpa_lite.planner.stage_costs import StageCosts
 
-_ROUNDS = 4  # under a limit
-_NEAR = 0.01  # share of the price that a search under limits must promise
+_LOWERED = 4  # limits over all choices
+_MIXED = 4  # limits of mixtures
+_NEAR = 0.01  # share of the price that a mixture must promise
 _RENTS = (0.003, 0.03, 0.3, 3.0)  # of all bytes of the cheapest plan together, as a share of its price
 _CORNERS = 4  # of the hull that are looked for
 _SAME = 1e-4  # prices at a rent that differ by no more are of one line of the hull
 _GAIN = 0.002  # share of the price that a further corner must promise
+_LAST = 0.1  # of the time limit, that a solve gets at least: while nothing fits, the search goes on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Point:
     """What a plan takes: its price, bytes at its peak, and bytes that a rent was charged for (inf without one)."""
 
-    price: float
-    size: float
-    held: float
+    result: MeshResult
+    price: float = math.inf
+    size: float = math.inf
+    held: float = math.inf
+
+    @property
+    def choice(self) -> np.ndarray:
+        assert self.result.solution is not None
+        return self.result.solution.choice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +65,8 @@ class StageFit:
     """What was found on one mesh.
 
     Attributes:
-        fitting: the best plan within the budget with its costs; None if none was found.
+        fitting: the best plan within the budget with its costs; None if none was found. Where time ran out, its solution's
+            ``limit_used`` is "time".
         results: everything that was tried, in order.
         least_bytes: the smallest peak per device among them; inf without any plan.
     """
@@ -91,33 +107,44 @@ class _Fit:
         costs_of: Callable[[MeshResult], StageCosts],
     ) -> None:
         self.task, self.cluster, self.mesh, self.held_of, self.costs_of = task, cluster, mesh, held_of, costs_of
-        self.results: list[MeshResult] = []
-        self.points: list[_Point] = []  # of each
+        self.points: list[_Point] = []  # of all plans, in order
         self.least = math.inf
+        self.deadline = time.monotonic() + task.options.time_limit_s
+        self.late = False  # whether it has cut something short
         self.best: tuple[MeshResult, StageCosts] | None = None
 
     def run(self) -> StageFit:
-        free = self.plan(math.inf)
-        if free.realised is not None and self.best is None and self.raise_rent(free) > _NEAR:
-            self.lower_limits(free)
-        return StageFit(fitting=self.best, results=tuple(self.results), least_bytes=self.least)
+        free = self.plan()
+        if free.price < math.inf and self.best is None:
+            over, fitting = self.raise_rent(free)
+            if fitting is None:
+                over, fitting = self.lower_limits()
+            if fitting is not None:
+                self.mix(over, fitting)
+        best = self.best
+        if best is not None and self.late:
+            result, costs = best
+            assert result.solution is not None
+            best = replace(result, solution=replace(result.solution, limit_used="time")), costs
+        results = tuple(point.result for point in self.points)
+        return StageFit(fitting=best, results=results, least_bytes=self.least)
 
-    def raise_rent(self, free: MeshResult) -> float:
-        """Plans under rents; returns which share of the price a plan between them may save."""
-        unit = free.objective / max(1.0, self.least)
-        over = self.points[-1]
+    def raise_rent(self, free: _Point) -> tuple[_Point, _Point | None]:
+        """Plans under rents; returns two neighbours, one too large and one that fits, or None if none does."""
+        unit = free.price / max(1.0, self.least)
+        over = free
         for share in _RENTS:
-            fitting = self.at(share * unit, free)
+            fitting = self.plan(share * unit)
             if fitting.size <= self.task.budget:
                 break
-            over = fitting
+            over = over if fitting.size == math.inf else fitting
         else:
-            return math.inf
+            return over, None
         for _ in range(_CORNERS):
-            if self.promised(over, fitting) <= _GAIN or not fitting.held < over.held < math.inf:
+            if self.promised(over, fitting) <= _GAIN or not fitting.held < over.held < math.inf or self.is_late():
                 break
             rent = (fitting.price - over.price) / (over.held - fitting.held)
-            corner = self.at(rent, free)
+            corner = self.plan(rent)
             on_line = corner.price + rent * corner.held >= (1 - _SAME) * (fitting.price + rent * fitting.held)
             if corner.size <= self.task.budget:
                 fitting = corner
@@ -125,18 +152,66 @@ class _Fit:
                 over = corner
             if on_line:
                 break
-        return self.promised(over, fitting)
+        return over, fitting
 
     def promised(self, over: _Point, fitting: _Point) -> float:
         """The share of the price that the line between a plan that is too large and one that fits gains at the budget."""
         share = (self.task.budget - fitting.size) / (over.size - fitting.size)
         return share * (fitting.price - over.price) / over.price
 
-    def at(self, rent: float, free: MeshResult) -> _Point:
-        self.plan(math.inf, rent, bound=free.lower_bound)
-        return self.points[-1]
+    def lower_limits(self) -> tuple[_Point, _Point | None]:
+        """Plans over all choices; returns as ``raise_rent`` does.
 
-    def plan(self, limit: float, rent: float = 0.0, bound: float = math.inf) -> MeshResult:
+        The stage's program holds what it exchanges stacked over all microbatches, so that the solver counts more than the
+        stage takes; what must be saved is the same.
+        """
+        over = min(self.points, key=lambda point: point.size)
+        limit = self.counted(over)
+        for _ in range(_LOWERED):
+            limit -= max(1, math.ceil(over.size - self.task.budget))
+            if limit <= 0:
+                break
+            found = self.plan(limit=limit, proof=False)
+            if found.size <= self.task.budget:
+                return over, found
+            if found.size == math.inf:
+                break
+            over, limit = found, min(limit, self.counted(found))
+        return over, None
+
+    def mix(self, over: _Point, fitting: _Point) -> None:
+        """Mixtures of all plans found, under limits between those of two: where the line between their sizes meets the budget.
+
+        An end that stays counts half as much each time, so that the other does not creep.
+        """
+        among = [point.choice for point in self.points if point.size < math.inf]
+        low, high, weights = self.counted(fitting), self.counted(over), [1.0, 1.0]
+        for _ in range(_MIXED):
+            if self.promised(over, fitting) <= _NEAR or self.is_late():
+                break
+            room, excess = self.task.budget - fitting.size, over.size - self.task.budget
+            limit = math.floor(low + (high - low) * room * weights[0] / (room * weights[0] + excess * weights[1]))
+            if not low < limit < high:
+                break
+            found = self.plan(limit=limit, among=among)
+            if found.size <= self.task.budget:
+                low, fitting, weights = limit, found, [1.0, weights[1] / 2]
+            elif found.price < fitting.price:
+                high, over, weights = min(limit, self.counted(found)), found, [weights[0] / 2, 1.0]
+            else:
+                break  # what lower limits leave is dearer still
+
+    def is_late(self) -> bool:
+        self.late |= time.monotonic() >= self.deadline
+        return self.late
+
+    def counted(self, point: _Point) -> int:
+        """The peak by the solver's own count."""
+        return counted_bytes(self.task, self.cluster, self.mesh, [point.choice])[0]
+
+    def plan(
+        self, rent: float = 0.0, *, limit: int | None = None, among: Sequence[np.ndarray] = (), proof: bool = True
+    ) -> _Point:
         """One plan; kept if it fits and is the best so far."""
         held: Held = {}
 
@@ -145,35 +220,23 @@ class _Fit:
             held = self.held_of(pricer)
             return with_rent(problem, held, rent)
 
-        task = replace(self.task, budget=limit, rent=charged if rent else None)
-        result = plan_on_mesh(task, self.cluster, self.mesh)
-        if result.realised is not None and rent:
-            result = replace(as_found(result, bound), restricted=True)
-        self.results.append(result)
+        whole_s = self.task.options.time_limit_s
+        options = replace(self.task.options, time_limit_s=max(_LAST * whole_s, self.deadline - time.monotonic()))
+        task = replace(self.task, budget=math.inf, rent=charged if rent else None, options=options, proof=proof)
+        result = plan_once(task, self.cluster, self.mesh, limit=limit, among=among)
+        self.late |= result.solution is not None and result.solution.limit_used == "time"
         if result.realised is None or result.solution is None:
-            self.points.append(_Point(price=math.inf, size=math.inf, held=math.inf))
-            return result
-        costs, choice = self.costs_of(result), result.solution.choice
+            self.points.append(_Point(result=result))
+            return self.points[-1]
+        if self.points:
+            result = replace(as_found(result, self.points[0].result.lower_bound), restricted=True)
+        costs = self.costs_of(result)
         size = costs.memory.peak
-        total = math.fsum(float(sizes[choice[node]]) for node, sizes in held.items()) if rent else math.inf
-        self.points.append(_Point(price=result.objective, size=size, held=total))
+        point = _Point(result=result, price=result.objective, size=size)
+        if rent:
+            point = replace(point, held=math.fsum(float(s[point.choice[node]]) for node, s in held.items()))
+        self.points.append(point)
         self.least = min(self.least, size)
-        if size <= self.task.budget and self.is_better(result):
+        if size <= self.task.budget and (self.best is None or result.objective < self.best[0].objective):
             self.best = result, costs
-        return result
-
-    def is_better(self, result: MeshResult) -> bool:
-        return self.best is None or result.objective < self.best[0].objective
-
-    def lower_limits(self, result: MeshResult) -> None:
-        """The stage's program holds what it exchanges stacked over all microbatches; what is in flight is counted after."""
-        limit = math.inf
-        for _ in range(_ROUNDS):
-            assert result.peak is not None
-            excess = math.ceil(self.costs_of(result).memory.peak - self.task.budget)
-            limit = min(limit, result.peak.profile.peak) - excess
-            if excess <= 0 or limit <= 0:
-                break
-            result = self.plan(limit)
-            if result.realised is None:
-                break
+        return point

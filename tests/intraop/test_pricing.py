@@ -1,16 +1,18 @@
-"""Prices of the decisions where memory counts: a loop keeps no layout of an argument that no usage sees."""
+"""Prices of the decisions: where memory counts, a loop keeps no layout of an argument that no usage sees; convolutions."""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import alpa_lite as al
 from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.costs.conventions import cost_model
 from alpa_lite.costs.conversion import Conversions
 from alpa_lite.costs.facts import Facts
+from alpa_lite.costs.fusion import patch_passes
 from alpa_lite.costs.memory import Order, timeline
 from alpa_lite.intraop.decisions import build_graph
 from alpa_lite.intraop.domains import gathers_to
@@ -47,3 +49,55 @@ def test_a_limit_forbids_layouts_that_a_loop_keeps_uncounted() -> None:
     assert (between(limited) == (between(free) & slices)).all()
     counted = {usage.node: usage.size_bytes for usage in limited.usages}
     assert all((counted[copy][row] > 0) == (made != handed) for row, (made, handed) in enumerate(pairs))
+
+
+DIMS = ("NHWC", "HWIO", "NHWC")
+
+
+def convolution(images: jax.Array, kernel: jax.Array, stride: int = 1, groups: int = 1) -> jax.Array:
+    return jax.lax.conv_general_dilated(
+        images, kernel, (stride, stride), "SAME", dimension_numbers=DIMS, feature_group_count=groups
+    )
+
+
+@pytest.mark.parametrize(("stride", "groups"), [(1, 1), (2, 1), (1, 2), (2, 4)])
+def test_patches_are_those_that_jax_makes(stride: int, groups: int) -> None:
+    images = jax.ShapeDtypeStruct((4, 16, 16, 8), jnp.float32)
+    kernel = jax.ShapeDtypeStruct((3, 3, 8 // groups, 12), jnp.float32)
+    program = trace(lambda x, w: convolution(x, w, stride, groups), (images, kernel), {}).program
+    (op,) = (op for op in program.ops if op.primitive == "conv_general_dilated")
+    patches = jax.eval_shape(
+        lambda x: jax.lax.conv_general_dilated_patches(x, (3, 3), (stride, stride), "SAME", dimension_numbers=DIMS),
+        images,
+    )
+    assert patch_passes(op, program) == patches.size / images.size
+
+
+def test_patches_of_a_gradient_cover_the_images_once_per_tap() -> None:
+    args = jax.ShapeDtypeStruct((4, 16, 16, 8), jnp.float32), jax.ShapeDtypeStruct((3, 3, 8, 12), jnp.float32)
+    program = trace(lambda x, w: jax.grad(lambda w: convolution(x, w).sum())(w), args, {}).program
+    found = [patch_passes(op, program) for op in program.ops if op.primitive == "conv_general_dilated"]
+    assert found[-1] == 9.0 and not any(
+        patch_passes(op, program) for op in program.ops if op.primitive != "conv_general_dilated"
+    )
+
+
+def test_only_a_cpu_pays_for_patches_and_no_split_of_features_saves_them() -> None:
+    args = jax.ShapeDtypeStruct((32, 16, 16, 16), jnp.float32), jax.ShapeDtypeStruct((3, 3, 16, 16), jnp.float32)
+    program = trace(convolution, args, {}).program
+    mesh = DeviceMesh(shape=(8,), axis_names=("x",))
+
+    def prices(cluster: str) -> dict[str, float]:
+        costs = cost_model("roofline", al.Cluster.parse(cluster), mesh)
+        graph = build_graph(program, Conversions(mesh=mesh, costs=costs))
+        pricer = Pricer.of(program, graph, costs)
+        (index,) = (i for i, n in enumerate(graph.nodes) if n.op is not None)
+        strategies = graph.nodes[index].strategies
+        assert strategies is not None
+        names = [str(graph.conversions.space(4).specs[number]) for number in strategies.results[0]]
+        return dict(zip(names, pricer.problem().node_costs[index].tolist(), strict=True))
+
+    cpu, gpu = prices("1x8:cpu"), prices("1x8:a100-40gb")
+    batch, features = "[x,_,_,_]", "[_,_,_,x]"
+    assert cpu[features] > 3 * cpu[batch]
+    assert gpu[features] == pytest.approx(gpu[batch], rel=0.5)

@@ -63,6 +63,11 @@ class RooflineCosts(PricedInBytes):
     def unit(self) -> str:
         return "s"
 
+    @property
+    def writes_patches(self) -> bool:
+        """XLA:CPU's library does (Eigen's ``SpatialConvolution``); those of GPUs keep them in registers."""
+        return self.computes and self.meshes.cluster.device.platform == "cpu"
+
     def linear(self, kind: CollectiveKind, axes: tuple[str, ...]) -> tuple[float, float]:
         alpha, beta = self.meshes.linear(kind, axes)
         return (math.inf, 0.0) if kind in self.forbid and beta else (alpha, beta)

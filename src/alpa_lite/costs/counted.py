@@ -102,6 +102,10 @@ class CountedCosts:
     def slice_price(self) -> float:
         return 1.0 if self.name == "slapo-head" else 0.0
 
+    @property
+    def writes_patches(self) -> bool:
+        return False
+
     def volume(self, shape: tuple[int, ...], itemsize: int) -> float:
         if self.name == "slapo-2023-05":
             return math.prod(shape[-2:])

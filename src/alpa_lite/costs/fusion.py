@@ -257,3 +257,17 @@ def moved_bytes_weights(
         share = math.prod(program.values[op.inputs[1]].shape) / math.prod(program.values[op.outputs[0]].shape)
         reads[0], writes[0] = 0.0, share
     return tuple(reads), tuple(writes)
+
+
+def patch_passes(op: Op, program: Program) -> float:
+    """How many elements the patches of a convolution have for one of its image (the first operand); 0 for other ops.
+
+    The patches are what a library multiplies by the kernel that has no convolution of its own: for each place of the result,
+    the window of the image there. They do not depend on the result's features, over which splitting saves none of them.
+    """
+    if op.primitive != "conv_general_dilated" or op.inputs[0] < 0 or op.outputs[0] < 0:
+        return 0.0
+    image, kernel, result = ({f for dim in dims for f in dim} for dims in (*op.rule.operands, op.rule.results[0]))
+    features = math.prod(op.rule.factors[f].size for f in kernel & result - image)
+    patches = op.flops / 2 / features
+    return patches / max(1, math.prod(program.values[op.inputs[0]].shape))

@@ -71,6 +71,11 @@ class CostModel(Protocol):
         ...
 
     @property
+    def writes_patches(self) -> bool:
+        """Whether a convolution writes the patches that it multiplies by its kernel, and reads them again."""
+        ...
+
+    @property
     def rules(self) -> SearchRules:
         """What may be chosen at all."""
         ...
@@ -126,6 +131,10 @@ class PricedInBytes:
     @property
     def slice_price(self) -> float:
         return 0.0
+
+    @property
+    def writes_patches(self) -> bool:
+        return False
 
     @property
     def rules(self) -> SearchRules:

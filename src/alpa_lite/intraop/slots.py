@@ -13,7 +13,7 @@ import numpy as np
 
 from alpa_lite.core.program import Program
 from alpa_lite.costs.facts import Facts
-from alpa_lite.costs.fusion import fused_values, moved_bytes_weights
+from alpa_lite.costs.fusion import fused_values, moved_bytes_weights, patch_passes
 from alpa_lite.intraop.decision_graph import DecisionGraph, End, Link, Node
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ class NodeSlot:
         node: the decision.
         penalised: whether what it chooses is charged for being whole everywhere.
         reads, writes: of an op, how often each operand and result passes memory.
+        patches: of a convolution, elements of its patches for one of its image (``patch_passes``).
         link: of a copy, the value.
     """
 
@@ -35,6 +36,7 @@ class NodeSlot:
     penalised: bool = False
     reads: tuple[float, ...] = ()
     writes: tuple[float, ...] = ()
+    patches: float = 0.0
     link: Link | None = None
 
 
@@ -87,10 +89,10 @@ def slots_of(
     moved = (Facts(program) if facts is None else facts).of(_moved, program)
     for index, node in enumerate(graph.nodes):
         if node.op is not None and node.program is not None:
-            reads, writes = moved[node.name]
-            key = ("op", node.op.key, reads, writes, id(node.strategies), node.weight)
+            key = ("op", node.op.key, moved[node.name], id(node.strategies), node.weight)
             if sorter.is_new(key):
-                sorter.slots.node_slots.append(NodeSlot(node, reads=reads, writes=writes))
+                reads, writes, patches = moved[node.name]
+                sorter.slots.node_slots.append(NodeSlot(node, reads=reads, writes=writes, patches=patches))
         elif node.kind == "port":
             if sorter.is_new(("port", id(node.specs), index in penalised)):
                 sorter.slots.node_slots.append(NodeSlot(node, index in penalised))
@@ -103,14 +105,14 @@ def slots_of(
     return sorter.slots
 
 
-def _moved(program: Program) -> dict[str, tuple[tuple[float, ...], tuple[float, ...]]]:
-    """Path of every op -> how often each of its operands and results passes memory."""
+def _moved(program: Program) -> dict[str, tuple[tuple[float, ...], tuple[float, ...], float]]:
+    """Path of every op -> how often each of its operands and results passes memory, and ``patch_passes``."""
     fused: dict[int, tuple[bool, ...]] = {}
     found = {}
     for path, owner, op in program.walk():
         if id(owner) not in fused:
             fused[id(owner)] = fused_values(owner)
-        found[path] = moved_bytes_weights(op, owner, fused[id(owner)])
+        found[path] = *moved_bytes_weights(op, owner, fused[id(owner)]), patch_passes(op, owner)
     return found
 
 

@@ -122,6 +122,7 @@ def derive(
         edges=slots.edges,
         node_slots=[swap.node_slot(slot) for slot in slots.node_slots],
         edge_slots=[swap.edge_slot(slot) for slot in slots.edge_slots],
+        _columns=slots.columns(),
     )
 
 

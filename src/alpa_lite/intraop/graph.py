@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from alpa_lite.intraop.problem import Array, IntraOpProblem, as_float
+from alpa_lite.intraop.repeated import repeated, repeated_edges
 from alpa_lite.intraop.tables import Tables
 
 UsageItem = tuple[int, int, int]  # lo, hi, number of the size vector
@@ -45,19 +46,25 @@ class CostGraph:
     def __init__(self, problem: IntraOpProblem, *, memory: bool, tables: Tables | None = None) -> None:
         self.tables = tables or Tables()
         intern = self.tables.intern_object
-        self.unary = [intern(costs, as_float) for costs in problem.node_costs]
+        nodes, edges = repeated(problem.node_costs), repeated_edges(problem.edges)
+        numbers: list[int] = nodes.numbers.tolist()
+        found = {number: intern(nodes.different[number], as_float) for number in dict.fromkeys(numbers)}
+        self.unary = list(map(found.__getitem__, numbers))
         self.adjacent: list[dict[int, int]] = [{} for _ in self.unary]
-        numbers: dict[int, tuple[int, int]] = {}  # of a matrix and its transpose, by the identity of the array
+        pairs: list[tuple[int, int] | None] = [None] * len(
+            edges.costs.different
+        )  # numbers of a matrix and its transpose
         adjacent = self.adjacent
-        for u, v, costs in problem.edges:
-            pair = numbers.get(id(costs))
+        for u, v, kind in zip(edges.u.tolist(), edges.v.tolist(), edges.costs.numbers.tolist(), strict=True):
+            pair = pairs[kind]
             if pair is None:
-                number = intern(costs, as_float)
-                pair = numbers[id(costs)] = number, self.tables.transpose(number)
-            if v in adjacent[u]:
+                number = intern(edges.costs.different[kind], as_float)
+                pair = pairs[kind] = number, self.tables.transpose(number)
+            near = adjacent[u]
+            if v in near:
                 self.add_edge(u, v, pair[0])
             else:
-                adjacent[u][v], adjacent[v][u] = pair
+                near[v], adjacent[v][u] = pair
         self.usages: list[tuple[UsageItem, ...]] = [()] * len(self.unary)
         self.carries = [False] * len(self.unary)
         self.epoch = 0
@@ -161,7 +168,7 @@ class CostGraph:
 
     def lift(self, picks: dict[int, int]) -> Array:
         """The choice on the original nodes, from a choice on the nodes that are alive."""
-        arrays, pick = self.tables.arrays, self.tables.pick
+        arrays, pick, known = self.tables.arrays, self.tables.pick, self.tables.picks
         out = [0] * len(self.unary)
         for i, x in picks.items():
             out[i] = int(x)
@@ -170,7 +177,9 @@ class CostGraph:
             if kind == "pick":  # ("pick", i, vector, ((neighbour, matrix), ...))
                 if len(near := step[3]) == 2:  # as most are
                     (j, m), (k, n) = near
-                    out[i] = pick(step[2], (m, out[j], n, out[k]))
+                    around = m, out[j], n, out[k]
+                    found = known.get((step[2], around))
+                    out[i] = pick(step[2], around) if found is None else found
                 else:
                     out[i] = pick(step[2], tuple(x for j, m in near for x in (m, out[j])))
             elif kind == "keep":

@@ -17,6 +17,8 @@ the same arrays and the tables answer from memory.
 
 from __future__ import annotations
 
+from itertools import chain
+
 import numpy as np
 
 from alpa_lite.intraop.graph import CostGraph, InfeasibleError, interval_sums
@@ -53,6 +55,10 @@ def _filter(graph: CostGraph, dirty: set[int]) -> None:
     """Arc consistency from the given nodes on; nodes that lose states, and their neighbours, become dirty."""
     unary, adjacent, usable, is_open = graph.unary, graph.adjacent, graph.tables.usable, graph.tables.is_open
     opened = graph.tables.open
+    closed = graph.tables.closed()
+    around = chain.from_iterable(map(dict.values, map(adjacent.__getitem__, dirty)))
+    if not closed or (closed.isdisjoint(map(unary.__getitem__, dirty)) and closed.isdisjoint(around)):
+        return
     queue = sorted(dirty)
     while queue:
         again: set[int] = set()
@@ -139,10 +145,13 @@ def _eliminate(graph: CostGraph, i: int) -> set[int]:
         if not _worthwhile(tables.arrays, v, unary[j], unary[k], k in near):
             return set()
         del near[i], other[i]
-        joined = tables.join(v, m, n)
+        joined = tables.joins.get((v, m, n))
+        if joined is None:
+            joined = tables.join(v, m, n)
         if k in near:
             joined = tables.add(near[k], joined)
-        near[k], other[j] = joined, tables.transpose(joined)
+        turned = tables.transposes.get(joined)
+        near[k], other[j] = joined, tables.transpose(joined) if turned is None else turned
         touched = {j, k}
     elif neighbours:
         ((j, m),) = neighbours
@@ -153,7 +162,8 @@ def _eliminate(graph: CostGraph, i: int) -> set[int]:
         graph.constants.append(float(tables.arrays[v].min()))
         touched = set()
     adjacent[i] = {}
-    graph.remove(i, "pick", v, neighbours)
+    unary[i] = -1
+    graph.log.append(("pick", i, v, neighbours))
     return touched
 
 

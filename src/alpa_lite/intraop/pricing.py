@@ -21,7 +21,8 @@ from alpa_lite.costs.memory import Timeline
 from alpa_lite.intraop.decision_graph import DecisionGraph, End, Link, Node
 from alpa_lite.intraop.decisions import CONTRACTIONS
 from alpa_lite.intraop.domains import gathers_to
-from alpa_lite.intraop.problem import Edge, IntraOpProblem, Usage
+from alpa_lite.intraop.problem import IntraOpProblem, Usage
+from alpa_lite.intraop.repeated import Repeated, RepeatedEdges
 from alpa_lite.intraop.slot_arrays import EdgeArrays, OpArrays
 from alpa_lite.intraop.slots import EdgeSlot, NodeSlot, Slots, slots_of
 
@@ -80,12 +81,16 @@ class Pricer:
         nodes, edges = self.priced()
         if timeline:
             edges = [self._counted(slot, costs) for slot, costs in zip(self.slots.edge_slots, edges, strict=True)]
-        node_costs = [nodes[number] for number in self.slots.nodes]
-        for node, mask in (allowed or {}).items():
-            node_costs[node] = np.where(mask, node_costs[node], np.inf)
+        numbers, (u, v, edge_numbers) = self.slots.columns()
+        if allowed:
+            pinned = sorted(allowed)
+            own = [np.where(allowed[node], nodes[numbers[node]], np.inf) for node in pinned]
+            numbers = numbers.copy()
+            numbers[pinned] = np.arange(len(nodes), len(nodes) + len(pinned))
+            nodes = nodes + own
         return IntraOpProblem(
-            node_costs=tuple(node_costs),
-            edges=tuple([Edge._make((u, v, edges[number])) for u, v, number in self.slots.edges]),
+            node_costs=Repeated(numbers, nodes),
+            edges=RepeatedEdges(u, v, Repeated(edge_numbers, edges)),
             usages=tuple(self.usages(timeline)) if timeline else (),
             usage_limit=usage_limit,
             num_times=timeline.num_times if timeline else 0,

@@ -12,18 +12,17 @@ Everything a solver claims is scored again by ``evaluate`` on this record.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from alpa_lite.intraop.repeated import Array, Edge, Repeated, RepeatedEdges, repeated, repeated_edges
 from alpa_lite.plan.records import SearchStep
 
 FORBIDDEN = 10**18
 """Integer costs at or above this are forbidden choices, like ``inf`` in float costs."""
-
-Array = npt.NDArray[Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -42,24 +41,12 @@ class Usage:
     size_bytes: Array
 
 
-class Edge(NamedTuple):
-    """Cost of a pair of choices. One array object may be shared by many edges, which makes presolve fast.
-
-    Attributes:
-        u, v: two different nodes; parallel edges are summed.
-        costs: float64[k_u, k_v]; ``inf`` = forbidden.
-    """
-
-    u: int
-    v: int
-    costs: Array
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class IntraOpProblem:
     """One choice per node under a memory limit; see the module docstring.
 
-    Costs are float64 with ``inf`` for forbidden choices, or int64 with ``FORBIDDEN`` for them.
+    Costs are float64 with ``inf`` for forbidden choices, or int64 with ``FORBIDDEN`` for them. Where many are equal, nodes and
+    edges may be ``Repeated`` and ``RepeatedEdges``, which are quicker to go through.
 
     Attributes:
         node_costs: per node float64[k_node].
@@ -72,8 +59,8 @@ class IntraOpProblem:
         classes: int per node; nodes of one class are copies of one another (repeated layers) and have equal domains.
     """
 
-    node_costs: tuple[Array, ...]
-    edges: tuple[Edge, ...] = ()
+    node_costs: Sequence[Array]
+    edges: Sequence[Edge] = ()
     usages: tuple[Usage, ...] = ()
     usage_limit: int | None = None
     base_usage: Array | None = None
@@ -165,12 +152,23 @@ def evaluate(problem: IntraOpProblem, choice: Array) -> Score:
     if min(picks, default=0) < 0:
         raise _out_of_range(problem, picks)
     try:
-        parts = [costs.item(x) for costs, x in zip(problem.node_costs, picks, strict=True)]
+        parts = _parts(problem, picks)
     except IndexError:
         raise _out_of_range(problem, picks) from None
-    parts += [costs.item(picks[u], picks[v]) for u, v, costs in problem.edges]
     peak, time = _peak(usage_profile(problem, picks))
     return Score(_exact_sum(parts), peak, time)
+
+
+def _parts(problem: IntraOpProblem, picks: list[int]) -> list[Any]:
+    """What a choice costs at every node and at every edge."""
+    nodes, edges, chosen = problem.node_costs, problem.edges, np.array(picks, dtype=np.int64)
+    if isinstance(nodes, Repeated):
+        parts = nodes.entries(chosen)
+    else:
+        parts = [costs.item(x) for costs, x in zip(nodes, picks, strict=True)]
+    if isinstance(edges, RepeatedEdges):
+        return parts + edges.costs.entries(chosen[edges.u], chosen[edges.v])
+    return parts + [costs.item(picks[u], picks[v]) for u, v, costs in edges]
 
 
 def _out_of_range(problem: IntraOpProblem, picks: list[int]) -> ValueError:
@@ -190,10 +188,13 @@ def scaled(problem: IntraOpProblem, factor: float) -> IntraOpProblem:
             made[id(costs)] = as_float(costs) * factor
         return made[id(costs)]
 
+    nodes, edges = problem.node_costs, problem.edges
     return replace(
         problem,
-        node_costs=tuple(map(times, problem.node_costs)),
-        edges=tuple(e._replace(costs=times(e.costs)) for e in problem.edges),
+        node_costs=nodes.changed(times) if isinstance(nodes, Repeated) else tuple(map(times, nodes)),
+        edges=edges.changed(times)
+        if isinstance(edges, RepeatedEdges)
+        else tuple(e._replace(costs=times(e.costs)) for e in edges),
     )
 
 
@@ -253,17 +254,21 @@ def check_problem(problem: IntraOpProblem) -> None:
     Raises:
         AssertionError: naming the node, edge or usage; such a problem is our mistake, not the user's.
     """
-    sizes = [len(costs) for costs in problem.node_costs]
-    for node, costs in enumerate(problem.node_costs):
+    nodes, edges = repeated(problem.node_costs), repeated_edges(problem.edges)
+    for number, costs in enumerate(nodes.different):
+        node = int(np.argmax(nodes.numbers == number)) if costs.ndim != 1 or not costs.size else 0
         assert costs.ndim == 1 and costs.size, f"{problem.name(node)} has no strategies"
-    for u, v, costs in problem.edges:
+    sizes = np.array([len(costs) for costs in nodes.different], dtype=np.int64)[nodes.numbers]
+    expected = np.stack([sizes[edges.u], sizes[edges.v]], axis=1)
+    wrong = (edges.u == edges.v) | (edges.costs.shapes(2) != expected).any(axis=1)
+    for number in np.flatnonzero(wrong).tolist():
+        u, v, costs = edges[number]
         assert u != v, f"an edge joins {problem.name(u)} to itself"
-        expected = sizes[u], sizes[v]
-        assert costs.shape == expected, f"edge {u}-{v}: shape {costs.shape}, expected {expected}"
+        assert costs.shape == (sizes[u], sizes[v]), f"edge {u}-{v}: shape {costs.shape}, expected {sizes[u], sizes[v]}"
     for usage in problem.usages:
         assert 0 <= usage.lo <= problem.num_times and usage.hi <= problem.num_times, f"usage of {usage.node}: interval"
         assert len(usage.size_bytes) == sizes[usage.node], f"usage of {problem.name(usage.node)}: size"
     if problem.classes is not None:
-        first: dict[int, int] = {}
-        for node, cls in enumerate(problem.classes.tolist()):
-            assert sizes[first.setdefault(cls, node)] == sizes[node], f"class {cls} has unequal domains"
+        _, first, classes = np.unique(problem.classes, return_index=True, return_inverse=True)
+        for node in np.flatnonzero(sizes[first][classes] != sizes)[:1].tolist():
+            raise AssertionError(f"class {problem.classes[node]} has unequal domains")

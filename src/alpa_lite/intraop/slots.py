@@ -66,6 +66,14 @@ class Slots:
     node_slots: list[NodeSlot] = field(default_factory=list)
     edge_slots: list[EdgeSlot] = field(default_factory=list)
     arrays: tuple[OpArrays, EdgeArrays] | None = None
+    _columns: tuple[np.ndarray, np.ndarray] | None = None
+
+    def columns(self) -> tuple[np.ndarray, np.ndarray]:
+        """``nodes``, and ``edges`` as three rows."""
+        if self._columns is None:
+            edges = np.array(self.edges, dtype=np.int64).reshape(-1, 3).T
+            self._columns = np.array(self.nodes, dtype=np.int64), np.ascontiguousarray(edges)
+        return self._columns
 
 
 def slots_of(

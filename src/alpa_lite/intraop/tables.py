@@ -25,25 +25,31 @@ _all, _any = np.logical_and.reduce, np.logical_or.reduce
 
 
 class Tables:
-    """Interned vectors and matrices (costs, index lists, usages alike)."""
+    """Interned vectors and matrices (costs, index lists, usages alike).
+
+    ``joins``, ``transposes`` and ``picks`` are what is known of ``join``, ``transpose`` and ``pick``, for those who ask so often
+    that calls take longer than answers.
+    """
 
     __slots__ = (
         "_by_content",
         "_by_id",
+        "_closed",
         "_functions",
-        "_joins",
         "_keep",
+        "_looked_at",
         "_margins",
         "_memo",
         "_open",
         "_parts",
-        "_picks",
         "_sums",
         "_taken",
-        "_transposes",
         "arrays",
+        "joins",
         "loose",
         "open",
+        "picks",
+        "transposes",
         "whole",
     )
 
@@ -54,13 +60,15 @@ class Tables:
         self._keep: list[Array] = []  # ids of arrays stay valid only while the arrays live
         self._memo: dict[tuple[Hashable, ...], int] = {}
         self._open: dict[int, bool] = {}
+        self._closed: set[int] = set()
+        self._looked_at = 0
         # What is asked for most is remembered by the arrays' numbers alone.
         self._parts: dict[int, tuple[int, int] | None] = {}
         self._functions: dict[int, int] = {}
         self._sums: dict[tuple[int, int], int] = {}
-        self._joins: dict[tuple[int, int, int], int] = {}
-        self._picks: dict[tuple[int, tuple[int, ...]], int] = {}
-        self._transposes: dict[int, int] = {}
+        self.joins: dict[tuple[int, int, int], int] = {}
+        self.picks: dict[tuple[int, tuple[int, ...]], int] = {}
+        self.transposes: dict[int, int] = {}
         self._taken: dict[tuple[int, int], tuple[int, int]] = {}
         self._margins: dict[int, Array] = {}
         # Numbers of arrays of which nothing is to be done, so that a set comparison tells it of all edges of a node.
@@ -97,10 +105,10 @@ class Tables:
         return number
 
     def transpose(self, m: int) -> int:
-        number = self._transposes.get(m)
+        number = self.transposes.get(m)
         if number is None:
-            number = self._transposes[m] = self.intern(self.arrays[m].T)
-            self._transposes[number] = m
+            number = self.transposes[m] = self.intern(self.arrays[m].T)
+            self.transposes[number] = m
         return number
 
     def add(self, a: int, b: int) -> int:
@@ -139,12 +147,23 @@ class Tables:
         """Whether every state has a finite cost (of a vector), or some finite entry in its row (of a matrix)."""
         found = self._open.get(a)
         if found is None:
-            finite = np.isfinite(self.arrays[a])
-            found = bool(_all(finite, axis=None)) or (finite.ndim == 2 and bool(_all(_any(finite, axis=1))))
+            array = self.arrays[a]
+            found = bool(array.size) and bool(np.maximum.reduce(array, axis=None) < math.inf)
+            if not found:
+                finite = np.isfinite(array)
+                found = bool(_all(finite, axis=None)) or (finite.ndim == 2 and bool(_all(_any(finite, axis=1))))
             self._open[a] = found
             if found:
                 self.open.add(a)
         return found
+
+    def closed(self) -> set[int]:
+        """The numbers of all arrays that are not ``is_open``, few if any."""
+        for number in range(self._looked_at, len(self.arrays)):
+            if not self.is_open(number):
+                self._closed.add(number)
+        self._looked_at = len(self.arrays)
+        return self._closed
 
     def usable(self, v: int, matrices: tuple[int, ...]) -> int:
         """Index list of the states with a finite cost and a finite entry in every matrix; -1 if that is all of them."""
@@ -163,9 +182,13 @@ class Tables:
         """Index list f if row x allows column f[x] only; -1 if some row allows several columns."""
         number = self._functions.get(m)
         if number is None:
-            finite = np.isfinite(self.arrays[m])
-            single = np.count_nonzero(finite[0]) == 1 and (finite.sum(1) == 1).all()
-            number = self._functions[m] = self.intern(finite.argmax(1)) if single else -1
+            costs = self.arrays[m]
+            number = -1
+            if costs.shape[1] == 1 or costs.item(0) == math.inf or costs.item(1) == math.inf:  # else row 0 allows two
+                finite = np.isfinite(costs)
+                if np.count_nonzero(finite[0]) == 1 and (finite.sum(1) == 1).all():
+                    number = self.intern(finite.argmax(1))
+            self._functions[m] = number
         return number
 
     def follow(self, v: int, m: int, source: int, f: int) -> int:
@@ -192,20 +215,20 @@ class Tables:
 
     def join(self, v: int, m: int, n: int) -> int:
         """``min_x m[x, y] + v[x] + n[x, z]`` for all y, z."""
-        number = self._joins.get((v, m, n))
+        number = self.joins.get((v, m, n))
         if number is None:
             joined = min_plus(self.arrays[m].T + self.arrays[v], self.arrays[n])
-            number = self._joins[v, m, n] = self.intern(joined)
+            number = self.joins[v, m, n] = self.intern(joined)
         return number
 
     def pick(self, v: int, rows: tuple[int, ...]) -> int:
         """Lowest index that minimises ``v[x] + sum m[x, y]`` over the given m, y, m, y and so on."""
-        number = self._picks.get((v, rows))
+        number = self.picks.get((v, rows))
         if number is None:
             total = self.arrays[v]
             for m, y in zip(rows[::2], rows[1::2], strict=True):
                 total = total + self.arrays[m][:, y]
-            number = self._picks[v, rows] = int(total.argmin())
+            number = self.picks[v, rows] = int(total.argmin())
         return number
 
     def undominated(self, v: int, matrices: tuple[int, ...], usages: tuple[int, ...]) -> int:

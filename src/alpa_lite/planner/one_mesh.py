@@ -27,6 +27,7 @@ from alpa_lite.costs.profile import memory_profile
 from alpa_lite.intraop.decision_graph import DecisionGraph
 from alpa_lite.intraop.pricing import Pricer
 from alpa_lite.intraop.problem import IntraOpProblem, Solution, check_problem, evaluate, scaled
+from alpa_lite.intraop.repeated import repeated
 from alpa_lite.intraop.repeats import node_classes
 from alpa_lite.intraop.solve import greedy_step, solve
 from alpa_lite.plan.pins import PinnedDims, ResolvedPins, parse_dims
@@ -385,5 +386,5 @@ def _same_time(order: Timeline, line: Timeline, time: int) -> int:
 
 def _node_prices(graph: DecisionGraph, problem: IntraOpProblem, choice: np.ndarray) -> Mapping[str, float]:
     """Price of every op (all-reduces inside an op included)."""
-    costs, picks = problem.node_costs, choice.tolist()
-    return {path: float(costs[n].item(picks[n])) for path, n in graph.op_nodes.items()}
+    costs = np.array(repeated(problem.node_costs).entries(choice))
+    return dict(zip(graph.op_nodes, costs[graph.op_choices.node].tolist(), strict=True))

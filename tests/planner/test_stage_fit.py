@@ -157,6 +157,13 @@ def test_limits_where_no_rent_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fit.fitting is not None and fit.fitting[0].objective == 160.0
 
 
+def test_limits_where_the_cheapest_plan_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where only what is sent has a price: a share of nothing is no rent, and no gain is small beside it."""
+    fit, planner = fitted(monkeypatch, 2200, np.array([(0, 1000), (20, 400)]), count=4)
+    assert fit.fitting is not None and fit.fitting[0].objective == 60.0
+    assert not any(rent for _, rent, _ in planner.asked)
+
+
 def test_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     fit, _ = fitted(monkeypatch, 200)
     assert fit.fitting is None and fit.least_bytes == 400

@@ -125,7 +125,7 @@ def _under_rent(rented: Rented, free: MeshResult, budget: float) -> list[MeshRes
     """
     unit = free.objective / max(1, free.used_bytes)
     tried, found = [free], []
-    for number, share in enumerate(_RENTS):
+    for number, share in enumerate(_RENTS if unit else ()):  # shares of nothing are no rents
         result = rented(share * unit, tried)
         if result.peak is None:
             break

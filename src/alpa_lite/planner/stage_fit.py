@@ -133,7 +133,7 @@ class _Fit:
         """Plans under rents; returns two neighbours, one too large and one that fits, or None if none does."""
         unit = free.price / max(1.0, self.least)
         over = free
-        for share in _RENTS:
+        for share in _RENTS if unit else ():  # shares of nothing are no rents
             fitting = self.plan(share * unit)
             if fitting.size <= self.task.budget:
                 break
@@ -141,7 +141,8 @@ class _Fit:
         else:
             return over, None
         for _ in range(_CORNERS):
-            if self.promised(over, fitting) <= _GAIN or not fitting.held < over.held < math.inf or self.is_late():
+            looked_for = self.promises(over, fitting, _GAIN) and fitting.held < over.held < math.inf
+            if not looked_for or self.is_late():
                 break
             rent = (fitting.price - over.price) / (over.held - fitting.held)
             corner = self.plan(rent)
@@ -154,10 +155,13 @@ class _Fit:
                 break
         return over, fitting
 
-    def promised(self, over: _Point, fitting: _Point) -> float:
-        """The share of the price that the line between a plan that is too large and one that fits gains at the budget."""
-        share = (self.task.budget - fitting.size) / (over.size - fitting.size)
-        return share * (fitting.price - over.price) / over.price
+    def promises(self, over: _Point, fitting: _Point, share: float) -> bool:
+        """Whether the line between a plan that is too large and one that fits gains more than a share of the price at the budget.
+
+        The price is that of the former; it may be 0, as where only what is sent counts and nothing is.
+        """
+        room = (self.task.budget - fitting.size) / (over.size - fitting.size)
+        return room * (fitting.price - over.price) > share * over.price
 
     def lower_limits(self) -> tuple[_Point, _Point | None]:
         """Plans over all choices; returns as ``raise_rent`` does.
@@ -187,7 +191,7 @@ class _Fit:
         among = [point.choice for point in self.points if point.size < math.inf]
         low, high, weights = self.counted(fitting), self.counted(over), [1.0, 1.0]
         for _ in range(_MIXED):
-            if self.promised(over, fitting) <= _NEAR or self.is_late():
+            if not self.promises(over, fitting, _NEAR) or self.is_late():
                 break
             room, excess = self.task.budget - fitting.size, over.size - self.task.budget
             limit = math.floor(low + (high - low) * room * weights[0] / (room * weights[0] + excess * weights[1]))

@@ -234,7 +234,8 @@ class StageTable:
             meshes = self.num_meshes(m)
             times = known[m, :meshes, TIME]
             bound[m, : len(choices), TIME] = least_s / self.sizes[m]
-            if self._bounds_larger(m) and not np.isnan(times).any() and np.isfinite(times).any():
+            bounding = bounds_larger(self.prices.cluster, self.sizes[m])
+            if bounding and not np.isnan(times).any() and np.isfinite(times).any():
                 least_s = max(least_s, float(times.min()) * self.sizes[m])
             like_s = self._like_common(layer_class, whole_s, m)
             bound[m, :meshes, TIME] = np.fmax(bound[m, :meshes, TIME], like_s)
@@ -245,14 +246,6 @@ class StageTable:
                     bound[m, block, TIME] += max(0.0, again_s) / self.sizes[m]
                 bound[m, block] = np.where(np.isnan(known[m, block]), bound[m, block], known[m, block])
         return bound
-
-    def _bounds_larger(self, submesh: int) -> bool:
-        """Whether devices of larger submeshes exchange no faster than those of this one."""
-        cluster = self.prices.cluster
-        return (
-            self.sizes[submesh] in (1, *range(cluster.devices_per_host, cluster.num_devices + 1))
-            or not cluster.inside.wiring
-        )
 
     def _like_common(self, layer_class: int, whole_s: float, submesh: int) -> Array:
         """Per logical mesh the least time of a layer by that of the most common one and what it has more, or less, of matmuls."""
@@ -275,6 +268,14 @@ class StageTable:
             more = np.where(values[..., RESIDUAL] > 0, np.floor(left / values[..., RESIDUAL]), np.inf)
         most = np.where(left >= 0, 1 + more, 0)
         return np.searchsorted(self.in_flight, most, side="right") - 1
+
+
+def bounds_larger(cluster: Cluster, num_devices: int) -> bool:
+    """Whether devices of larger submeshes of a cluster exchange no faster than those of one with so many devices.
+
+    Where devices are wired in pairs they may, as a part of a host has fewer links per device than the whole.
+    """
+    return num_devices == 1 or num_devices >= cluster.devices_per_host or not cluster.inside.wiring
 
 
 def _row(price: RunPrice | None) -> Sequence[float]:

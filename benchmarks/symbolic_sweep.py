@@ -69,7 +69,7 @@ def measure(case: Case) -> Row:
         others *= size
 
     def plan(where: Any, first: int | str) -> Any:
-        options = al.PlanOptions(mesh_shape=(first, *case.fixed), padding="off")
+        options = al.PlanOptions(mesh_shape=(first, *case.fixed), padding="off", remat="none")
         return al.plan(fn, *args, cluster=where, donate_argnums=donated, options=options)
 
     plan(cluster.specialize(2, others=others), 2)

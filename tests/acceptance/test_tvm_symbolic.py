@@ -68,7 +68,7 @@ def gpt():
 
 def settings(name, rest=(), first="n"):
     """(function, arguments, other settings, options) of a case, the number of workers being ``first``."""
-    options = {"mesh_shape": (first, *rest), "padding": "off"}
+    options = {"mesh_shape": (first, *rest), "padding": "off", "remat": "none"}
     if name == "tvm":
         return tvm_mlp, TVM_ARGS, {"pins": TVM_PINS}, {**options, "axis_names": ("w", "v")[: 1 + len(rest)]}
     if name == "gpt":
@@ -189,7 +189,7 @@ def test_analysis_as_a_function_of_n_7b_on_16_gb():
     cluster = plan._task.cluster
 
     def concrete(n, budget):
-        options = al.PlanOptions(mesh_shape=(n,), padding="off", memory_budget_bytes=budget)
+        options = al.PlanOptions(mesh_shape=(n,), padding="off", remat="none", memory_budget_bytes=budget)
         return al.plan(seven_b.step, *seven_b.ARGS, cluster=cluster.specialize(n), donate_argnums=0, options=options)
 
     with pytest.raises(MemoryBudgetError, match="no plan fits"):

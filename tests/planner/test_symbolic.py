@@ -14,6 +14,7 @@ from alpa_lite.planner.plan_step import LIMITED
 
 CLUSTER = al.Cluster.symbolic("n", device="h100-sxm", devices_per_host=8, values=(1, 2, 4, 5, 7, 11))
 X = jax.ShapeDtypeStruct((4096, 4096), jnp.float32)
+EARLY = {"padding": "off", "remat": "none"}  # what is padded or recomputed depends on the number
 
 
 @pytest.fixture
@@ -48,7 +49,7 @@ def test_beside_another_axis_one_device_is_planned_with_numbers_that_divide_noth
     assert made.regimes
     assert planned == [1, 2, 4]
     for n in (1, 5):
-        cluster, options = CLUSTER.specialize(n, others=2), al.PlanOptions(mesh_shape=(n, 2), padding="off")
+        cluster, options = CLUSTER.specialize(n, others=2), al.PlanOptions(mesh_shape=(n, 2), **EARLY)
         early = al.plan(lambda x: {"y": x @ x + x}, X, cluster=cluster, options=options)
         assert encode_plan(made.specialize(n)) == encode_plan(early)
 
@@ -63,7 +64,7 @@ def test_across_hosts_other_prices_are_planned_anew(planned):
 @pytest.mark.parametrize("costs", ["alpa", "slapo-2023-05", "slapo-head", "hidet", "ring"])
 def test_every_convention_specialises_to_what_it_plans(costs):
     """Some charge for every contraction that is repeated, by the number of devices, or forbid it."""
-    options = {"costs": costs, "padding": "off"}
+    options = {"costs": costs, **EARLY}
     made = al.plan(step, X, cluster=CLUSTER, options=al.PlanOptions(mesh_shape=("n",), **options))
     for n in CLUSTER.values:
         late = outcome(lambda n=n: made.specialize(n))
@@ -117,12 +118,29 @@ def test_within_a_budget_late_plans_say_what_limits_them():
     x, budget = jax.ShapeDtypeStruct((256, 4096), jnp.float32), 60e6
 
     def planned(cluster, size):
-        options = al.PlanOptions(mesh_shape=(size,), padding="off", memory_budget_bytes=budget)
+        options = al.PlanOptions(mesh_shape=(size,), memory_budget_bytes=budget, **EARLY)
         return al.plan(lambda x, w: {"y": jnp.tanh(x @ w) @ w}, x, X, cluster=cluster, options=options)
 
     late = planned(CLUSTER, "n").specialize(4)
     assert late.mesh_table[0].reason == LIMITED
     assert encode_plan(late) == encode_plan(planned(CLUSTER.specialize(4), 4))
+
+
+def test_what_fits_no_memory_is_refused_in_the_same_words():
+    """Layers could be recomputed in this step, and early planning does so unless it is told not to."""
+
+    def step(w, x):
+        return al.value_and_grad(lambda w, x: jnp.mean(al.layer_boundary(jnp.tanh(x @ w)) @ w))(w, x)[1]
+
+    def refused(cluster, size, **early):
+        options = al.PlanOptions(mesh_shape=(size,), num_microbatches=2, memory_budget_bytes=1e4, **early)
+        with pytest.raises(al.AlpaLiteError, match="no plan fits") as caught:
+            made = al.plan(step, X, jax.ShapeDtypeStruct((64, 4096), jnp.float32), cluster=cluster, options=options)
+            made.specialize(n=4)
+        return [line for line in str(caught.value).splitlines() if not line.startswith("  where:")]
+
+    late = refused(CLUSTER, "n")
+    assert late == refused(CLUSTER.specialize(4), 4, **EARLY) != refused(CLUSTER.specialize(4), 4)
 
 
 def test_text_says_in_words_that_nothing_changes_and_nothing_is_split():

@@ -294,7 +294,7 @@ class Request:
         traced = self.trace(args, kwargs)
         pins, notes = self._pins_and_notes(traced, args, kwargs)
         task = SymbolicTask(
-            task=mesh_task(traced.program, cluster.host, pins, replace(self.options, padding="off")),
+            task=mesh_task(traced.program, cluster.host, pins, replace(self.options, padding="off", remat="none")),
             cluster=cluster,
             versions=_VERSIONS,
             notes=notes,

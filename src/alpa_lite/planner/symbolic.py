@@ -98,7 +98,8 @@ class SymbolicPlan:
     def specialize(self, number: int | None = None, /, **named: int) -> Plan:
         """The plan for one number of workers: ``plan.specialize(8)`` or, by the number's name, ``plan.specialize(n=8)``.
 
-        It is the plan that ``al.plan`` makes for that mesh on ``cluster.specialize(8)``, byte for byte.
+        It is the plan that ``al.plan`` makes for that mesh on ``cluster.specialize(8)`` with ``padding="off"`` and
+        ``remat="none"``, byte for byte, and it is refused in the same words.
 
         Raises:
             AlpaLiteError: the number is not among the values, or there is no plan for it (as ``al.plan`` says it).

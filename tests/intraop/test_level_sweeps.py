@@ -61,15 +61,19 @@ def test_levels_change_messages_as_groups_do(copies: bool, monkeypatch: pytest.M
         tied = tie(core, classes if copies else None)
         assert tied.is_trivial != copies
         found = []
-        for turn in (1, 10**9):
-            monkeypatch.setattr(messages_module, "_ONE_BY_ONE", turn)
-            messages = Messages.zero(core, unary, costs, tied)
-            bounds = [sweep() for _ in range(3) for sweep in (messages.forward, messages.backward)]
-            messages.set_unary([2 * c for c in unary])
-            bounds += [messages.forward(), messages.backward()]
-            assert (messages._levels is None) == (turn > 1)
-            found.append((bounds, np.concatenate(messages.node_rests()), messages.pick()))
-        (bounds, rests, picks), (own_bounds, own_rests, own_picks) = found
+        for by_levels in (True, False):
+            with monkeypatch.context() as patch:
+                if not by_levels:
+                    patch.setattr(messages_module, "level_sweeps", lambda *_: None)
+                messages = Messages.zero(core, unary, costs, tied)
+                first = [messages.forward(), messages.backward(), messages.sweep(), *messages._values.tolist()]
+                bounds = [sweep() for _ in range(3) for sweep in (messages.forward, messages.backward)]
+                messages.set_unary([2 * c for c in unary])
+                bounds += [messages.forward(), messages.backward()]
+            assert (messages._levels is None) != by_levels
+            found.append((first, bounds, np.concatenate(messages.node_rests()), messages.pick()))
+        (first, bounds, rests, picks), (own_first, own_bounds, own_rests, own_picks) = found
+        assert first == own_first  # to the last digit
         assert bounds == pytest.approx(own_bounds, rel=1e-12)
         assert rests == pytest.approx(own_rests, rel=1e-9, abs=1e-12)
         assert picks == own_picks
@@ -91,7 +95,30 @@ def test_levels_are_left_out_where_they_are_as_narrow_as_nodes() -> None:
         whole=True,
     )
     messages = Messages.zero(core, *finite(core), tie(core, None))
-    for _ in range(2 * messages_module._ONE_BY_ONE):
+    for _ in range(2 * messages_module._IN_ORDER):
         bound = messages.forward()
     assert messages._levels is None
     assert bound == pytest.approx(messages.exact_bound())
+
+
+def test_what_copies_tell_a_single_node_is_added_up_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(0)
+    matrix, own, other = rng.random((3, 4)), rng.random(3), rng.random(4)
+    core = Core(
+        nodes=tuple(range(31)),
+        unary=(own, *[other] * 30),
+        left=(0,) * 30,
+        right=tuple(range(1, 31)),
+        costs=(matrix,) * 30,
+        unary_ids=(0, *[1] * 30),
+        matrix_ids=(0,) * 30,
+        memory=None,
+        constant=0.0,
+        whole=False,
+    )
+    tied = tie(core, np.array([0, *[1] * 30]))
+    messages = Messages.zero(core, *finite(core), tied)
+    bounds = [messages.forward() for _ in range(messages_module._IN_ORDER - 1)]
+    assert messages._levels is None  # the first sweeps go group by group
+    assert [*bounds, messages.forward()][-1] == pytest.approx(messages.exact_bound())
+    assert messages._levels is not None

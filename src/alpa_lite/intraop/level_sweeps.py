@@ -4,7 +4,7 @@ A node waits for none but those of its neighbours that are visited before it. No
 are a *level* and are done at once. Programs are wide: a core of 170 nodes has eleven levels, one of 1,400 (eight layers) too.
 
 What a level reads and writes are lists of places in the one array of all costs and messages (``visits.py``). It takes
-as long to make them as some ten sweeps do.
+as long to make them as some five sweeps do, less than what sweeps group by group need.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from alpa_lite.intraop.problem import Array
-from alpa_lite.intraop.visits import Edges, Slots, Visit
+from alpa_lite.intraop.visits import Edges, Slots, starts_of
 
 Places = NDArray[np.intp]
 
@@ -40,6 +40,7 @@ class _Level:
         heard: places of what comes of it, one per edge and state here.
         parts: places of what adds up to the cost of every state: the node's own, and the messages to it.
         parts_from: where the states start among them.
+        in_order: the same as columns, one per state, which end with the place of a 0 as often as they need.
         most: per state, into how many parts the node's cost goes.
         ahead: places of the messages of edges to nodes that come, one per edge and state here; ``states``: which state.
         nodes: where the nodes start among the states.
@@ -52,6 +53,7 @@ class _Level:
     heard: Places
     parts: Places
     parts_from: Places
+    in_order: Places
     most: Array
     ahead: Places
     states: Places
@@ -59,63 +61,107 @@ class _Level:
     stays: Array
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Direction:
+    """The levels of one direction.
+
+    Attributes:
+        levels: in their order.
+        groups: the nodes of all levels, behind one another, by group in the order of visits; and of how many nodes each is.
+    """
+
+    levels: list[_Level]
+    groups: tuple[Places, list[int]]
+
+
 class LevelSweeps:
     """Sweeps in both directions, which change ``values`` in place."""
 
-    def __init__(self, values: Array, forward: Sequence[_Level], backward: Sequence[_Level]) -> None:
+    def __init__(self, values: Array, forward: _Direction, backward: _Direction) -> None:
         self._values = values
-        self._levels = {True: forward, False: backward}
-        widest = max((len(level.costs) for level in (*forward, *backward)), default=0)
+        self._directions = {True: forward, False: backward}
+        widest = max((len(level.costs) for level in (*forward.levels, *backward.levels)), default=0)
         self._room = np.empty(widest)
 
-    def sweep(self, *, forward: bool) -> float:
-        """Returns the bound, without constant."""
-        values, total = self._values, 0.0
-        for level in self._levels[forward]:
+    def sweep(self, *, forward: bool, in_order: bool) -> float:
+        """Returns the bound, without constant.
+
+        ``in_order``: costs and bound are added up in the order of visits, group by group; the last digits differ else.
+        """
+        values, direction, left = self._values, self._directions[forward], []
+        for level in direction.levels:
             if len(level.costs):
                 room = self._room[: len(level.costs)]
                 _take(values, level.sent, out=room, mode="clip")  # no place is out of range; "raise" would copy
                 np.subtract(level.costs, room, out=room)
                 values[level.heard] = _minimum(room, level.costs_from)
-            theta = np.add.reduceat(values[level.parts], level.parts_from)
+            if in_order:
+                theta = np.add.reduce(values[level.in_order], axis=0)
+            else:
+                theta = np.add.reduceat(values[level.parts], level.parts_from)
             if len(level.ahead):
                 values[level.ahead] -= (theta / level.most)[level.states]
-            total += float(_minimum(theta, level.nodes) @ level.stays)
-        return total
+            least = _minimum(theta, level.nodes)
+            left.append(least * level.stays if in_order else least @ level.stays)
+        if not in_order:
+            return sum(map(float, left))
+        nodes, counts = direction.groups
+        return _added_up(np.concatenate(left)[nodes], counts)
 
 
-def level_sweeps(
-    values: Array, forward: Sequence[Visit], backward: Sequence[Visit], edges: Sequence[Edges]
-) -> LevelSweeps | None:
-    """The sweeps that these visits make; None where levels are no faster."""
+def _added_up(shares: Array, counts: Sequence[int]) -> float:
+    """The sum of what groups of so many nodes add."""
+    if len(counts) == len(shares):
+        return sum(shares.tolist())
+    total, begin = 0.0, 0
+    for count in counts:
+        total += float(shares[begin] if count == 1 else shares[begin : begin + count].sum())
+        begin += count
+    return total
+
+
+def one_by_one_alike(unary: Sequence[Array], edges: Sequence[Edges]) -> bool:
+    """Whether sweeps in order give the numbers of sweeps group by group: those first add up what several edges of one kind
+    tell a node that is alone in its group."""
+    return all(len(e.to_left) == 1 or (len(unary[e.left]) > 1 and len(unary[e.right]) > 1) for e in edges)
+
+
+def level_sweeps(values: Array, unary: Sequence[Array], edges: Sequence[Edges]) -> LevelSweeps | None:
+    """The sweeps over these groups ([copies, states]) and edges; None where levels are no faster."""
     if sum(len(e.to_left) * e.costs.size for e in edges) > _MOST_ENTRIES:
         return None
-    numbers = _numbers(forward), _numbers(backward)
-    nodes = sum(len(visit.most) for visit in forward)
-    if nodes < _FEWEST_NODES * (1 + max(0, *map(max, numbers))):
+    numbers = _numbers(len(unary), edges)
+    if sum(map(len, unary)) < _FEWEST_NODES * (1 + max(0, *map(max, numbers))):
         return None
-    one_by_one = _one_by_one(forward, edges)
+    one_by_one = _one_by_one(unary, edges)
     left, right = one_by_one[:3], one_by_one[3:]
     flat = [np.ravel(e.costs) for e in edges for _ in e.to_left]
     flipped = [np.ravel(e.flipped) for e in edges for _ in e.to_left]
+    zero = len(values) - 1
     return LevelSweeps(
-        values, _levels(forward, numbers[0], left, right, flipped), _levels(backward, numbers[1], right, left, flat)
+        values,
+        _levels(unary, range(len(unary)), numbers[0], left, right, flipped, zero),
+        _levels(unary, range(len(unary) - 1, -1, -1), numbers[1], right, left, flat, zero),
     )
 
 
-def _numbers(visits: Sequence[Visit]) -> list[int]:
-    """The level of every group."""
-    found = [0] * len(visits)
-    for visit in visits:
-        found[visit.group] = max((found[end.other] + 1 for end in visit.behind), default=0)
-    return found
+def _numbers(num_groups: int, edges: Sequence[Edges]) -> tuple[list[int], list[int]]:
+    """The level of every group, forward and backward."""
+    forward, backward = [0] * num_groups, [0] * num_groups
+    ends = sorted({(e.left, e.right) for e in edges})  # left < right, so a group's own level is known when it is left
+    for left, right in ends:
+        forward[right] = max(forward[right], forward[left] + 1)
+    for right, left in sorted([(right, left) for left, right in ends], reverse=True):
+        backward[left] = max(backward[left], backward[right] + 1)
+    return forward, backward
 
 
-def _one_by_one(visits: Sequence[Visit], edges: Sequence[Edges]) -> Places:
+def _one_by_one(unary: Sequence[Array], edges: Sequence[Edges]) -> Places:
     """Per edge the group at its left end, which of its nodes, and where the message to it begins; the same of its right end."""
+    states = [u.shape[1] for u in unary]
     rows = []
     for e in edges:
-        sizes = visits[e.left].num_states, visits[e.right].num_states
+        sizes = states[e.left], states[e.right]
         ends = zip(_listed(e.left_slots), _listed(e.right_slots), strict=True)
         for number, (left, right) in enumerate(ends):
             to_left, to_right = e.left_at + number * sizes[0], e.right_at + number * sizes[1]
@@ -128,22 +174,28 @@ def _listed(slots: Slots) -> Iterable[int]:
 
 
 def _levels(
-    visits: Sequence[Visit], numbers: Sequence[int], there: Places, here: Places, costs: Sequence[Array]
-) -> list[_Level]:
+    unary: Sequence[Array],
+    order: Sequence[int],
+    numbers: Sequence[int],
+    there: Places,
+    here: Places,
+    costs: Sequence[Array],
+    zero: int,
+) -> _Direction:
     """The levels of one direction, all made at once and cut apart.
 
     Args:
-        visits: in their order, and ``numbers``: the level of every group.
+        unary: the costs of all groups.
+        order: of the visits to groups, and ``numbers``: the level of every group.
         there, here: the ends of all edges that are visited first and last, see ``_one_by_one``.
         costs: per edge, for every state here those of all states there.
+        zero: place of a 0.
     """
-    visits = sorted(visits, key=lambda visit: numbers[visit.group])
-    level = np.array([numbers[visit.group] for visit in visits])
-    copies = np.array([len(visit.most) for visit in visits])
-    states = np.array([visit.num_states for visit in visits])
-    size, first, rank = (np.empty(len(visits), dtype=np.intp) for _ in range(3))  # by group
-    groups = [visit.group for visit in visits]
-    size[groups], first[groups], rank[groups] = states, _starts(copies * states), np.arange(len(visits))
+    groups = sorted(order, key=lambda group: numbers[group])
+    level = np.array([numbers[group] for group in groups])
+    copies, states = np.array([unary[group].shape for group in groups], dtype=np.intp).T
+    size, first, rank = (np.empty(len(groups), dtype=np.intp) for _ in range(3))  # by group
+    size[groups], first[groups], rank[groups] = states, _starts(copies * states), np.arange(len(groups))
     by_here, by_there = (np.argsort(rank[end[0]], kind="stable") for end in (here, there))
 
     def of(end: Places, order: Places) -> tuple[Places, Places, Places, Places]:
@@ -157,14 +209,18 @@ def _levels(
     lengths, heard = np.repeat(deep, wide), _runs(heard_at, wide)
     sent = _runs(np.repeat(sent_at, wide), lengths)
     ahead, ahead_states = _runs(ahead_at, wide_ahead), _runs(from_state, wide_ahead)
-    own = _runs(np.array([visit.at for visit in visits], dtype=np.intp), copies * states)
+    own = _runs(np.array(starts_of(unary), dtype=np.intp)[groups], copies * states)
     owners = np.concatenate([np.arange(len(own)), _runs(to_state, wide), ahead_states])
     parts = np.concatenate([own, heard, ahead])[np.argsort(owners, kind="stable")]
     num_parts = np.bincount(owners, minlength=len(own))
     all_costs = np.concatenate([costs[edge] for edge in by_here.tolist()]) if costs else np.zeros(0)
-    most = np.repeat(np.concatenate([visit.most[:, 0] for visit in visits]), np.repeat(states, copies))
-    stays = np.concatenate([np.zeros(len(v.most)) if v.stays is None else v.stays for v in visits])
-    parts_from, costs_from, nodes = _starts(num_parts), _starts(lengths), _starts(np.repeat(states, copies))
+    of_node, node_sizes = _starts(np.repeat(states, copies)), np.repeat(states, copies)
+    num_behind, num_ahead = (
+        np.bincount(np.searchsorted(of_node, begin), minlength=len(of_node)) for begin in (to_state, from_state)
+    )
+    most = np.maximum(np.maximum(num_behind, num_ahead), 1).astype(np.float64)
+    stays = 1.0 - num_ahead / most
+    parts_from, costs_from = _starts(num_parts), _starts(lengths)
 
     def cut(levels: Places, weights: Places) -> list[slice]:
         """Where each level is in arrays that hold so much of every visit or edge."""
@@ -174,7 +230,8 @@ def _levels(
     entries, rows = cut(behind_level, deep * wide), cut(behind_level, wide)
     state, node, later = cut(level, copies * states), cut(level, copies), cut(ahead_level, wide_ahead)
     part = cut(np.repeat(level, copies * states), num_parts)
-    return [
+    all_most = np.repeat(most, node_sizes)
+    found = [
         _Level(
             costs=all_costs[entries[n]],
             sent=sent[entries[n]],
@@ -182,14 +239,25 @@ def _levels(
             heard=heard[rows[n]],
             parts=parts[part[n]],
             parts_from=parts_from[state[n]] - part[n].start,
-            most=most[state[n]],
+            in_order=_columns(parts[part[n]], num_parts[state[n]], zero),
+            most=all_most[state[n]],
             ahead=ahead[later[n]],
             states=ahead_states[later[n]] - state[n].start,
-            nodes=nodes[node[n]] - state[n].start,
+            nodes=of_node[node[n]] - state[n].start,
             stays=stays[node[n]].copy(),
         )
         for n in range(int(level[-1]) + 1)
     ]
+    begin = _starts(copies)
+    visited = rank[list(order)]
+    return _Direction(levels=found, groups=(_runs(begin[visited], copies[visited]), copies[visited].tolist()))
+
+
+def _columns(parts: Places, lengths: Places, rest: int) -> Places:
+    """Runs of ``parts``, each a column that ends with ``rest``."""
+    found = np.full((int(lengths.max()), len(lengths)), rest, dtype=np.intp)
+    found[_runs(np.zeros_like(lengths), lengths), np.repeat(np.arange(len(lengths)), lengths)] = parts
+    return found
 
 
 def _runs(starts: Places, lengths: Places) -> Places:

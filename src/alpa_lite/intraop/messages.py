@@ -7,8 +7,9 @@ A message m[e, i] moves cost from edge e to its end point i. For any messages
 is a lower bound (``exact_bound``); the sweeps only look for good messages. The gap between a known answer and the bound
 then excludes states and pairs (``excluded``).
 
-A sweep goes from group to group (``tie.py``): copies of one node are never neighbours, so all are done at once. After some sweeps
-it goes by levels of many groups, where that is faster (``level_sweeps.py``).
+A sweep goes from group to group (``tie.py``): copies of one node are never neighbours, so all are done at once. Where that is
+faster it goes by levels of many groups (``level_sweeps.py``); the first sweeps then add up in the order of the groups, so that
+they give the same numbers.
 """
 
 from __future__ import annotations
@@ -19,12 +20,16 @@ from typing import Any
 import numpy as np
 
 from alpa_lite.intraop.core import Core
-from alpa_lite.intraop.level_sweeps import LevelSweeps, level_sweeps
+from alpa_lite.intraop.level_sweeps import LevelSweeps, level_sweeps, one_by_one_alike
 from alpa_lite.intraop.problem import Array
 from alpa_lite.intraop.tie import Tie
-from alpa_lite.intraop.visits import Edges, End, Slots, Visit, end_of, least_of, slots_of, visit_of
+from alpa_lite.intraop.visits import Edges, End, Slots, Visit, end_of, least_of, slots_of, starts_of, visit_of
 
-_ONE_BY_ONE = 6  # sweeps to either side before lists for levels are made, which take time
+_IN_ORDER = 6  # from which sweep to either side on levels add up in the order that is quickest
+
+
+# Of one group: (costs, own slots, other group, its slots) of edges there, and (own slots, messages) of edges there.
+_Around = tuple[list[tuple[Array, Slots, int, Slots]], list[tuple[Slots, Array]]]
 
 
 class Messages:
@@ -35,40 +40,59 @@ class Messages:
         unary: per group [copies, states], costs without messages (with memory prices, if any).
     """
 
-    __slots__ = ("_backward", "_chosen", "_count", "_edges", "_forward", "_levels", "_values", "tied", "unary")
+    __slots__ = ("_around", "_count", "_edges", "_levels", "_values", "_visits", "tied", "unary")
 
     def __init__(self, tied: Tie, values: Array, unary: list[Array], edges: list[Edges]) -> None:
-        """``unary``, one behind the other, and all messages are parts of ``values``."""
+        """``unary``, one behind the other, and all messages are parts of ``values``, whose last entry is 0."""
         self.tied = tied
         self.unary = unary
         self._values, self._edges = values, edges
-        # Per direction and group, of the edges to groups that are chosen before: (costs, own slots, other group, its slots).
-        self._chosen: dict[bool, list[list[tuple[Array, Slots, int, Slots]]]] = {
-            forward: [[] for _ in unary] for forward in (True, False)
-        }
         self._count = 0  # of sweeps
         self._levels: LevelSweeps | None = None
-        earlier: list[list[End]] = [[] for _ in unary]
-        later: list[list[End]] = [[] for _ in unary]
-        rooms: dict[tuple[int, ...], Array] = {}
-        for e in edges:
-            copies = len(unary[e.left]), len(unary[e.right])
-            left, right = (e.to_left, e.left_at), (e.to_right, e.right_at)
-            later[e.left].append(end_of(e.right, e.left_slots, copies[0], e.flipped, left, right, rooms))
-            self._chosen[True][e.right].append((e.costs, e.right_slots, e.left, e.left_slots))
-            self._chosen[False][e.left].append((e.flipped, e.left_slots, e.right, e.right_slots))
-            earlier[e.right].append(end_of(e.left, e.right_slots, copies[1], e.costs, right, left, rooms))
-        starts = np.cumsum([0, *(u.size for u in unary)]).tolist()
-        groups = range(len(unary))
-        self._forward = [visit_of(g, starts[g], unary[g], earlier[g], later[g]) for g in groups]
-        self._backward = [visit_of(g, starts[g], unary[g], later[g], earlier[g]) for g in reversed(groups)]
+        # By direction, each made when it is first needed.
+        self._visits: dict[bool, list[Visit]] = {}
+        self._around: dict[bool, list[_Around]] = {}
+
+    def _visit_all(self) -> dict[bool, list[Visit]]:
+        """What sweeps from group to group do; True is forward."""
+        if not self._visits:
+            unary = self.unary
+            earlier: list[list[End]] = [[] for _ in unary]
+            later: list[list[End]] = [[] for _ in unary]
+            rooms: dict[tuple[int, ...], Array] = {}
+            for e in self._edges:
+                copies = len(unary[e.left]), len(unary[e.right])
+                left, right = (e.to_left, e.left_at), (e.to_right, e.right_at)
+                later[e.left].append(end_of(e.right, e.left_slots, copies[0], e.flipped, left, right, rooms))
+                earlier[e.right].append(end_of(e.left, e.right_slots, copies[1], e.costs, right, left, rooms))
+            starts = starts_of(unary)
+            groups = range(len(unary))
+            self._visits[True] = [visit_of(g, starts[g], unary[g], earlier[g], later[g]) for g in groups]
+            self._visits[False] = [visit_of(g, starts[g], unary[g], later[g], earlier[g]) for g in reversed(groups)]
+        return self._visits
+
+    def _around_of(self, forward: bool) -> list[_Around]:
+        """Per group, its edges to groups that are chosen before, and to those that come."""
+        if forward not in self._around:
+            found: list[_Around] = [([], []) for _ in self.unary]
+            for e in self._edges:
+                before = (
+                    (e.costs, e.right_slots, e.left, e.left_slots),
+                    (e.flipped, e.left_slots, e.right, e.right_slots),
+                )
+                ahead = (e.left_slots, e.to_left), (e.right_slots, e.to_right)
+                own, other = (e.right, e.left) if forward else (e.left, e.right)
+                found[own][0].append(before[0 if forward else 1])
+                found[other][1].append(ahead[0 if forward else 1])
+            self._around[forward] = found
+        return self._around[forward]
 
     @classmethod
     def zero(cls, core: Core, unary: Sequence[Array], costs: Sequence[Array], tied: Tie) -> Messages:
         """Messages that move nothing, on finite costs of the core's nodes and edges."""
         sizes = [costs[members[0]].shape for members in tied.edge_members]
         num_messages = sum(len(m) * sum(shape) for m, shape in zip(tied.edge_members, sizes, strict=True))
-        values = np.zeros(sum(len(c) for c in unary) + num_messages)
+        values = np.zeros(sum(len(c) for c in unary) + num_messages + 1)  # the last one stays 0
         used = 0
 
         def taken(rows: int, columns: int) -> Array:
@@ -84,7 +108,9 @@ class Messages:
         for (left, right), flipped, members in zip(tied.ends, tied.flipped, tied.edge_members, strict=True):
             low, high = (core.right, core.left) if flipped else (core.left, core.right)
             matrix = costs[members[0]]
-            turned = transposed.setdefault(id(matrix), np.ascontiguousarray(matrix.T))
+            if id(matrix) not in transposed:
+                transposed[id(matrix)] = np.ascontiguousarray(matrix.T)
+            turned = transposed[id(matrix)]
             if flipped:
                 matrix, turned = turned, matrix
             at = used
@@ -121,23 +147,25 @@ class Messages:
 
     def sweep(self) -> float:
         """Forward and back; returns the bound (without constant)."""
-        self._sweep(self._forward, forward=True, bound=False)
+        self._sweep(forward=True, bound=False)
         return self.backward()
 
     def forward(self) -> float:
         """Sweeps from first to last group; returns the bound."""
-        return self._sweep(self._forward, forward=True)
+        return self._sweep(forward=True)
 
     def backward(self) -> float:
         """As ``forward``, from last to first group."""
-        return self._sweep(self._backward, forward=False)
+        return self._sweep(forward=False)
 
-    def _sweep(self, visits: list[Visit], *, forward: bool, bound: bool = True) -> float:
+    def _sweep(self, *, forward: bool, bound: bool = True) -> float:
         self._count += 1
-        if self._count == _ONE_BY_ONE:
-            self._levels = level_sweeps(self._values, self._forward, self._backward, self._edges)
+        early = self._count < _IN_ORDER
+        if (self._count == 1 and one_by_one_alike(self.unary, self._edges)) or self._count == _IN_ORDER:
+            self._levels = self._levels or level_sweeps(self._values, self.unary, self._edges)
         if self._levels is not None:
-            return self._levels.sweep(forward=forward)
+            return self._levels.sweep(forward=forward, in_order=early)
+        visits = self._visit_all()[forward]
         total = 0.0
         for visit in visits:
             theta = self.unary[visit.group].copy()
@@ -172,13 +200,15 @@ class Messages:
         Messages are best against the direction of the last sweep.
         """
         picks: list[Array] = [np.zeros(0)] * len(self.unary)
-        for visit in self._forward if forward else self._backward:
-            seen = self.unary[visit.group].copy()
-            for costs, slots, other, other_slots in self._chosen[forward][visit.group]:
+        around = self._around_of(forward)
+        for group in range(len(around)) if forward else range(len(around) - 1, -1, -1):
+            seen = self.unary[group].copy()
+            before, ahead = around[group]
+            for costs, slots, other, other_slots in before:
                 _add_rows(seen, slots, costs[picks[other][other_slots]])
-            for end in visit.ahead:
-                _add_rows(seen, slice(0, len(seen)) if end.slots is None else end.slots, end.heard)
-            picks[visit.group] = seen.argmin(1)
+            for slots, heard in ahead:
+                _add_rows(seen, slots, heard)
+            picks[group] = seen.argmin(1)
         return [int(picks[g][s]) for g, s in zip(self.tied.group, self.tied.slot, strict=True)]
 
     def node_rests(self) -> list[Array]:

@@ -5,6 +5,7 @@ All costs of nodes and all messages of a core are parts of one array; ``at`` say
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -86,6 +87,12 @@ class Visit:
     ahead: list[End]
     most: Array
     stays: Array | None
+
+
+def starts_of(unary: Sequence[Array]) -> list[int]:
+    """Where the costs of each group begin, which lie behind one another."""
+    found: list[int] = np.cumsum([0, *(u.size for u in unary)])[:-1].tolist()
+    return found
 
 
 def slots_of(places: list[int]) -> Slots:

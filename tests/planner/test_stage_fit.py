@@ -152,6 +152,13 @@ def test_limits_of_mixtures_close_in_on_the_budget(monkeypatch: pytest.MonkeyPat
     assert sum(limit is not None for limit, _, _ in planner.asked) == 3
 
 
+def test_limits_find_what_lies_close_to_the_cheapest_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No corner of the hull, so no rent finds it, and no mixture has it."""
+    fit, planner = fitted(monkeypatch, 995, np.array([(100, 1000), (130, 400), (101, 990)]))
+    assert fit.fitting is not None and fit.fitting[0].objective == 101.0
+    assert planner.asked[-1] == (STACKED + 995, False, 0)
+
+
 def test_limits_where_no_rent_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     fit, _ = fitted(monkeypatch, 350)
     assert fit.fitting is not None and fit.fitting[0].objective == 160.0
@@ -234,4 +241,6 @@ def test_few_solves_for_stages_of_a_gpt_in_tight_memory(monkeypatch: pytest.Monk
     assert plan.objective < 29.0  # under rents alone 30.2
     assert len(limited) == 3 and any(map(any, limited))
     for solves in limited:
-        assert sum(solves) <= 4 and len(solves) <= 1 + 4 + 4 + 4  # the cheapest, rents, corners, mixtures
+        assert (
+            sum(solves) <= 4 + 4 and len(solves) - sum(solves) <= 1 + 4 + 4
+        )  # mixtures, limits; the cheapest, rents, corners

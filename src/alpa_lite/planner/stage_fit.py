@@ -9,12 +9,13 @@ In: the stage as a task for one mesh, and what a plan of it takes. Out: the chea
    microbatches they cost hardly more.
 3. Where the hull promises that a plan between these two is cheaper by ``_NEAR``: mixtures of all plans found so far, in which
    every node chooses as in one of them, under limits between what the solver counts of the two. A rent makes equal layers
-   choose alike; a mixture lets some of them be lean. So few choices are left that a proof takes a second; over all choices it
-   takes ten to thirty, and a search without proof ends at dearer plans.
-4. Where no rent fits: plans over all choices without proof, under limits lowered by what the last exceeds; then mixtures.
+   choose alike; a mixture lets some of them be lean.
+4. Where no rent fits, or a plan between the cheapest one and what fits still promises as much: plans over all choices, under
+   limits lowered by what the last exceeds. They find what is close to the cheapest plan, as where little must be saved.
 
-Every limit is one solve, and the number of solves is bounded. That all of them may take ``PlanOptions.time_limit_s`` together is
-a last resort: what fits by then is the answer.
+Every limit is one solve, and the number of solves is bounded; none is proven, as that took 50 s for a mixture of thousands of
+nodes and found nothing cheaper. That all of them may take ``PlanOptions.time_limit_s`` together is a last resort: what fits by
+then is the answer.
 """
 
 from __future__ import annotations
@@ -117,10 +118,9 @@ class _Fit:
         free = self.plan()
         if free.price < math.inf and self.best is None:
             over, fitting = self.raise_rent(free)
-            if fitting is None:
-                over, fitting = self.lower_limits()
             if fitting is not None:
                 self.mix(over, fitting)
+            self.lower_limits(free)
         best = self.best
         if best is not None and self.late:
             result, costs = best
@@ -135,7 +135,7 @@ class _Fit:
         over = free
         for share in _RENTS if unit else ():  # shares of nothing are no rents
             fitting = self.plan(share * unit)
-            if fitting.size <= self.task.budget:
+            if self.fits(fitting):
                 break
             over = over if fitting.size == math.inf else fitting
         else:
@@ -147,7 +147,7 @@ class _Fit:
             rent = (fitting.price - over.price) / (over.held - fitting.held)
             corner = self.plan(rent)
             on_line = corner.price + rent * corner.held >= (1 - _SAME) * (fitting.price + rent * fitting.held)
-            if corner.size <= self.task.budget:
+            if self.fits(corner):
                 fitting = corner
             else:
                 over = corner
@@ -163,25 +163,24 @@ class _Fit:
         room = (self.task.budget - fitting.size) / (over.size - fitting.size)
         return room * (fitting.price - over.price) > share * over.price
 
-    def lower_limits(self) -> tuple[_Point, _Point | None]:
-        """Plans over all choices; returns as ``raise_rent`` does.
+    def lower_limits(self, over: _Point) -> None:
+        """Plans over all choices, below the price of what fits, from one that does not.
 
         The stage's program holds what it exchanges stacked over all microbatches, so that the solver counts more than the
         stage takes; what must be saved is the same.
         """
-        over = min(self.points, key=lambda point: point.size)
-        limit = self.counted(over)
+        limit, best = (
+            self.counted(over),
+            min(filter(self.fits, self.points), key=lambda point: point.price, default=None),
+        )
         for _ in range(_LOWERED):
             limit -= max(1, math.ceil(over.size - self.task.budget))
-            if limit <= 0:
+            if limit <= 0 or (best is not None and (not self.promises(over, best, _NEAR) or self.is_late())):
                 break
-            found = self.plan(limit=limit, proof=False)
-            if found.size <= self.task.budget:
-                return over, found
-            if found.size == math.inf:
+            found = self.plan(limit=limit)
+            if self.fits(found) or found.price >= (math.inf if best is None else best.price):
                 break
             over, limit = found, min(limit, self.counted(found))
-        return over, None
 
     def mix(self, over: _Point, fitting: _Point) -> None:
         """Mixtures of all plans found, under limits between those of two: where the line between their sizes meets the budget.
@@ -198,12 +197,15 @@ class _Fit:
             if not low < limit < high:
                 break
             found = self.plan(limit=limit, among=among)
-            if found.size <= self.task.budget:
+            if self.fits(found):
                 low, fitting, weights = limit, found, [1.0, weights[1] / 2]
             elif found.price < fitting.price:
                 high, over, weights = min(limit, self.counted(found)), found, [weights[0] / 2, 1.0]
             else:
                 break  # what lower limits leave is dearer still
+
+    def fits(self, point: _Point) -> bool:
+        return point.size <= self.task.budget
 
     def is_late(self) -> bool:
         self.late |= time.monotonic() >= self.deadline
@@ -213,10 +215,8 @@ class _Fit:
         """The peak by the solver's own count."""
         return counted_bytes(self.task, self.cluster, self.mesh, [point.choice])[0]
 
-    def plan(
-        self, rent: float = 0.0, *, limit: int | None = None, among: Sequence[np.ndarray] = (), proof: bool = True
-    ) -> _Point:
-        """One plan; kept if it fits and is the best so far."""
+    def plan(self, rent: float = 0.0, *, limit: int | None = None, among: Sequence[np.ndarray] = ()) -> _Point:
+        """One plan, without proof under a limit; kept if it fits and is the best so far."""
         held: Held = {}
 
         def charged(pricer: Pricer, problem: IntraOpProblem) -> Sequence[np.ndarray]:
@@ -226,7 +226,7 @@ class _Fit:
 
         whole_s = self.task.options.time_limit_s
         options = replace(self.task.options, time_limit_s=max(_LAST * whole_s, self.deadline - time.monotonic()))
-        task = replace(self.task, budget=math.inf, rent=charged if rent else None, options=options, proof=proof)
+        task = replace(self.task, budget=math.inf, rent=charged if rent else None, options=options, proof=limit is None)
         result = plan_once(task, self.cluster, self.mesh, limit=limit, among=among)
         self.late |= result.solution is not None and result.solution.limit_used == "time"
         if result.realised is None or result.solution is None:
@@ -241,6 +241,6 @@ class _Fit:
             point = replace(point, held=math.fsum(float(s[point.choice[node]]) for node, s in held.items()))
         self.points.append(point)
         self.least = min(self.least, size)
-        if size <= self.task.budget and (self.best is None or result.objective < self.best[0].objective):
+        if self.fits(point) and (self.best is None or result.objective < self.best[0].objective):
             self.best = result, costs
         return point

@@ -123,6 +123,11 @@ def target() -> al.PlanTarget:
     return make().target()
 
 
+def base() -> al.PlanTarget:
+    """The same, large enough to be split."""
+    return make("base").target()
+
+
 def main() -> None:
     use_virtual_devices()
     example = make()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import os
 import subprocess
@@ -161,6 +162,24 @@ def test_planning_a_parallelized_function_inherits_its_settings():
     assert plan.specs_by_path["0/params/up/kernel"] == P(None, "model")
     assert plan.mesh.axis_names == ("data", "model")
     assert plan.identity.cluster == "1x8:h100-sxm"
+
+
+def test_an_error_names_the_line_where_what_is_wrong_was_given():
+    """Of settings of a call, its own line; of pins that it takes over, the line that gave them."""
+    given = jax.eval_shape(init, jax.random.key(0)), *shapes(batch())
+
+    def pinned(path):
+        return al.parallelize(step, options=MESH, pins={path: P(None, "model")})
+
+    def planned(parallel, **settings):
+        return al.plan(parallel, *given, cluster=al.Cluster.parse("1x8:h100-sxm"), **settings)
+
+    tight = dataclasses.replace(MESH, memory_budget_bytes=10.0)
+    for settings in ({"pin_like": {"0/nowhere": "0/params"}}, {"options": tight}):
+        with pytest.raises(AlpaLiteError, match=r"test_api.py:\d+ \(planned\)"):
+            planned(pinned("0/params/up/kernel"), **settings)
+    with pytest.raises(AlpaLiteError, match=r"test_api.py:\d+ \(pinned\)"):
+        planned(pinned("0/nowhere"))
 
 
 def test_microbatches_given_twice_and_differently():

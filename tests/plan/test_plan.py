@@ -31,6 +31,7 @@ class FakeTrees:
 def test_gap(plan):
     assert plan.gap == pytest.approx(1 / 44)
     assert replace(plan, lower_bound=plan.objective).gap == 0.0
+    assert replace(plan, lower_bound=plan.objective * (1 - 1e-15)).gap == 0.0
     assert replace(plan, objective=0.0, lower_bound=0.0).gap == 0.0
 
 

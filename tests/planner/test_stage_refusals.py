@@ -79,6 +79,12 @@ def no_gradient(w: Any, x: Any) -> Any:
             LayerError,
             ["num_stages=4 for a step of 2 layers", "test_stage_refusals.py", "at most 2 stages"],
         ),
+        (
+            step_of(loss_fn),
+            {"num_stages": 3},
+            LayerError,
+            ["num_stages=3 does not cut", "1-2, 4, 8 stages are allowed", "test_stage_refusals.py"],
+        ),
         (step_of(loss_fn), {"schedule": "2f2b"}, AlpaLiteError, ["schedule='2f2b'", "'gpipe', '1f1b'"]),
         (
             step_of(loss_fn),
@@ -91,7 +97,7 @@ def no_gradient(w: Any, x: Any) -> Any:
             no_gradient,
             {},
             MicrobatchError,
-            ["no al.value_and_grad or al.grad", "num_stages", "trains", "test_stage_refusals.py"],
+            ["no al.value_and_grad or al.grad", "num_microbatches=4", "one gradient", "test_stage_refusals.py"],
         ),
         (
             no_gradient,

@@ -242,7 +242,7 @@ def test_batch_that_does_not_divide():
 
 def test_step_without_a_marked_gradient():
     plain = lambda p, b: jax.grad(mse)(p, b)  # noqa: E731
-    refused(lambda: planned(plain), "no al.value_and_grad", "leave num_microbatches at 1")
+    refused(lambda: planned(plain), "no al.value_and_grad", "leave num_microbatches at 1", "test_microbatch.py")
 
 
 def test_two_gradients():

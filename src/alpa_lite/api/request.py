@@ -100,6 +100,7 @@ class Request:
         )
         if own is None:
             return given
+        as_pinned = own.pins is not None and pins is None and pin_like is None and options is None
         return cls(
             given.fn,
             own.pins if pins is None else pins,
@@ -108,7 +109,7 @@ class Request:
             given.static_argnums or own.static_argnums,
             given.static_argnames or own.static_argnames,
             given.donate_argnums or own.donate_argnums,
-            own.source if pins is None else given.source,
+            own.source if as_pinned else given.source,
         )
 
     def trace(self, args: tuple[Any, ...], kwargs: dict[str, Any], layers: LayerCuts | None = None) -> Traced:

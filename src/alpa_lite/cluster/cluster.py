@@ -119,7 +119,7 @@ class Cluster:
         if mesh.num_devices > self.num_devices:
             raise ClusterError(
                 f"the mesh {mesh} has {mesh.num_devices} devices, the cluster {self} has {self.num_devices}. A mesh "
-                f"may have at most as many devices as its cluster; set PlanOptions.mesh_shape so that the product is "
+                f"may have at most as many devices as its cluster; set PlanOptions.mesh_shape (or --mesh) so that the product is "
                 f"{self.num_devices}, or name a larger cluster."
             )
 

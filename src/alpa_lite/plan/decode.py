@@ -59,8 +59,8 @@ def _decode(data: bytes, kind: type[Any], name: str) -> Any:
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         cut = "is cut short" if "truncated" in str(error) or not data.strip() else "is not JSON"
         raise PlanFileError(
-            f"plan file {name!r} {cut} ({len(data)} bytes; {error}). `plan.save` writes whole files only,"
-            " so it was damaged on the way. Copy it again, or make the plan again."
+            f"plan file {name!r} {cut} ({len(data)} bytes; {error}). `plan.save` writes whole files only:"
+            " this is another file, or it was damaged on the way. Check the path. Copy it again, or make the plan again."
         ) from error
 
 

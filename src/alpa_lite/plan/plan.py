@@ -33,6 +33,8 @@ from alpa_lite.plan.records import (
 )
 from alpa_lite.plan.text import plan_text
 
+_ROUNDING = 1e-12  # of an objective: sums in another order differ by less
+
 OptionValue = str | int | float | bool | None | tuple[Any, ...]
 
 
@@ -101,9 +103,9 @@ class Plan:
 
     @property
     def gap(self) -> float:
-        """(objective - lower bound) / objective; 0 when they meet."""
+        """(objective - lower bound) / objective; 0 when they meet but for rounding."""
         difference = self.objective - self.lower_bound
-        return difference / abs(self.objective) if difference > 0 and self.objective else 0.0
+        return difference / abs(self.objective) if difference > _ROUNDING * abs(self.objective) else 0.0
 
     @property
     def mesh(self) -> DeviceMesh:

@@ -19,6 +19,7 @@ from alpa_lite.planner.options import PlanOptions
 from alpa_lite.planner.stage_layers import balanced_stages
 from alpa_lite.schedule import Schedule, make_schedule
 from alpa_lite.trace.layers import Layered
+from alpa_lite.units import numbers_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,9 +170,12 @@ def _equal_submesh(cluster: Cluster, num_stages: int, source: str) -> tuple[int,
     parts, rest = divmod(num_stages, hosts)
     if rest == 0 and per_host % parts == 0:
         return 1, per_host // parts
+    allowed = {n for n in range(1, hosts + 1) if hosts % n == 0} | {
+        hosts * n for n in range(1, per_host + 1) if per_host % n == 0
+    }
     raise LayerError(
         f"num_stages={num_stages} does not cut the cluster {cluster} in equal submeshes. Each must have whole hosts or an equal "
-        f"part of one. At {source}. Give a number of stages that divides {hosts}, or {hosts} times a divisor of {per_host}, or "
+        f"part of one, so that {numbers_text(sorted(allowed))} stages are allowed. At {source}. Give one of these numbers, or "
         "submeshes=((hosts, devices per host), ...)."
     )
 

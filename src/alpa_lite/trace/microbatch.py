@@ -299,13 +299,13 @@ def check_regions(flat: FlatJaxpr, count: int, *, required: bool = False) -> Non
     )
     if required:
         raise MicrobatchError(
-            f"num_stages or other options for stages were given, and the step has {place}. A schedule of stages trains: it "
-            f"orders the forward and backward passes of one gradient. At {user_line()}. Write al.value_and_grad for "
-            "jax.value_and_grad, once, in the step itself, or plan without stages."
+            f"stages are asked for or searched, or layers are recomputed (num_stages, num_microbatches={count}, remat), and "
+            f"the step has {place}. Stages and layers are parts of the passes of one gradient. At {user_line()}. Write "
+            "al.value_and_grad for jax.value_and_grad, once, in the step itself, or leave these options out."
         )
     raise MicrobatchError(
         f"num_microbatches={count}, and the step has {place}. What repeats per microbatch is marked by one of them, once, in the "
-        "step itself. Write al.value_and_grad for jax.value_and_grad, or leave num_microbatches at 1."
+        f"step itself. At {user_line()}. Write al.value_and_grad for jax.value_and_grad, or leave num_microbatches at 1."
     )
 
 

@@ -34,10 +34,10 @@ def all_recomputed(layered: Layered, saved: tuple[str, ...], source: str) -> Rem
     """
     known = saved_names(layered.flat)
     if unknown := [name for name in saved if name not in known]:
-        listed = ", ".join(map(repr, known)) or "none"
+        listed = f"They are {', '.join(map(repr, known))}" if known else "There are none"
         raise LayerError(
-            f"PlanOptions: remat={saved!r} keeps {unknown[0]!r}, which names no value of the loss. Names given by "
-            f"jax.ad_checkpoint.checkpoint_name outside of loops are {listed}. At {source}. Give some of these, or remat='all'."
+            f"PlanOptions: remat={saved!r} keeps {unknown[0]!r}, which names no value of the loss. Names are given by "
+            f"jax.ad_checkpoint.checkpoint_name, outside of loops. {listed}. At {source}. Give some of these, or remat='all'."
         )
     return Rematerialisation(num_layers=layered.num_layers, layers=recomputable(layered), saved=saved)
 

@@ -98,6 +98,12 @@ def test_a_rent_finds_what_limits_miss():
     assert with_limits.objective >= with_rents.objective
 
 
+def test_limits_are_lowered_from_the_nearest_plan():
+    """That by the budget as the limit is 10 too large, one under a rent 1; what fits just below the latter is on no hull."""
+    table = Table([(10, 20, 30), (11, 18, 21), (14, 17, 19), (30, 9, 9)])
+    assert within_budget(table.solved, 20, table.rented).objective == 14.0
+
+
 @pytest.mark.medium
 @given(plans=PLANS, over=st.integers(0, 20))
 def test_a_constant_error_of_the_count_hides_no_plan(plans, over):

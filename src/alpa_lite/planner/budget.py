@@ -6,7 +6,8 @@ for a moment, too much where XLA never stores a tensor. What counts is the profi
 - what fits without the rows is taken first;
 - else the ILP's limit is the budget;
 - if its answer is dearer than the cheapest plan, or too large when written out: a price on every byte at the fullest times (a
-  rent), which rises until a plan fits, and limits lowered by what the answers exceed the budget;
+  rent), which rises until a plan fits, and limits lowered by what the answers exceed the budget, the first by what the nearest
+  of all does;
 - if the ILP finds nothing at the budget itself, its limit is raised, from the smallest that any choice can keep.
 """
 
@@ -104,14 +105,19 @@ def within_budget(
         return (_above(solved, free, first, budget) if first.budgeted == "peak" else None) or first
     if first.used_bytes <= budget and first.budgeted == "weights":  # which are counted as they are
         return first
-    found = [first] if first.used_bytes <= budget else []
-    if rented is not None and not _close(found, free):
-        found += _under_rent(rented, free, budget)
-    if first.used_bytes > budget and not _close(found, free):
-        found += _below(solved, first, budget)
+    tried = [first]
+    if rented is not None and not _close(_fitting(tried, budget), free):
+        tried += _under_rent(rented, free, budget)
+    if first.used_bytes > budget and not _close(_fitting(tried, budget), free):
+        tried += _below(solved, tried, budget)
+    found = _fitting(tried, budget)
     if not found:
         return replace(first, status="over budget", realised=None, objective=math.inf, lower_bound=-math.inf)
     return as_found(min(found, key=lambda result: result.objective), free.lower_bound)
+
+
+def _fitting(tried: Sequence[MeshResult], budget: float) -> list[MeshResult]:
+    return [result for result in tried if result.peak is not None and result.used_bytes <= budget]
 
 
 def _close(found: Sequence[MeshResult], free: MeshResult) -> bool:
@@ -119,12 +125,12 @@ def _close(found: Sequence[MeshResult], free: MeshResult) -> bool:
 
 
 def _under_rent(rented: Rented, free: MeshResult, budget: float) -> list[MeshResult]:
-    """Plans that fit at a rent that rises until one does, and is then lowered once.
+    """Plans at a rent that rises until one fits, and is then lowered once.
 
     The rent is charged for what lies there when the plans so far are fullest.
     """
     unit = free.objective / max(1, free.used_bytes)
-    tried, found = [free], []
+    tried = [free]
     for number, share in enumerate(_RENTS if unit else ()):  # shares of nothing are no rents
         result = rented(share * unit, tried)
         if result.peak is None:
@@ -132,16 +138,21 @@ def _under_rent(rented: Rented, free: MeshResult, budget: float) -> list[MeshRes
         tried.append(result)
         if result.used_bytes > budget:
             continue
-        found.append(result)
         if number and not _close([result], free):
             result = rented(math.sqrt(share * _RENTS[number - 1]) * unit, tried)
-            found += [result] if result.peak is not None and result.used_bytes <= budget else []
+            tried += [result] if result.peak is not None else []
         break
-    return found
+    return tried[1:]
 
 
-def _below(solved: Callable[[int | None], MeshResult], result: MeshResult, budget: float) -> list[MeshResult]:
-    """The first plan that fits of those by limits below the budget, as a list of one or none."""
+def _below(solved: Callable[[int | None], MeshResult], tried: Sequence[MeshResult], budget: float) -> list[MeshResult]:
+    """The first plan that fits of those by limits below the budget, as a list of one or none.
+
+    Of the plans tried, the first is by the budget as the limit; they start from the nearest that does not fit.
+    """
+    problem = tried[0].problem
+    assert problem is not None
+    result = min((r for r in tried if r.used_bytes > budget), key=lambda r: r.used_bytes)
     low, high, excess = 0, int(budget), 1
     limit = high
     for _ in range(_ROUNDS - 1):
@@ -152,13 +163,13 @@ def _below(solved: Callable[[int | None], MeshResult], result: MeshResult, budge
         else:
             assert result.solution is not None
             # The next answer must need less than this one, by the solver's own count.
-            high = min(limit, result.solution.peak_bytes)
+            high = min(limit, evaluate(problem, result.solution.choice).peak_bytes)
             excess = max(1, math.ceil(result.used_bytes - budget))
         limit = high - excess if not low else (low + high) // 2
         if not low < limit < high:
             break
         result = solved(limit)
-    return [result] if result.peak is not None and result.used_bytes <= budget else []
+    return _fitting([result], budget)
 
 
 def _above(

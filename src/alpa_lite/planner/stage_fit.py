@@ -10,8 +10,9 @@ In: the stage as a task for one mesh, and what a plan of it takes. Out: the chea
 3. Where the hull promises that a plan between these two is cheaper by ``_NEAR``: mixtures of all plans found so far, in which
    every node chooses as in one of them, under limits between what the solver counts of the two. A rent makes equal layers
    choose alike; a mixture lets some of them be lean.
-4. Where no rent fits, or a plan between the cheapest one and what fits still promises as much: plans over all choices, under
-   limits lowered by what the last exceeds. They find what is close to the cheapest plan, as where little must be saved.
+4. Where no rent fits, or a plan between the cheapest one and what fits promises as much: plans over all choices, under limits
+   lowered by what the last exceeds, while they are cheaper by ``_NEAR``. They find what is close to the cheapest plan, as where
+   little must be saved.
 
 Every limit is one solve, and the number of solves is bounded; none is proven, as that took 50 s for a mixture of thousands of
 nodes and found nothing cheaper. That all of them may take ``PlanOptions.time_limit_s`` together is a last resort: what fits by
@@ -38,7 +39,7 @@ from alpa_lite.planner.stage_costs import StageCosts
 
 _LOWERED = 4  # limits over all choices
 _MIXED = 4  # limits of mixtures
-_NEAR = 0.01  # share of the price that a mixture must promise
+_NEAR = 0.01  # share of the price that a plan under a limit must promise
 _RENTS = (0.003, 0.03, 0.3, 3.0)  # of all bytes of the cheapest plan together, as a share of its price
 _CORNERS = 4  # of the hull that are looked for
 _SAME = 1e-4  # prices at a rent that differ by no more are of one line of the hull
@@ -169,16 +170,16 @@ class _Fit:
         The stage's program holds what it exchanges stacked over all microbatches, so that the solver counts more than the
         stage takes; what must be saved is the same.
         """
-        limit, best = (
-            self.counted(over),
-            min(filter(self.fits, self.points), key=lambda point: point.price, default=None),
-        )
+        best = min(filter(self.fits, self.points), key=lambda point: point.price, default=None)
+        if best is not None and not self.promises(over, best, _NEAR):
+            return
+        limit = self.counted(over)
         for _ in range(_LOWERED):
             limit -= max(1, math.ceil(over.size - self.task.budget))
-            if limit <= 0 or (best is not None and (not self.promises(over, best, _NEAR) or self.is_late())):
+            if limit <= 0 or (best is not None and ((1 + _NEAR) * over.price > best.price or self.is_late())):
                 break
             found = self.plan(limit=limit)
-            if self.fits(found) or found.price >= (math.inf if best is None else best.price):
+            if self.fits(found) or found.size == math.inf:
                 break
             over, limit = found, min(limit, self.counted(found))
 

@@ -219,7 +219,7 @@ def planned(step: Any = train_step, cluster: str = "1x8:cpu", count: Any = MICRO
     ("options", "error", "parts"),
     [
         ({"num_stages": 8}, LayerError, ["num_stages=8", "4 layers", "al.layer_boundary"]),
-        ({"num_stages": 3}, LayerError, ["num_stages=3", "1x8:cpu", "divides"]),
+        ({"num_stages": 3}, LayerError, ["num_stages=3", "1x8:cpu", "1-2, 4, 8"]),
         ({"num_stages": 2, "count": "auto"}, AlpaLiteError, ["num_microbatches='auto'"]),
         ({"num_stages": 2, "schedule": "2f2b"}, AlpaLiteError, ["schedule='2f2b'", "'1f1b'"]),
         ({"num_stages": 0}, AlpaLiteError, ["num_stages=0", "numbers from 1"]),

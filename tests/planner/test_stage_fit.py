@@ -77,9 +77,9 @@ class Planner:
         found = {"objective": float(price), "lower_bound": float(price), "realised": made, "peak": peak}
         return MeshResult(mesh=mesh, status="optimal", solution=solution, problem=problem, **found)
 
-    def counted(self, task: Any, cluster: Any, mesh: Any, choices: Sequence[np.ndarray]) -> list[int]:
+    def counted(self, task: Any, cluster: Any, mesh: Any, choice: np.ndarray) -> int:
         del task, cluster, mesh
-        return [STACKED + int(self.plans[choice][:, 1].sum()) for choice in choices]
+        return STACKED + int(self.plans[choice][:, 1].sum())
 
 
 def fitted(

@@ -118,10 +118,9 @@ def plan_once(
     return replace(_found(task, costs, pricer, problem, _charged(task, pricer, problem), begin), limit=limit)
 
 
-def counted_bytes(task: MeshTask, cluster: Cluster, mesh: DeviceMesh, choices: Sequence[np.ndarray]) -> list[int]:
-    """The peaks of choices by the solver's own count."""
-    problem = _pose(task, cluster, mesh)[2](0)
-    return [evaluate(problem, choice).peak_bytes for choice in choices]
+def counted_bytes(task: MeshTask, cluster: Cluster, mesh: DeviceMesh, choice: np.ndarray) -> int:
+    """The peak of a choice by the solver's own count."""
+    return evaluate(_pose(task, cluster, mesh)[2](0), choice).peak_bytes
 
 
 def _charged(task: MeshTask, pricer: Pricer, problem: IntraOpProblem) -> IntraOpProblem:

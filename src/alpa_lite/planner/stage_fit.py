@@ -214,7 +214,7 @@ class _Fit:
 
     def counted(self, point: _Point) -> int:
         """The peak by the solver's own count."""
-        return counted_bytes(self.task, self.cluster, self.mesh, [point.choice])[0]
+        return counted_bytes(self.task, self.cluster, self.mesh, point.choice)
 
     def plan(self, rent: float = 0.0, *, limit: int | None = None, among: Sequence[np.ndarray] = ()) -> _Point:
         """One plan, without proof under a limit; kept if it fits and is the best so far."""

@@ -80,6 +80,23 @@ def test_levels_change_messages_as_groups_do(copies: bool, monkeypatch: pytest.M
         assert bounds[-1] == pytest.approx(messages.exact_bound(), rel=1e-9)
 
 
+@pytest.mark.parametrize("copies", [False, True])
+@pytest.mark.parametrize("forward", [False, True])
+def test_choices_by_levels_are_those_by_groups_with_ties_as_well(copies: bool, forward: bool) -> None:
+    for seed in range(10):
+        core, classes = random_core(seed, copies=copies)
+        few = [np.floor(3 * c) for c in core.unary], [np.floor(3 * c) for c in core.costs]
+        tied = tie(core, classes if copies else None)
+        messages = Messages.zero(core, few[0], [few[1][core.matrix_ids.index(n)] for n in core.matrix_ids], tied)
+        for _ in range(seed % 3):
+            messages.sweep()
+        (messages.backward if forward else messages.forward)()
+        by_levels = messages.pick(forward=forward)
+        assert messages._levels is not None
+        messages._levels = None
+        assert by_levels == messages.pick(forward=forward)
+
+
 def test_levels_are_left_out_where_they_are_as_narrow_as_nodes() -> None:
     unary = tuple(np.arange(3.0) for _ in range(40))
     core = Core(

@@ -37,7 +37,7 @@ class _Level:
         costs: per edge to a visited node, for every state here, those of all states there, behind one another.
         sent: for each of them, the place of the message that comes off it.
         costs_from: where the states here start among them.
-        heard: places of what comes of it, one per edge and state here.
+        heard: places of what comes of it, one per edge and state here; ``there``: the node at the other end.
         parts: places of what adds up to the cost of every state: the node's own, and the messages to it.
         parts_from: where the states start among them.
         in_order: the same as columns, one per state, which end with the place of a 0 as often as they need.
@@ -45,12 +45,14 @@ class _Level:
         ahead: places of the messages of edges to nodes that come, one per edge and state here; ``states``: which state.
         nodes: where the nodes start among the states.
         stays: per node, the share of its cost that is sent nowhere.
+        visited: its nodes, in the order of visits to levels.
     """
 
     costs: Array
     sent: Places
     costs_from: Places
     heard: Places
+    there: Places
     parts: Places
     parts_from: Places
     in_order: Places
@@ -59,6 +61,7 @@ class _Level:
     states: Places
     nodes: Places
     stays: Array
+    visited: slice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -68,10 +71,12 @@ class _Direction:
     Attributes:
         levels: in their order.
         groups: the nodes of all levels, behind one another, by group in the order of visits; and of how many nodes each is.
+        first: per group, where its nodes begin among these.
     """
 
     levels: list[_Level]
     groups: tuple[Places, list[int]]
+    first: Places
 
 
 class LevelSweeps:
@@ -107,6 +112,22 @@ class LevelSweeps:
             return sum(map(float, left))
         nodes, counts = direction.groups
         return _added_up(np.concatenate(left)[nodes], counts)
+
+    def pick(self, *, forward: bool) -> tuple[Places, Places]:
+        """A choice as ``Messages.pick`` says, of all nodes level by level, and where the nodes of each group begin.
+
+        It is added up in the order of groups, and of equal states the first is taken.
+        """
+        direction = self._directions[forward]
+        values = self._values.copy()
+        picks = np.empty(sum(len(level.nodes) for level in direction.levels), dtype=np.intp)
+        for level in direction.levels:
+            values[level.heard] = level.costs[level.costs_from + picks[level.there]]
+            seen = np.add.reduce(values[level.in_order], axis=0)
+            lengths = np.diff(level.nodes, append=len(seen))
+            least = np.flatnonzero(seen == np.repeat(_minimum(seen, level.nodes), lengths))
+            picks[level.visited] = least[np.searchsorted(least, level.nodes)] - level.nodes
+        return picks, direction.first
 
 
 def _added_up(shares: Array, counts: Sequence[int]) -> float:
@@ -194,8 +215,9 @@ def _levels(
     groups = sorted(order, key=lambda group: numbers[group])
     level = np.array([numbers[group] for group in groups])
     copies, states = np.array([unary[group].shape for group in groups], dtype=np.intp).T
-    size, first, rank = (np.empty(len(groups), dtype=np.intp) for _ in range(3))  # by group
+    size, first, first_node, rank = (np.empty(len(groups), dtype=np.intp) for _ in range(4))  # by group
     size[groups], first[groups], rank[groups] = states, _starts(copies * states), np.arange(len(groups))
+    first_node[groups] = _starts(copies)
     by_here, by_there = (np.argsort(rank[end[0]], kind="stable") for end in (here, there))
 
     def of(end: Places, order: Places) -> tuple[Places, Places, Places, Places]:
@@ -205,6 +227,7 @@ def _levels(
 
     behind_level, wide, to_state, heard_at = of(here, by_here)
     _, deep, _, sent_at = of(there, by_here)
+    others = np.repeat(first_node[there[0, by_here]] + there[1, by_here], wide)
     ahead_level, wide_ahead, from_state, ahead_at = of(there, by_there)
     lengths, heard = np.repeat(deep, wide), _runs(heard_at, wide)
     sent = _runs(np.repeat(sent_at, wide), lengths)
@@ -237,6 +260,7 @@ def _levels(
             sent=sent[entries[n]],
             costs_from=costs_from[rows[n]] - entries[n].start,
             heard=heard[rows[n]],
+            there=others[rows[n]],
             parts=parts[part[n]],
             parts_from=parts_from[state[n]] - part[n].start,
             in_order=_columns(parts[part[n]], num_parts[state[n]], zero),
@@ -245,12 +269,13 @@ def _levels(
             states=ahead_states[later[n]] - state[n].start,
             nodes=of_node[node[n]] - state[n].start,
             stays=stays[node[n]].copy(),
+            visited=node[n],
         )
         for n in range(int(level[-1]) + 1)
     ]
-    begin = _starts(copies)
     visited = rank[list(order)]
-    return _Direction(levels=found, groups=(_runs(begin[visited], copies[visited]), copies[visited].tolist()))
+    places = _runs(first_node[list(order)], copies[visited])
+    return _Direction(levels=found, groups=(places, copies[visited].tolist()), first=first_node)
 
 
 def _columns(parts: Places, lengths: Places, rest: int) -> Places:

@@ -40,7 +40,7 @@ class Messages:
         unary: per group [copies, states], costs without messages (with memory prices, if any).
     """
 
-    __slots__ = ("_around", "_count", "_edges", "_levels", "_values", "_visits", "tied", "unary")
+    __slots__ = ("_alike", "_around", "_count", "_edges", "_levels", "_values", "_visits", "tied", "unary")
 
     def __init__(self, tied: Tie, values: Array, unary: list[Array], edges: list[Edges]) -> None:
         """``unary``, one behind the other, and all messages are parts of ``values``, whose last entry is 0."""
@@ -48,6 +48,7 @@ class Messages:
         self.unary = unary
         self._values, self._edges = values, edges
         self._count = 0  # of sweeps
+        self._alike = one_by_one_alike(unary, edges)
         self._levels: LevelSweeps | None = None
         # By direction, each made when it is first needed.
         self._visits: dict[bool, list[Visit]] = {}
@@ -161,7 +162,7 @@ class Messages:
     def _sweep(self, *, forward: bool, bound: bool = True) -> float:
         self._count += 1
         early = self._count < _IN_ORDER
-        if (self._count == 1 and one_by_one_alike(self.unary, self._edges)) or self._count == _IN_ORDER:
+        if (self._count == 1 and self._alike) or self._count == _IN_ORDER:
             self._levels = self._levels or level_sweeps(self._values, self.unary, self._edges)
         if self._levels is not None:
             return self._levels.sweep(forward=forward, in_order=early)
@@ -199,6 +200,10 @@ class Messages:
 
         Messages are best against the direction of the last sweep.
         """
+        if self._levels is not None and self._alike:
+            found, first = self._levels.pick(forward=forward)
+            chosen: list[int] = found[first[self.tied.group] + self.tied.slot].tolist()
+            return chosen
         picks: list[Array] = [np.zeros(0)] * len(self.unary)
         around = self._around_of(forward)
         for group in range(len(around)) if forward else range(len(around) - 1, -1, -1):

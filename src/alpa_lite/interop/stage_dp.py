@@ -8,9 +8,10 @@ still to place on d devices in s stages (submesh w for the first of them, where 
                  whose memory tolerates s - 1 later stages                                           (_count_table)
 
 Alpa's dynamic program (OSDI 2022, section 5.2) has the same recurrence. It is run here on few arcs: the recurrence
-without s, with memory only as far as the fewest later stages go, is a lower bound (``sum_bounds``). It is taken from both
-ends of the pipeline, and an arc stays only if the bound through it is within the sum that can still matter (``_arcs``): first
-one just above the bound, where it has an answer, then the limit itself. Nothing is lost, so the result is exact.
+without s, with memory only as far as the fewest later stages go, is a lower bound (``sum_bounds``). A walk from the first layer
+on takes an arc only if what was spent before it and the bound of what follows are within the sum that can still matter
+(``_arcs``): first one just above the bound, where it has an answer, then the limit itself. Nothing is lost, so the result is
+exact.
 """
 
 from __future__ import annotations
@@ -86,44 +87,53 @@ def best_within(problem: SliceProblem, cells: Cells, limits: Limits) -> Slicing 
 
 
 def _arcs(cells: Cells, counted: Counted, most_s: float) -> _Arcs | None:
-    """The stages with the units left before them that can lie on a slicing with a sum within ``most_s``."""
-    grid, suffix, prefix, most = counted.grid, counted.suffix, counted.prefix, counted.most
+    """The stages with the units left before them that can lie on a slicing with a sum within ``most_s``.
+
+    A walk from the first layer on: only from nodes that are reached, and only over arcs that the bound of what follows allows.
+    """
+    grid, suffix = counted.grid, counted.suffix
     most_s += counted.tolls_s
-    layers = grid.num_layers
-    found_cells, lefts, sums = [], [], []
+    layers, columns, units = grid.num_layers, len(grid.sizes), grid.num_units + 1
+    reached_s = np.full((layers + 1, grid.width, units), np.inf)  # by what was spent before
+    reached_s[0, :, -1] = 0.0
+    num_before = np.zeros(reached_s.shape, np.int32) if suffix.later is None else np.full(reached_s.shape, counted.most)
+    num_before[0] = 0
+    found: list[tuple[Ints, Ints, Ints, Floats]] = []
     for first in range(layers):
-        end = min(layers, first + grid.reach)
-        so_far = prefix.after[layers - first][None, :, ::-1] + grid.least_s[first, first:end, :, None]
-        bound = so_far + suffix.rest[first + 1 : end + 1]
+        column, left = np.nonzero(np.broadcast_to(reached_s[first] < np.inf, (columns, units)))
+        if not len(left):
+            continue
+        end, own = min(layers, first + grid.reach), column if grid.width > 1 else 0
+        so_far = reached_s[first, own, left] + grid.least_s[first, first:end, column].T
+        bound = so_far + suffix.rest[first + 1 : end + 1, column, left]
         fits = (bound <= most_s) & (bound < np.inf)
         if suffix.later is not None and grid.tolerated is not None:
-            later = suffix.later[first + 1 : end + 1]
-            fits &= later <= grid.tolerated[first, first:end, :, None]
-            if prefix.fewest is not None:
-                fits &= prefix.fewest[layers - first][None, :, ::-1] + later < most
-        last, column, left = np.nonzero(fits)
-        found_cells.append(grid.cell[first, first + last, column])
-        lefts.append(left)
-        sums.append(so_far[last, column, left])
-    cell, left, so_far = np.concatenate(found_cells), np.concatenate(lefts), np.concatenate(sums)
-    next_column = np.zeros(len(cell), dtype=np.int64)
-    moved_s = np.zeros(len(cell))
-    if grid.transfer_s is not None:
-        keep, next_column, moved_s = _with_next(cells, grid, cell, left, so_far, suffix.start, most_s)
-        cell, left = cell[keep], left[keep]
-    return _linked(cells, grid, cell, left, next_column, moved_s)
+            later = suffix.later[first + 1 : end + 1, column, left]
+            fits &= later <= grid.tolerated[first, first:end, column].T
+            fits &= num_before[first, own, left] + later < counted.most
+        last, node = np.nonzero(fits)
+        column, left, so_far = column[node], left[node], so_far[last, node]
+        following, next_column, moved_s = first + 1 + last, np.zeros(len(last), dtype=np.int64), np.zeros(len(last))
+        if grid.transfer_s is not None:
+            keep, next_column, moved_s = _with_next(grid, following, column, left, so_far, suffix.start, most_s)
+            last, column, left, so_far, following = (rows[keep] for rows in (last, column, left, so_far, following))
+        head = (following * grid.width + next_column) * units + left - grid.sizes[column]
+        np.minimum.at(reached_s.ravel(), head, so_far + moved_s)
+        if suffix.later is not None:
+            np.minimum.at(num_before.ravel(), head, 1 + num_before[first, column if grid.width > 1 else 0, left])
+        tail = (first * grid.width + (column if grid.width > 1 else 0)) * units + left
+        found.append((grid.cell[first, first + last, column], tail, head, moved_s))
+    return _linked(grid, *map(np.concatenate, zip(*found, strict=True)))
 
 
 def _with_next(
-    cells: Cells, grid: Grid, cell: Ints, left: Ints, so_far: Floats, start: Floats, most_s: float
+    grid: Grid, following: Ints, column: Ints, left: Ints, so_far: Floats, start: Floats, most_s: float
 ) -> tuple[Ints, Ints, Floats]:
     """Each arc once per column that the next stage may have: rows of the arcs, next column, transfer time."""
     assert grid.transfer_s is not None
-    column = np.searchsorted(grid.submeshes, cells.submesh[cell])
-    following, rest = cells.last[cell] + 1, left - grid.sizes[column]
-    moved_s = np.zeros((len(cell), len(grid.sizes)))
-    inner = following < grid.num_layers
-    moved_s[inner] = grid.transfer_s[cells.last[cell[inner]], column[inner]]
+    rest, inner = left - grid.sizes[column], following < grid.num_layers
+    moved_s = np.zeros((len(left), len(grid.sizes)))
+    moved_s[inner] = grid.transfer_s[following[inner] - 1, column[inner]]
     bound = so_far[:, None] + moved_s + np.where(inner[:, None], start[following, :, rest], 0.0)
     fits = (bound <= most_s) & (bound < np.inf)
     fits[~inner, 1:] = False  # after the last stage there is one end
@@ -131,21 +141,17 @@ def _with_next(
     return keep, next_column, moved_s[keep, next_column]
 
 
-def _linked(cells: Cells, grid: Grid, cell: Ints, left: Ints, next_column: Ints, moved_s: Floats) -> _Arcs | None:
+def _linked(grid: Grid, cell: Ints, tail: Ints, head: Ints, moved_s: Floats) -> _Arcs | None:
     """Sorts arcs by the node that they leave, and looks up the node that they enter."""
-    layers, width, devices = grid.num_layers, grid.width, grid.num_units + 1
-    column = np.searchsorted(grid.submeshes, cells.submesh[cell])
-    own = column if width > 1 else 0
-    tail = (cells.first[cell] * width + own) * devices + left
-    head = ((cells.last[cell] + 1) * width + next_column) * devices + left - grid.sizes[column]
+    whole, units = grid.width * (grid.num_units + 1), grid.num_units + 1
     order = np.argsort(tail, kind="stable")
     nodes, starts = np.unique(tail[order], return_index=True)
-    roots = np.flatnonzero((nodes < width * devices) & (nodes % devices == devices - 1))
+    roots = np.flatnonzero((nodes < whole) & (nodes % units == units - 1))
     if not len(roots):
         return None
     place = np.minimum(np.searchsorted(nodes, head), len(nodes) - 1)
     entered = np.where(nodes[place] == head, place, len(nodes) + 1)
-    entered[head == layers * width * devices] = len(nodes)
+    entered[head == grid.num_layers * whole] = len(nodes)
     return _Arcs(
         cell=cell[order],
         transfer_s=moved_s[order],

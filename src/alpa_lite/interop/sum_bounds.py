@@ -1,16 +1,15 @@
-"""Lower bounds of the sum of stage times from both ends of a pipeline, and the toll per stage that makes them tight.
+"""Lower bounds of the sum of stage times from a stage to the end, and the toll per stage that makes them tight.
 
 In come possible stages as arrays (``Grid``), out come bounds (``Counted``). The recurrence of ``stage_dp`` without the
 number of stages, with memory only as far as the fewest later stages go, is run over whole arrays, layer by layer
-(``suffix_sums``); on the mirrored pipeline it bounds what comes before a stage. Where the number of stages is fixed, a
-toll on every stage, a Lagrangian, makes the bound one of slicings with about so many (``best_toll``).
+(``suffix_sums``). Where the number of stages is fixed, a toll on every stage, a Lagrangian, makes the bound one of slicings
+with about so many (``best_toll``).
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -86,16 +85,6 @@ def grid_of(problem: SliceProblem, cells: Cells, cost_s: Floats, limits: Limits,
     )
 
 
-def _mirrored(grid: Grid) -> Grid:
-    """The same pipeline from its end to its start."""
-    moved = grid.transfer_s
-    return replace(
-        grid,
-        least_s=grid.least_s[::-1, ::-1].transpose(1, 0, 2),
-        transfer_s=None if moved is None else moved[::-1].transpose(0, 2, 1),
-    )
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Suffix:
     """Lower bounds of the ends of a pipeline, by layer, column and units left.
@@ -103,13 +92,12 @@ class Suffix:
     Attributes:
         start: of the sum from a stage on, which starts with this layer and has this column's submesh.
         rest: of the sum of what follows a stage that ends before this layer, by the units left before that stage.
-        after: the same by the units left after it. Without transfers the submesh makes no difference, and its dim has the size 1.
         fewest: stages that can follow, by the units left after it, as far as it is known; ``later`` by those left before it.
+            Without transfers the submesh makes no difference, and the dim of ``fewest`` has the size 1.
     """
 
     start: Floats
     rest: Floats
-    after: Floats
     fewest: Counts | None
     later: Counts | None
 
@@ -149,7 +137,7 @@ def suffix_sums(grid: Grid, tolerated: Counts | None) -> Suffix:
         start[first] = sums.min(axis=0)
         after[first] = _entered(start[first], moved_s)
         np.take(padded[first], places, out=rest[first], mode="clip")
-    return Suffix(start=start, rest=rest, after=after, fewest=fewest, later=later)
+    return Suffix(start=start, rest=rest, fewest=fewest, later=later)
 
 
 def _counting(grid: Grid, tolerated: Counts | None) -> tuple[Counts, list[bool], Counts | None]:
@@ -187,7 +175,7 @@ def _entered(start: Any, transfer: Any) -> Any:
 
 
 class Counted:
-    """Bounds from both ends of the pipeline, where every stage has a toll beside its time.
+    """Bounds to the end of the pipeline, where every stage has a toll beside its time.
 
     Of a fixed number of stages the tolls are known: they come off the bound. A toll below 0 makes the bound one of slicings with
     more stages, above 0 with fewer.
@@ -204,13 +192,6 @@ class Counted:
     @property
     def bound_s(self) -> float:
         return float(self.suffix.start[0, :, -1].min()) - self.tolls_s
-
-    @cached_property
-    def prefix(self) -> Suffix:
-        """The suffix of the mirrored pipeline; where stages are few it counts, so that few arcs are left."""
-        grid = _mirrored(self.grid)
-        counted = np.where(np.isfinite(grid.least_s), np.int32(grid.num_layers), np.int32(-1))
-        return suffix_sums(grid, counted if self.most < self.problem.num_layers else None)
 
     def stages_behind(self) -> int:
         """How many stages the slicing has that gives the bound."""

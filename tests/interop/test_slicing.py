@@ -336,3 +336,31 @@ def test_values_equal_but_for_rounding_are_one_value():
                     once_s[i, j, :, c] = sum(order.tolist()) / 3
         check({"cost_s": cost_s, "tolerated": np.full((4, 4, 2, 2), 4), "sizes": (1, 2), "num_devices": 4,
                "num_microbatches": 8}, {"once_s": once_s, "num_stages": 3})  # fmt: skip
+
+
+def test_tables_by_run_give_the_same_as_tables_by_layers():
+    layers, found = 5, 0
+    length = np.maximum(np.arange(layers)[None, :] - np.arange(layers)[:, None], 0)  # runs of one length cost the same
+    for seed in range(24):
+        case = random_case(seed, layers)
+        more = extras(seed, case)
+        more.update(submesh_sizes=case["sizes"], num_devices=case["num_devices"], num_microbatches=4)
+        tables = {"cost_s": case["cost_s"][0], "tolerated_later_stages": case["tolerated"][0]}
+        if "once_s" in more:
+            tables["once_s"] = more.pop("once_s")[0]
+        dense = {name: table[length] for name, table in tables.items()}
+        try:
+            expected = slice_stages(**dense, **more)
+        except SlicingError:
+            with pytest.raises(SlicingError):
+                slice_stages(**tables, **more, runs=length)
+        else:
+            found += 1
+            assert slice_stages(**tables, **more, runs=length) == expected
+    assert found > 7
+
+
+@pytest.mark.parametrize("runs", [np.zeros((2, 3), int), np.zeros((2, 2)), np.full((2, 2), 2), np.full((2, 2), -1)])
+def test_bad_runs(runs):
+    with pytest.raises(SlicingError, match="runs h"):
+        slice_stages(np.ones((2, 1, 1)), np.ones((2, 1, 1)), (1,), 1, 1, runs=runs)

@@ -170,7 +170,7 @@ def test_where_memory_is_ample_nothing_is_priced_recomputed(monkeypatch):
 
 
 def cells_of(table: StageTable) -> list[Cell]:
-    return [Cell(k, m, c) for k in table.cells for m, given in enumerate(table.choices) for c in range(len(given))]
+    return [Cell(k, m, c) for k in table.kinds for m, given in enumerate(table.choices) for c in range(len(given))]
 
 
 def search_at_its_beginning(planned: Callable[[], Plan]) -> Callable[[], StageSearch]:
@@ -233,7 +233,7 @@ def test_two_devices_bound_more_unless_these_exchange_faster(device, bounds):
     cluster = al.Cluster.parse(f"1x8:{device}")
     table = search_at_its_beginning(lambda: plan(2, cluster))().table
     kind, two, four = (
-        next(k for k in table.cells if len(k) == 1),
+        next(k for k in table.kinds if len(k) == 1),
         table.submeshes.index((1, 2)),
         table.submeshes.index((1, 4)),
     )
@@ -241,7 +241,7 @@ def test_two_devices_bound_more_unless_these_exchange_faster(device, bounds):
     table.known[kind][two] = (1.0, 0.0, 0.0, 0.0, 0.0)
     table.singles.clear()
     table.refresh([kind])
-    assert (table.cost_s[0, 0, four].min() >= 0.5) == bounds
+    assert (table.cost_s[table.kinds[kind], four].min() >= 0.5) == bounds
 
 
 def test_a_table_that_did_not_change_is_not_sliced_again(search_of, monkeypatch):

@@ -6,7 +6,7 @@ import functools
 import math
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -24,8 +24,9 @@ TIE = 1e-12
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SliceProblem:
-    """The arguments of ``slice_stages`` after their checks; axes of the tables are (first, last, submesh, choice)."""
+    """The arguments of ``slice_stages`` after their checks; axes of the tables are (run, submesh, choice)."""
 
+    runs: Ints  # (first, last) -> run
     cost_s: Floats
     tolerated: Ints
     once_s: Floats
@@ -39,7 +40,12 @@ class SliceProblem:
 
     @property
     def num_layers(self) -> int:
-        return self.cost_s.shape[0]
+        return len(self.runs)
+
+    def place(self, stage: tuple[int, int, int, int]) -> tuple[int, int, int]:
+        """Where the tables say what (first layer, last layer, submesh, choice) costs."""
+        first, last, submesh, choice = stage
+        return int(self.runs[first, last]), submesh, choice
 
     @property
     def pinned(self) -> bool:
@@ -62,18 +68,23 @@ def raised(limit: float) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Cells:
-    """Possible stages, one row each, sorted by (first, submesh, last); choices are the second dim of the tables."""
+    """Possible stages, one row each, sorted by (first, submesh, last), and what they cost: (entry, choice) -> number.
+
+    Equal runs share an entry, so that what is asked of entries is asked once.
+    """
 
     first: Ints
     last: Ints
     submesh: Ints
     size: Ints
+    entry: Ints
     cost_s: Floats
     tolerated: Ints
     once_s: Floats
 
     def take(self, rows: Any) -> Cells:
-        return Cells(**{name: getattr(self, name)[rows] for name in self.__slots__})
+        own = {name: getattr(self, name)[rows] for name in ("first", "last", "submesh", "size", "entry")}
+        return replace(self, **own)
 
 
 def cells_of(problem: SliceProblem) -> Cells:
@@ -92,21 +103,32 @@ def cells_of(problem: SliceProblem) -> Cells:
             else:
                 possible &= ~((first <= layer) & (layer <= last) & (first <= other) & (other <= last))
     first, submesh, last = first[possible], submesh[possible], last[possible]
-    cost_s = problem.cost_s[first, last, submesh]
-    tolerated = problem.tolerated[first, last, submesh]
-    once_s = problem.once_s[first, last, submesh]
-    needed = (last < layers - 1)[:, None]  # a stage that does not end the pipeline has at least one after it
-    cost_s = np.where((tolerated >= needed) & np.isfinite(once_s), cost_s, np.inf)
+    inner = last < layers - 1  # a stage that does not end the pipeline has at least one after it
+    shape = (2, len(problem.cost_s), len(sizes))
+    entries, entry = numbered(
+        np.ravel_multi_index((inner, problem.runs[first, last], submesh), shape), math.prod(shape)
+    )
+    needed, run, of_entry = np.unravel_index(entries, shape)
+    tolerated, once_s = problem.tolerated[run, of_entry], problem.once_s[run, of_entry]
+    cost_s = np.where((tolerated >= needed[:, None]) & np.isfinite(once_s), problem.cost_s[run, of_entry], np.inf)
     cells = Cells(
         first=first,
         last=last,
         submesh=submesh,
         size=sizes[submesh],
+        entry=entry,
         cost_s=cost_s,
         tolerated=tolerated,
         once_s=once_s,
     )
-    return cells.take(np.isfinite(cost_s).any(axis=1))
+    return cells.take((cost_s.min(axis=1) < np.inf)[entry])
+
+
+def numbered(values: Ints, end: int) -> tuple[Ints, Ints]:
+    """The different values, ascending, and where each is among them; they are below ``end``, so that none is sorted."""
+    occurs = np.zeros(end, dtype=bool)
+    occurs[values] = True
+    return np.flatnonzero(occurs), (np.cumsum(occurs) - 1)[values]
 
 
 def _usable_sizes(problem: SliceProblem) -> list[int]:
@@ -146,36 +168,62 @@ def check_problem(
     num_stages: int | None,
     layer_stage: Mapping[int, int] | None,
     stage_submeshes: Sequence[int | None] | None,
+    runs: ArrayLike | None = None,
 ) -> SliceProblem:
     """Checks all arguments of ``slice_stages`` (``SlicingError``)."""
     cost = _table("cost_s", cost_s)
-    if cost.ndim != 4 or cost.shape[0] != cost.shape[1] or 0 in cost.shape:
+    layout = "layers, layers" if runs is None else "runs"
+    if cost.ndim != 3 + (runs is None) or (runs is None and cost.shape[0] != cost.shape[1]) or 0 in cost.shape:
+        where = "i, j" if runs is None else "runs[i, j]"
         raise SlicingError(
-            f"cost_s has the shape {cost.shape}. It must be (layers, layers, submeshes, choices), none of them 0. It was "
-            f"given to slice_stages; put the seconds of layers i..j on submesh m with choice c at cost_s[i, j, m, c]."
+            f"cost_s has the shape {cost.shape}. It must be ({layout}, submeshes, choices), none of them 0. It was "
+            f"given to slice_stages; put the seconds of layers i..j on submesh m with choice c at cost_s[{where}, m, c]."
         )
-    sizes = _sizes(submesh_sizes, cost.shape[2], num_devices)
+    numbers = _runs(runs, len(cost))
+    layers = len(numbers)
+    sizes = _sizes(submesh_sizes, cost.shape[-2], num_devices)
     _positive("num_microbatches", num_microbatches)
     once = np.zeros(cost.shape) if once_s is None else _table("once_s", once_s)
     _same_shape("once_s", once, cost.shape)
     transfer = None
     if transfer_s is not None:
         transfer = _table("transfer_s", transfer_s)
-        _same_shape("transfer_s", transfer, (cost.shape[0] - 1, len(sizes), len(sizes)))
+        _same_shape("transfer_s", transfer, (layers - 1, len(sizes), len(sizes)))
     submeshes = _stage_submeshes(stage_submeshes, sizes, num_devices, num_stages)
-    counts = _stage_counts(len(submeshes) or num_stages, cost.shape[0])
+    counts = _stage_counts(len(submeshes) or num_stages, layers)
+    by_run = (-1, *cost.shape[-2:])
     return SliceProblem(
-        cost_s=cost,
-        tolerated=_tolerated(tolerated_later_stages, cost.shape),
-        once_s=once,
+        runs=numbers,
+        cost_s=cost.reshape(by_run),
+        tolerated=_tolerated(tolerated_later_stages, cost.shape).reshape(by_run),
+        once_s=once.reshape(by_run),
         transfer_s=transfer,
         submesh_sizes=sizes,
         num_devices=num_devices,
         num_microbatches=num_microbatches,
         stage_counts=counts,
-        layer_stage=_layer_stage(layer_stage or {}, cost.shape[0], counts),
+        layer_stage=_layer_stage(layer_stage or {}, layers, counts),
         stage_submeshes=submeshes,
     )
+
+
+def _runs(runs: ArrayLike | None, count: int) -> Ints:
+    """(first, last) -> run; without runs every pair of the ``count`` layers is one."""
+    if runs is None:
+        return np.arange(count * count).reshape(count, count)
+    numbers = np.asarray(runs)
+    if numbers.ndim != 2 or len(numbers) != numbers.shape[1] or not len(numbers) or numbers.dtype.kind not in "iu":
+        raise SlicingError(
+            f"runs has the shape {numbers.shape} and the type {numbers.dtype}. It must hold whole numbers and be (layers, "
+            f"layers), not 0. It was given to slice_stages; put the number of the run of layers i..j at runs[i, j]."
+        )
+    used = numbers[np.triu_indices(len(numbers))]
+    if used.min() < 0 or used.max() >= count:
+        raise SlicingError(
+            f"runs holds numbers from {used.min()} to {used.max()}. They must be from 0 to {count - 1}, as cost_s has {count} "
+            f"runs. Both were given to slice_stages; number the runs by their rows in cost_s."
+        )
+    return numbers
 
 
 def _positive(name: str, value: int) -> None:
@@ -226,15 +274,17 @@ def _sizes(submesh_sizes: Sequence[int], num_submeshes: int, num_devices: int) -
             f"submesh_sizes has {len(sizes)} entries, {sizes}, and cost_s has {num_submeshes} submeshes. There must be one "
             f"size per submesh index. Both were given to slice_stages; give the sizes in the order of cost_s[:, :, m]."
         )
-    sums = np.zeros(num_devices + 1, dtype=bool)
-    sums[0] = True
-    for size in sorted(set(sizes)):
-        for start in range(size):  # along one remainder, a size makes all larger sums reachable
-            sums[start::size] = np.maximum.accumulate(sums[start::size])
-    if not sums[num_devices]:
+    sums = 1  # bit n: n devices can be added up
+    for size in set(sizes):
+        step = size
+        while step <= num_devices:  # one more, two more, four more, ...
+            sums |= sums << step
+            step *= 2
+    sums &= (1 << num_devices + 1) - 1
+    if not sums >> num_devices:
         raise SlicingError(
             f"no submeshes of {sorted(set(sizes))} devices add up to {num_devices} devices. The stages use all devices. "
-            f"Both were given to slice_stages; add a submesh size, or plan for {int(np.flatnonzero(sums)[-1])} devices."
+            f"Both were given to slice_stages; add a submesh size, or plan for {sums.bit_length() - 1} devices."
         )
     return sizes
 

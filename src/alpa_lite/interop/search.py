@@ -149,9 +149,8 @@ def _distinct(values: Floats) -> Floats:
 
 def _least_bottleneck(problem: SliceProblem, cells: Cells, times: Floats) -> int:
     """Index of a time that some stage must reach: each layer lies in a stage that is no faster than its fastest."""
-    least_s = cells.cost_s.min(axis=1)
-    floor_s = 0.0
-    for layer in range(problem.num_layers):
-        covering = least_s[(cells.first <= layer) & (layer <= cells.last)]
-        floor_s = max(floor_s, float(covering.min(initial=np.inf)))
+    least_s = np.full((problem.num_layers, problem.num_layers), np.inf)
+    np.minimum.at(least_s, (cells.first, cells.last), cells.cost_s.min(axis=1)[cells.entry])
+    from_earlier = np.minimum.accumulate(least_s, axis=0)
+    floor_s = np.minimum.accumulate(from_earlier[:, ::-1], axis=1)[:, ::-1].diagonal().max()
     return min(int(np.searchsorted(times, floor_s)), len(times) - 1)

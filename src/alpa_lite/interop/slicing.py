@@ -136,6 +136,7 @@ def slice_stages(
     num_stages: int | None = None,
     layer_stage: Mapping[int, int] | None = None,
     stage_submeshes: Sequence[int | None] | None = None,
+    runs: ArrayLike | None = None,
 ) -> StageSlicing:
     """The exact best split of layers into stages on submeshes; the formulation is the text of this module.
 
@@ -153,6 +154,8 @@ def slice_stages(
         num_stages: the number of stages, when it is fixed; 1 is no pipeline.
         layer_stage: pins, layer to stage (from 0).
         stage_submeshes: submesh index per stage (None = free); fixes the number of stages.
+        runs: whole numbers (layers, layers), where many runs of layers cost the same: ``runs[i, j]`` numbers layers i..j, and
+            the tables are (runs, submeshes, choices) then: ``cost_s[runs[i, j], m, c]``.
 
     Returns:
         The best slicing. Ties go to the fewest stages, then to the lexicographically first stages; sums and maxima that
@@ -178,6 +181,7 @@ def slice_stages(
         num_stages=num_stages,
         layer_stage=layer_stage,
         stage_submeshes=stage_submeshes,
+        runs=runs,
     )
     found = search(problem)
     if found is None:
@@ -265,7 +269,7 @@ def _result(problem: SliceProblem, found: Slicing) -> StageSlicing:
         stages=found.stages,
         num_devices=tuple(problem.submesh_sizes[stage[2]] for stage in found.stages),
         num_microbatches=problem.num_microbatches,
-        times_s=tuple(float(problem.cost_s[stage]) for stage in found.stages),
-        once_s=tuple(float(problem.once_s[stage]) for stage in found.stages),
+        times_s=tuple(float(problem.cost_s[problem.place(stage)]) for stage in found.stages),
+        once_s=tuple(float(problem.once_s[problem.place(stage)]) for stage in found.stages),
         transfers_s=tuple(transfers_of(problem, found.stages)),
     )

@@ -22,7 +22,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from alpa_lite.interop.problem import Cells, Floats, Ints, Limits, SliceProblem, raised, stage_rows
+from alpa_lite.interop.problem import Cells, Floats, Ints, Limits, SliceProblem, numbered, raised, stage_rows
 from alpa_lite.interop.sum_bounds import Counted, Grid, best_toll, grid_of, suffix_sums
 
 Stage = tuple[int, int, int, int]
@@ -58,11 +58,11 @@ class _Arcs:
 def best_within(problem: SliceProblem, cells: Cells, limits: Limits) -> Slicing | None:
     """The least sum of times within the limits; ties go to the fewest stages, then to the first in lexicographic order."""
     allowed = (cells.cost_s <= raised(limits.time_s)) & (cells.once_s <= raised(limits.once_s))
-    cells = cells.take(allowed.any(axis=1))
-    cost_s = np.where(allowed[allowed.any(axis=1)], cells.cost_s, np.inf)
+    cost_s = np.where(allowed, cells.cost_s, np.inf)
+    cells = cells.take(np.flatnonzero((cost_s.min(axis=1) < np.inf)[cells.entry]))
     if not len(cells.first):
         return None
-    unit = math.gcd(*np.unique(cells.size).tolist())
+    unit = math.gcd(*set(cells.size.tolist()))
     if problem.num_devices % unit:
         return None
     grid = grid_of(problem, cells, cost_s, limits, unit)
@@ -104,12 +104,12 @@ def _arcs(cells: Cells, counted: Counted, most_s: float) -> _Arcs | None:
         if not len(left):
             continue
         end, own = min(layers, first + grid.reach), column if grid.width > 1 else 0
-        so_far = reached_s[first, own, left] + grid.least_s[first, first:end, column].T
+        so_far = reached_s[first, own, left] + grid.least_s[first, : end - first, column].T
         bound = so_far + suffix.rest[first + 1 : end + 1, column, left]
         fits = (bound <= most_s) & (bound < np.inf)
         if suffix.later is not None and grid.tolerated is not None:
             later = suffix.later[first + 1 : end + 1, column, left]
-            fits &= later <= grid.tolerated[first, first:end, column].T
+            fits &= later <= grid.tolerated[first, : end - first, column].T
             fits &= num_before[first, own, left] + later < counted.most
         last, node = np.nonzero(fits)
         column, left, so_far = column[node], left[node], so_far[last, node]
@@ -122,7 +122,7 @@ def _arcs(cells: Cells, counted: Counted, most_s: float) -> _Arcs | None:
         if suffix.later is not None:
             np.minimum.at(num_before.ravel(), head, 1 + num_before[first, column if grid.width > 1 else 0, left])
         tail = (first * grid.width + (column if grid.width > 1 else 0)) * units + left
-        found.append((grid.cell[first, first + last, column], tail, head, moved_s))
+        found.append((grid.cell[first, last, column], tail, head, moved_s))
     return _linked(grid, *map(np.concatenate, zip(*found, strict=True)))
 
 
@@ -161,23 +161,20 @@ def _linked(grid: Grid, cell: Ints, tail: Ints, head: Ints, moved_s: Floats) -> 
     )
 
 
-def _least_choice(problem: SliceProblem, cells: Cells, cost_s: Floats, later: int, num_stages: int) -> Floats:
-    """Per cell and choice the time as the stage with so many after it: inf where memory or a pin says no."""
-    allowed = np.where(cells.tolerated >= later, cost_s, np.inf)
-    if problem.pinned:
-        allowed[~stage_rows(problem, cells, num_stages - 1 - later, num_stages)] = np.inf
-    return allowed
-
-
 def _count_table(problem: SliceProblem, cells: Cells, cost_s: Floats, arcs: _Arcs, num_stages: int) -> Floats:
     """F[s, node] of the module text for s up to ``num_stages``; the rows end where nothing is reached any more."""
     table = np.full((num_stages + 1, arcs.end + 2), np.inf)
     table[0, arcs.end] = 0.0
-    least_tolerated, least_s = cells.tolerated.min(), cost_s.min(axis=1)
+    entries, entry = numbered(cells.entry[arcs.cell], len(cost_s))
+    own_s = cost_s[entries]
+    tolerated, least_s = np.where(own_s < np.inf, cells.tolerated[entries], num_stages), own_s.min(axis=1)
+    least_tolerated = tolerated.min()
     for count in range(1, num_stages + 1):
-        if problem.pinned or count - 1 > least_tolerated:
-            least_s = _least_choice(problem, cells, cost_s, count - 1, num_stages).min(axis=1)
-        through = least_s[arcs.cell] + arcs.transfer_s + table[count - 1, arcs.head]
+        if count - 1 > least_tolerated:
+            least_s = np.where(tolerated >= count - 1, own_s, np.inf).min(axis=1)
+        through = least_s[entry] + arcs.transfer_s + table[count - 1, arcs.head]
+        if problem.pinned:
+            through[~stage_rows(problem, cells, num_stages - count, num_stages)[arcs.cell]] = np.inf
         np.minimum.reduceat(through, arcs.starts, out=table[count, : arcs.end])
         if not (table[count, : arcs.end] < np.inf).any():
             break
@@ -209,7 +206,11 @@ def _first_in_order(
     for later in range(num_stages - 1, -1, -1):
         rows = np.concatenate([np.arange(arcs.starts[node], ends[node]) for node, _ in frontier])
         so_far = np.concatenate([np.full(ends[node] - arcs.starts[node], spent) for node, spent in frontier])
-        step_s = _least_choice(problem, cells, cost_s, later, num_stages)[arcs.cell[rows]]
+        entry = cells.entry[arcs.cell[rows]]
+        step_s = np.where(cells.tolerated[entry] >= later, cost_s[entry], np.inf)
+        if problem.pinned:
+            allowed = stage_rows(problem, cells, num_stages - 1 - later, num_stages)
+            step_s[~allowed[arcs.cell[rows]]] = np.inf
         total_s = (so_far + arcs.transfer_s[rows] + table[later, arcs.head[rows]])[:, None] + step_s
         row, choice = np.nonzero(total_s <= raised(sum_s))
         keys = (choice, cells.submesh[arcs.cell[rows[row]]], cells.last[arcs.cell[rows[row]]])
@@ -223,9 +224,10 @@ def _first_in_order(
 
 
 def _measured(problem: SliceProblem, stages: tuple[Stage, ...]) -> Slicing:
-    times = [float(problem.cost_s[stage]) for stage in stages]
+    places = [problem.place(stage) for stage in stages]
+    times = [float(problem.cost_s[place]) for place in places]
     times += transfers_of(problem, stages)
-    once = max(float(problem.once_s[stage]) for stage in stages)
+    once = max(float(problem.once_s[place]) for place in places)
     return Slicing(stages=stages, sum_s=math.fsum(times), largest_s=max(times), once_s=once)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from alpa_lite.interop.problem import Cells, Floats, Ints, Limits, SliceProblem, raised
+from alpa_lite.interop.problem import Cells, Floats, Ints, Limits, SliceProblem, numbered, raised
 
 Counts = NDArray[np.int32]
 
@@ -26,7 +26,7 @@ _FLAT = 1e-4  # of the bound: less is not worth a further toll
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Grid:
-    """The possible stages as arrays (first layer, last layer, column); columns are the submeshes that occur.
+    """The possible stages as arrays (first layer, further layers, column); columns are the submeshes that occur.
 
     Attributes:
         least_s: least time over the choices; inf where there is no such stage.
@@ -37,7 +37,6 @@ class Grid:
         sizes: of the columns, in units.
         transfer_s: (layers - 1, columns, columns), or None.
         num_units: devices of the cluster, in units.
-        reach: layers of the longest stage.
     """
 
     least_s: Floats
@@ -47,11 +46,15 @@ class Grid:
     sizes: Ints
     transfer_s: Floats | None
     num_units: int
-    reach: int
 
     @property
     def num_layers(self) -> int:
         return len(self.least_s)
+
+    @property
+    def reach(self) -> int:
+        """Layers of the longest stage."""
+        return self.least_s.shape[1]
 
     @property
     def width(self) -> int:
@@ -60,13 +63,15 @@ class Grid:
 
 
 def grid_of(problem: SliceProblem, cells: Cells, cost_s: Floats, limits: Limits, unit: int) -> Grid:
-    submeshes, column = np.unique(cells.submesh, return_inverse=True)
-    shape = (problem.num_layers, problem.num_layers, len(submeshes))
+    """``cost_s``: of the entries of the cells, inf where it is above the limits."""
+    submeshes, column = numbered(cells.submesh, len(problem.submesh_sizes))
+    further = cells.last - cells.first
+    shape = (problem.num_layers, int(further.max()) + 1, len(submeshes))
     least_s, cell = np.full(shape, np.inf), np.full(shape, -1)
     tolerated = np.full(shape, -1, dtype=np.int32)
-    where = cells.first, cells.last, column
-    least_s[where], cell[where] = cost_s.min(axis=1), np.arange(len(column))
-    tolerated[where] = np.where(cost_s < np.inf, cells.tolerated, -1).max(axis=1)
+    where = cells.first, further, column
+    least_s[where], cell[where] = cost_s.min(axis=1)[cells.entry], np.arange(len(column))
+    tolerated[where] = np.where(cost_s < np.inf, cells.tolerated, -1).max(axis=1)[cells.entry]
     transfer_s = problem.transfer_s
     if transfer_s is not None:
         transfer_s = transfer_s[:, submeshes][:, :, submeshes]
@@ -81,7 +86,6 @@ def grid_of(problem: SliceProblem, cells: Cells, cost_s: Floats, limits: Limits,
         sizes=np.array(problem.submesh_sizes)[submeshes] // unit,
         transfer_s=transfer_s,
         num_units=problem.num_devices // unit,
-        reach=int((cells.last - cells.first).max()) + 1,
     )
 
 
@@ -122,12 +126,12 @@ def suffix_sums(grid: Grid, tolerated: Counts | None) -> Suffix:
     for first in range(layers - 1, -1, -1):
         end = min(layers, first + grid.reach)
         moved_s = None if grid.transfer_s is None or first == 0 else grid.transfer_s[first - 1]
-        sums = rest[first + 1 : end + 1] + grid.least_s[first, first:end, :, None]
+        sums = rest[first + 1 : end + 1] + grid.least_s[first, : end - first, :, None]
         if tolerated is not None and fewest is not None and later is not None and padded_fewest is not None:
             follow = later[first + 1 : end + 1]
-            counts = follow + none[first, first:end, :, None]
+            counts = follow + none[first, : end - first, :, None]
             if limited[first]:
-                over = follow > tolerated[first, first:end, :, None]
+                over = follow > tolerated[first, : end - first, :, None]
                 np.copyto(sums, np.inf, where=over)
                 np.copyto(counts, _NEVER, where=over)
             least = np.minimum(counts.min(axis=0) + 1, _NEVER)
@@ -201,9 +205,9 @@ class Counted:
         while True:
             column, count = int(start_s.argmin()), count + 1
             end = min(grid.num_layers, first + grid.reach)
-            sums = suffix.rest[first + 1 : end + 1, column, left] + grid.least_s[first, first:end, column]
+            sums = suffix.rest[first + 1 : end + 1, column, left] + grid.least_s[first, : end - first, column]
             if suffix.later is not None and grid.tolerated is not None:
-                fits = suffix.later[first + 1 : end + 1, column, left] <= grid.tolerated[first, first:end, column]
+                fits = suffix.later[first + 1 : end + 1, column, left] <= grid.tolerated[first, : end - first, column]
                 sums = np.where(fits, sums, np.inf)
             first, left = first + 1 + int(sums.argmin()), left - int(grid.sizes[column])
             if first == grid.num_layers:

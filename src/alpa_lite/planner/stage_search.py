@@ -109,11 +109,13 @@ class StageSearch:
 
     def _entries(self, slicing: StageSlicing) -> list[tuple[float, float, bool]]:
         """What the table says of the stages of a slicing."""
-        table, last = self.table, len(slicing.stages) - 1
-        return [
-            (float(table.cost_s[entry]), float(table.once_s[entry]), bool(table.tolerated[entry] >= last - number))
-            for number, entry in enumerate(slicing.stages)
-        ]
+        table, later = self.table, len(slicing.stages) - 1
+        found = []
+        for number, (first, last, submesh, choice) in enumerate(slicing.stages):
+            entry = table.runs[first, last], submesh, choice
+            tolerated = bool(table.tolerated[entry] >= later - number)
+            found.append((float(table.cost_s[entry]), float(table.once_s[entry]), tolerated))
+        return found
 
     def bound_s(self, num_stages: int) -> float:
         """What no cut into so many stages is below, by what is solved so far; inf where there is none."""
@@ -143,7 +145,7 @@ class StageSearch:
         table, cost_s = self.table, self.table.cost_s
         if submesh is not None:
             cost_s = np.full_like(table.cost_s, np.inf)
-            cost_s[:, :, submesh] = table.cost_s[:, :, submesh]
+            cost_s[:, submesh] = table.cost_s[:, submesh]
         try:
             return slice_stages(
                 cost_s,
@@ -155,6 +157,7 @@ class StageSearch:
                 transfer_s=table.transfer_s,
                 num_stages=num_stages,
                 layer_stage=self.layer_stage,
+                runs=table.runs,
             )
         except SlicingError:
             return None

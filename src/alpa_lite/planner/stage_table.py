@@ -44,9 +44,11 @@ class Cell:
 
 
 class StageTable:
-    """Arrays (first layer, last layer, submesh, choice); see the module text.
+    """Arrays (kind of run, submesh, choice); see the module text.
 
     Attributes:
+        kinds: of the runs of layers, with their rows.
+        runs: (first layer, last layer) -> row.
         submeshes: admissible shapes (hosts, devices per host), by size.
         choices: per submesh.
         cost_s, once_s, tolerated: as ``slice_stages`` takes them.
@@ -71,13 +73,12 @@ class StageTable:
         self.choices = tuple(prices.choices(submesh) for submesh in self.submeshes)
         self.width = max(map(len, self.choices), default=1)
         count = prices.num_layers
-        self.cells: dict[Kind, tuple[list[int], list[int]]] = {}
+        self.kinds: dict[Kind, int] = {}
+        self.runs = np.zeros((count, count), dtype=np.int64)
         for i in range(count):
             for j in range(i, count):
-                rows = self.cells.setdefault(prices.kind((i, j)), ([], []))
-                rows[0].append(i)
-                rows[1].append(j)
-        shape = (count, count, len(self.submeshes), self.width)
+                self.runs[i, j] = self.kinds.setdefault(prices.kind((i, j)), len(self.kinds))
+        shape = (len(self.kinds), len(self.submeshes), self.width)
         self.cost_s, self.once_s = np.full(shape, np.inf), np.zeros(shape)
         self.tolerated = np.full(shape, -1, dtype=np.int64)
         self.transfer_s = _transfers(cluster, self.submeshes, boundary_bytes)
@@ -87,7 +88,7 @@ class StageTable:
         self.singles: dict[int, Array] = {}
         self.version = 0
         prices.prepare({(c,) for c in prices.runs.classes})
-        self.refresh(self.cells)
+        self.refresh(self.kinds)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -136,7 +137,7 @@ class StageTable:
             self.repeats_known = True
             self.prices.prepare({(c,) for c in self.prices.runs.classes}, recomputed=True)
             self.singles.clear()
-            return self.refresh(self.cells)
+            return self.refresh(self.kinds)
         for recomputed, wanted in kinds.items():
             self.prices.prepare(wanted, recomputed)
         for cell in cells:
@@ -145,7 +146,7 @@ class StageTable:
             rows[cell.submesh, cell.choice] = _row(price)
         touched = {cell.kind for cell in cells}
         self.singles.clear()
-        return self.refresh([k for k in self.cells if touched & {k, *self.prices.parts_of(k), *((c,) for c in k)}])
+        return self.refresh([k for k in self.kinds if touched & {k, *self.prices.parts_of(k), *((c,) for c in k)}])
 
     def _choice(self, cell: Cell) -> Choice:
         return self.choices[cell.submesh][cell.choice]
@@ -160,20 +161,19 @@ class StageTable:
         self.version += 1
         worse = True
         for kind in kinds:
-            values, (first, last) = self._values(kind), self.cells[kind]
+            values, row = self._values(kind), self.kinds[kind]
             tolerated = self._tolerated(values)
             for cell, most in self.forbidden.items():
                 if cell.kind == kind:
                     tolerated[cell.submesh, cell.choice] = min(most, tolerated[cell.submesh, cell.choice])
-            cost_s, once_s, known = (table[first[0], last[0]] for table in (self.cost_s, self.once_s, self.tolerated))
             worse &= bool(
-                (values[..., TIME] >= cost_s).all()
-                and (values[..., ONCE] >= once_s).all()
-                and (tolerated <= known).all()
+                (values[..., TIME] >= self.cost_s[row]).all()
+                and (values[..., ONCE] >= self.once_s[row]).all()
+                and (tolerated <= self.tolerated[row]).all()
             )
-            self.cost_s[first, last] = values[..., TIME]
-            self.once_s[first, last] = values[..., ONCE]
-            self.tolerated[first, last] = tolerated
+            self.cost_s[row] = values[..., TIME]
+            self.once_s[row] = values[..., ONCE]
+            self.tolerated[row] = tolerated
         return worse
 
     def _values(self, kind: Kind) -> Array:

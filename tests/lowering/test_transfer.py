@@ -146,8 +146,11 @@ def seconds_to_move(move: Any, array: Any, to: NamedSharding) -> tuple[float, fl
 @pytest.mark.parametrize(("before", "one", "after", "other"), [("[x,_,_]", 2, "[x,_,_]", 2), *WAITING])
 def test_the_driver_does_not_wait_for_the_producer(before, one, after, other):
     array = jax.device_put(np.ones((4, 192, 192), np.float32), sharding(before, mesh((one,))))
-    call, whole = seconds_to_move(Transfers(gather_bytes=0).move, array, sharding(after, mesh((other,), 4)))
-    assert call < 0.1 * whole, f"the call took {call:.3f} s of {whole:.3f} s"
+    move, to = Transfers(gather_bytes=0).move, sharding(after, mesh((other,), 4))
+    took = []
+    while not took or (len(took) < 3 and took[-1][0] >= 0.1 * took[-1][1]):  # a driver that waits does so every time
+        took.append(seconds_to_move(move, array, to))
+    assert took[-1][0] < 0.1 * took[-1][1], f"seconds of the call and in all: {took}"
 
 
 @pytest.mark.medium

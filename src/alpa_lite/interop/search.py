@@ -63,7 +63,7 @@ class _Search:
         return min(ties, key=lambda slicing: (len(slicing.stages), slicing.stages))
 
     def first_answer(self) -> int | None:
-        """Raises T by doubling until a slicing exists, for a first answer; returns the first T that is not excluded."""
+        """Raises T by steps until a slicing exists, for a first answer; returns the first T that is not excluded."""
         if not len(self.times):
             return None
         index, low = _least_bottleneck(self.problem, self.cells, self.times), 0
@@ -75,7 +75,7 @@ class _Search:
             low = index + 1
             if low == len(self.times):
                 return None
-            index = max(low, int(np.searchsorted(self.times, 2 * self.times[index], side="right")) - 1)
+            index = max(low, int(np.searchsorted(self.times, 1.3 * self.times[index], side="right")) - 1)
 
     def _keep(self, slicing: Slicing) -> None:
         self.best_s = min(self.best_s, self.value(slicing))
@@ -148,9 +148,20 @@ def _distinct(values: Floats) -> Floats:
 
 
 def _least_bottleneck(problem: SliceProblem, cells: Cells, times: Floats) -> int:
-    """Index of a time that some stage must reach: each layer lies in a stage that is no faster than its fastest."""
+    """Index of a time that some stage must reach.
+
+    Each layer lies in a stage that is no faster than its fastest. And the slowest stage is no faster than the mean over the
+    devices, which is at least what all layers take in seconds times devices, each run on the submesh where that is least.
+    """
     least_s = np.full((problem.num_layers, problem.num_layers), np.inf)
     np.minimum.at(least_s, (cells.first, cells.last), cells.cost_s.min(axis=1)[cells.entry])
     from_earlier = np.minimum.accumulate(least_s, axis=0)
     floor_s = np.minimum.accumulate(from_earlier[:, ::-1], axis=1)[:, ::-1].diagonal().max()
-    return min(int(np.searchsorted(times, floor_s)), len(times) - 1)
+    shared_s = np.full(least_s.shape, np.inf)
+    seconds = cells.cost_s.min(axis=1)[cells.entry] * cells.size
+    np.minimum.at(shared_s, (cells.first, cells.last), seconds)
+    from_layer = np.zeros(problem.num_layers + 1)
+    for first in range(problem.num_layers - 1, -1, -1):
+        from_layer[first] = (shared_s[first, first:] + from_layer[first + 1 :]).min()
+    mean_s = from_layer[0] / problem.num_devices * (1 - 1e-9)  # less than rounding may have added
+    return min(int(np.searchsorted(times, max(floor_s, mean_s))), len(times) - 1)

@@ -130,3 +130,23 @@ def test_only_sums_are_split_and_only_rows_of_one_entry_are_functions(scale: flo
         several = single.copy()
         several[place] = scale
         assert known.function(known.intern(several)) == -1
+
+
+def test_arrays_that_are_looked_at_together_are_told_as_one_by_one() -> None:
+    rng = np.random.default_rng(0)
+    known, others = tables.Tables(), tables.Tables()
+    for round_ in range(3):
+        for shape in [(1,), (5,), (1, 1), (1, 4), (4, 1), (3, 4), (4, 3)] * 12:
+            costs = np.floor(rng.random(shape) * 9)
+            if len(shape) == 2 and rng.random() < 0.4:
+                costs = costs[:, :1] + costs[:1]
+            known.intern(np.where(rng.random(shape) < rng.choice([0.0, 0.2, 0.7]), np.inf, costs))
+            known.intern(np.arange(round_ * 9 + len(shape)))
+        closed = known.closed()
+        for number, array in enumerate(known.arrays):
+            own = others.intern(array)
+            assert (number in closed) != others.is_open(own)
+            if array.ndim == 2:
+                assert others.split(own) is None or number not in known.whole
+                assert number not in known.loose or others.function(others.transpose(own)) < 0
+    assert min(len(known.whole), len(known.loose), len(closed)) > 20

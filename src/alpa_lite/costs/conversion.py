@@ -67,7 +67,7 @@ class SpecSpace:
     ends: np.ndarray = field(default_factory=lambda: np.zeros((0, 2)))  # [step] numbers of the specs before and after
 
     def __post_init__(self) -> None:
-        axes = tuple(a for a, n in zip(self.mesh.axis_names, self.mesh.shape, strict=True) if n > 1)
+        axes = self._axes
         self.specs, self.index, steps, ends = _layouts(axes, self.rank)
         self.parts = np.array([[self.mesh.axes_size(d) for d in s.dims] for s in self.specs], dtype=np.int64).reshape(
             len(self.specs), self.rank
@@ -76,6 +76,10 @@ class SpecSpace:
         permutes = list(self._permutes())
         self.steps = [*steps, *(step for step, _ in permutes)]
         self.ends = np.array([*ends, *(pair for _, pair in permutes)], dtype=np.int64).reshape(-1, 2)
+
+    @property
+    def _axes(self) -> tuple[str, ...]:
+        return tuple(a for a, n in zip(self.mesh.axis_names, self.mesh.shape, strict=True) if n > 1)
 
     def valid(self, shape: tuple[int, ...]) -> np.ndarray:
         """Which specs divide a shape evenly; a dim of size 0 is never split."""
@@ -86,13 +90,13 @@ class SpecSpace:
         kinds = {spec.unreduced: i for i, spec in enumerate(self.specs)}
         unreduced = np.array([kinds[spec.unreduced] for spec in self.specs])
         finer = (self.parts[None] % self.parts[:, None] == 0).all(axis=2) & (unreduced[:, None] == unreduced[None])
+        axes = self._axes
         for a, b in np.argwhere(finer).tolist():
-            before, after = self.specs[a], self.specs[b]
-            changed = sorted(pair for pair in zip(before.dims, after.dims, strict=True) if pair[0] != pair[1])
-            if all(new[: len(old)] == old for old, new in changed):
+            changed = _changed_dims(axes, self.rank, a, b)
+            if not changed:
                 continue  # slices do it
-            axes = _moved_axes(tuple(changed), self.mesh)
-            step = Step(kind=CollectiveKind.COLLECTIVE_PERMUTE, axes=axes, before=before, after=after)
+            before, after, moved = self.specs[a], self.specs[b], _moved_axes(changed, self.mesh)
+            step = Step(kind=CollectiveKind.COLLECTIVE_PERMUTE, axes=moved, before=before, after=after)
             yield step, (a, b)
 
 
@@ -112,6 +116,16 @@ def _moved_axes(changed: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...], me
     """Of a permute between two specs, by the axes of the dims that change; neither the others nor their order matter."""
     before, after = zip(*changed, strict=True)
     return moved_axes(ShardingSpec(before), ShardingSpec(after), mesh)
+
+
+@lru_cache(maxsize=1 << 14)
+def _changed_dims(
+    axes: tuple[str, ...], rank: int, a: int, b: int
+) -> tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]:
+    """The axes of all dims before and after that differ between two specs, in order; nothing if slices make them differ."""
+    before, after = (_layouts(axes, rank)[0][number].dims for number in (a, b))
+    changed = sorted(pair for pair in zip(before, after, strict=True) if pair[0] != pair[1])
+    return () if all(new[: len(old)] == old for old, new in changed) else tuple(changed)
 
 
 def _all_specs(axes: tuple[str, ...], rank: int) -> Iterator[ShardingSpec]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 
 import numpy as np
 
@@ -74,11 +74,13 @@ class DomainMaker:
     def wanted(self, link: Link) -> list[int]:
         """Specs that at least two consumers can read."""
         valid = self.conversions.space(len(link.shape)).valid(link.shape)
-        count: dict[int, int] = defaultdict(int)
+        count = np.zeros(len(valid), dtype=np.int64)
         for consumer in link.consumers:
-            for spec in set(consumer.specs.tolist()):
-                count[spec] += 1
-        return [s for s in sorted(count) if count[s] > 1 and valid[s]]
+            reads = np.zeros(len(valid), dtype=bool)
+            reads[consumer.specs] = True
+            count += reads
+        found: list[int] = np.flatnonzero((count > 1) & valid).tolist()
+        return found
 
     def in_loops(self, link: Link) -> list[End]:
         """Consumers that read the value in every iteration: a second layout of it is kept while the loop runs."""

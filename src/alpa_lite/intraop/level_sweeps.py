@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from alpa_lite.intraop.problem import Array
-from alpa_lite.intraop.visits import Edges, Slots, starts_of
+from alpa_lite.intraop.visits import Edges, Slots
 
 Places = NDArray[np.intp]
 
@@ -26,7 +26,6 @@ _MOST_ENTRIES = 1_000_000  # of the matrices of all edges; with more, copies tha
 _FEWEST_NODES = 4  # of a level on average
 
 _minimum: Any = np.minimum.reduceat  # numpy types its `out` as None
-_take: Any = np.take
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -88,16 +87,17 @@ class LevelSweeps:
         widest = max((len(level.costs) for level in (*forward.levels, *backward.levels)), default=0)
         self._room = np.empty(widest)
 
-    def sweep(self, *, forward: bool, in_order: bool) -> float:
-        """Returns the bound, without constant.
+    def sweep(self, *, forward: bool, in_order: bool, bound: bool = True) -> float:
+        """Returns the bound, without constant; 0 where nobody asks for it.
 
         ``in_order``: costs and bound are added up in the order of visits, group by group; the last digits differ else.
         """
-        values, direction, left = self._values, self._directions[forward], []
+        values: Any = self._values  # numpy types `out` of `take` as None
+        direction, left = self._directions[forward], []
         for level in direction.levels:
             if len(level.costs):
                 room = self._room[: len(level.costs)]
-                _take(values, level.sent, out=room, mode="clip")  # no place is out of range; "raise" would copy
+                values.take(level.sent, out=room, mode="clip")  # no place is out of range; "raise" would copy
                 np.subtract(level.costs, room, out=room)
                 values[level.heard] = _minimum(room, level.costs_from)
             if in_order:
@@ -106,10 +106,11 @@ class LevelSweeps:
                 theta = np.add.reduceat(values[level.parts], level.parts_from)
             if len(level.ahead):
                 values[level.ahead] -= (theta / level.most)[level.states]
-            least = _minimum(theta, level.nodes)
-            left.append(least * level.stays if in_order else least @ level.stays)
-        if not in_order:
-            return sum(map(float, left))
+            if bound:
+                least = _minimum(theta, level.nodes)
+                left.append(least * level.stays if in_order else least @ level.stays)
+        if not (in_order and bound):
+            return sum(map(float, left), 0.0)
         nodes, counts = direction.groups
         return _added_up(np.concatenate(left)[nodes], counts)
 
@@ -149,20 +150,20 @@ def one_by_one_alike(unary: Sequence[Array], edges: Sequence[Edges]) -> bool:
 
 def level_sweeps(values: Array, unary: Sequence[Array], edges: Sequence[Edges]) -> LevelSweeps | None:
     """The sweeps over these groups ([copies, states]) and edges; None where levels are no faster."""
-    if sum(len(e.to_left) * e.costs.size for e in edges) > _MOST_ENTRIES:
+    counts, sides = [len(e.to_left) for e in edges], ([e.costs for e in edges], [e.flipped for e in edges])
+    if sum(n * m.size for n, m in zip(counts, sides[0], strict=True)) > _MOST_ENTRIES:
         return None
     numbers = _numbers(len(unary), edges)
     if sum(map(len, unary)) < _FEWEST_NODES * (1 + max(0, *map(max, numbers))):
         return None
-    one_by_one = _one_by_one(unary, edges)
-    left, right = one_by_one[:3], one_by_one[3:]
-    flat = [np.ravel(e.costs) for e in edges for _ in e.to_left]
-    flipped = [np.ravel(e.flipped) for e in edges for _ in e.to_left]
+    shapes = np.array([u.shape for u in unary], dtype=np.intp).T
+    left, right = _one_by_one(shapes[1], edges, counts)
+    flat, flipped = ([m for a, n in zip(arrays, counts, strict=True) for m in [a.ravel()] * n] for arrays in sides)
     zero = len(values) - 1
     return LevelSweeps(
         values,
-        _levels(unary, range(len(unary)), numbers[0], left, right, flipped, zero),
-        _levels(unary, range(len(unary) - 1, -1, -1), numbers[1], right, left, flat, zero),
+        _levels(shapes, range(len(unary)), numbers[0], left, right, flipped, zero),
+        _levels(shapes, range(len(unary) - 1, -1, -1), numbers[1], right, left, flat, zero),
     )
 
 
@@ -177,17 +178,23 @@ def _numbers(num_groups: int, edges: Sequence[Edges]) -> tuple[list[int], list[i
     return forward, backward
 
 
-def _one_by_one(unary: Sequence[Array], edges: Sequence[Edges]) -> Places:
-    """Per edge the group at its left end, which of its nodes, and where the message to it begins; the same of its right end."""
-    states = [u.shape[1] for u in unary]
-    rows = []
-    for e in edges:
-        sizes = states[e.left], states[e.right]
-        ends = zip(_listed(e.left_slots), _listed(e.right_slots), strict=True)
-        for number, (left, right) in enumerate(ends):
-            to_left, to_right = e.left_at + number * sizes[0], e.right_at + number * sizes[1]
-            rows.append((e.left, left, to_left, e.right, right, to_right))
-    return np.array(rows, dtype=np.intp).reshape(-1, 6).T
+def _one_by_one(states: Places, edges: Sequence[Edges], counts: Sequence[int]) -> tuple[Places, Places]:
+    """Of the left and of the right end of every edge: the group, which of its nodes, and where the message to it begins.
+
+    ``states``: how many the nodes of each group have; ``counts``: of how many edges each of ``edges`` is.
+    """
+    each, number = np.arange(len(edges)), _runs(np.zeros(len(edges), dtype=np.intp), np.array(counts, dtype=np.intp))
+    each = np.repeat(each, counts)
+
+    def of(groups: list[int], slots: list[Slots], at: list[int]) -> Places:
+        group = np.array(groups, dtype=np.intp)[each]
+        slot = np.array([n for some in slots for n in _listed(some)], dtype=np.intp)
+        return np.array([group, slot, np.array(at, dtype=np.intp)[each] + number * states[group]])
+
+    return (
+        of([e.left for e in edges], [e.left_slots for e in edges], [e.left_at for e in edges]),
+        of([e.right for e in edges], [e.right_slots for e in edges], [e.right_at for e in edges]),
+    )
 
 
 def _listed(slots: Slots) -> Iterable[int]:
@@ -195,7 +202,7 @@ def _listed(slots: Slots) -> Iterable[int]:
 
 
 def _levels(
-    unary: Sequence[Array],
+    shapes: Places,
     order: Sequence[int],
     numbers: Sequence[int],
     there: Places,
@@ -206,7 +213,7 @@ def _levels(
     """The levels of one direction, all made at once and cut apart.
 
     Args:
-        unary: the costs of all groups.
+        shapes: of the costs of all groups, which lie behind one another: copies, and states.
         order: of the visits to groups, and ``numbers``: the level of every group.
         there, here: the ends of all edges that are visited first and last, see ``_one_by_one``.
         costs: per edge, for every state here those of all states there.
@@ -214,7 +221,7 @@ def _levels(
     """
     groups = sorted(order, key=lambda group: numbers[group])
     level = np.array([numbers[group] for group in groups])
-    copies, states = np.array([unary[group].shape for group in groups], dtype=np.intp).T
+    copies, states = shapes[:, groups]
     size, first, first_node, rank = (np.empty(len(groups), dtype=np.intp) for _ in range(4))  # by group
     size[groups], first[groups], rank[groups] = states, _starts(copies * states), np.arange(len(groups))
     first_node[groups] = _starts(copies)
@@ -229,10 +236,10 @@ def _levels(
     _, deep, _, sent_at = of(there, by_here)
     others = np.repeat(first_node[there[0, by_here]] + there[1, by_here], wide)
     ahead_level, wide_ahead, from_state, ahead_at = of(there, by_there)
-    lengths, heard = np.repeat(deep, wide), _runs(heard_at, wide)
-    sent = _runs(np.repeat(sent_at, wide), lengths)
+    lengths, heard = deep.repeat(wide), _runs(heard_at, wide)
+    sent = _runs(sent_at.repeat(wide), lengths)
     ahead, ahead_states = _runs(ahead_at, wide_ahead), _runs(from_state, wide_ahead)
-    own = _runs(np.array(starts_of(unary), dtype=np.intp)[groups], copies * states)
+    own = _runs(_starts(shapes[0] * shapes[1])[groups], copies * states)
     owners = np.concatenate([np.arange(len(own)), _runs(to_state, wide), ahead_states])
     parts = np.concatenate([own, heard, ahead])[np.argsort(owners, kind="stable")]
     num_parts = np.bincount(owners, minlength=len(own))
@@ -253,7 +260,7 @@ def _levels(
     entries, rows = cut(behind_level, deep * wide), cut(behind_level, wide)
     state, node, later = cut(level, copies * states), cut(level, copies), cut(ahead_level, wide_ahead)
     part = cut(np.repeat(level, copies * states), num_parts)
-    all_most = np.repeat(most, node_sizes)
+    all_most, columns = np.repeat(most, node_sizes), _columns(parts, num_parts, zero)
     found = [
         _Level(
             costs=all_costs[entries[n]],
@@ -263,7 +270,7 @@ def _levels(
             there=others[rows[n]],
             parts=parts[part[n]],
             parts_from=parts_from[state[n]] - part[n].start,
-            in_order=_columns(parts[part[n]], num_parts[state[n]], zero),
+            in_order=np.ascontiguousarray(columns[: int(num_parts[state[n]].max()), state[n]]),
             most=all_most[state[n]],
             ahead=ahead[later[n]],
             states=ahead_states[later[n]] - state[n].start,
@@ -287,7 +294,9 @@ def _columns(parts: Places, lengths: Places, rest: int) -> Places:
 
 def _runs(starts: Places, lengths: Places) -> Places:
     """Rising numbers from each start on, so many of each."""
-    return np.repeat(starts - _starts(lengths), lengths) + np.arange(int(lengths.sum()))
+    found: Places = (starts - _starts(lengths)).repeat(lengths)
+    found += np.arange(len(found))
+    return found
 
 
 def _starts(lengths: Places) -> Places:

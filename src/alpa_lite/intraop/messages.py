@@ -165,7 +165,7 @@ class Messages:
         if (self._count == 1 and self._alike) or self._count == _IN_ORDER:
             self._levels = self._levels or level_sweeps(self._values, self.unary, self._edges)
         if self._levels is not None:
-            return self._levels.sweep(forward=forward, in_order=early)
+            return self._levels.sweep(forward=forward, in_order=early, bound=bound)
         visits = self._visit_all()[forward]
         total = 0.0
         for visit in visits:

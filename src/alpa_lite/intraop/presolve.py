@@ -103,6 +103,8 @@ def _round(graph: CostGraph, dirty: set[int]) -> set[int]:
 def _separate(graph: CostGraph, i: int) -> set[int]:
     tables, touched = graph.tables, set()
     for j, m in list(graph.adjacent[i].items()):
+        if m in tables.whole:
+            continue
         parts = tables.split(m)
         if parts is not None:
             graph.unary[i] = tables.add(graph.unary[i], parts[0])
@@ -116,6 +118,8 @@ def _merge(graph: CostGraph, i: int) -> set[int]:
     """Merges the node into the first neighbour that determines it."""
     tables, adjacent = graph.tables, graph.adjacent
     for j, own in adjacent[i].items():
+        if own in tables.loose:
+            continue
         m = adjacent[j][i]
         f = tables.function(m)
         if f < 0:

@@ -6,6 +6,7 @@ so that repeated layers cost nothing to price and presolve sees them as equal.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from alpa_lite.intraop.problem import IntraOpProblem, Usage
 from alpa_lite.intraop.repeated import Repeated, RepeatedEdges
 from alpa_lite.intraop.slot_arrays import EdgeArrays, OpArrays
 from alpa_lite.intraop.slots import EdgeSlot, NodeSlot, Slots, slots_of
+from alpa_lite.intraop.strategies import UNUSED
 
 if TYPE_CHECKING:
     from alpa_lite.costs.model import CostModel
@@ -163,13 +165,14 @@ class Pricer:
         mesh = self.graph.conversions.mesh
         axes = [a for a, n in zip(mesh.axis_names, mesh.shape, strict=True) if n > 1]
         cost = np.zeros(len(strategies))
-        sizes = sum(
-            self.local_bytes(program, v, s) for v, s in zip(op.inputs, strategies.operands, strict=True) if v >= 0
-        )
-        for i, row in enumerate(strategies.assignment):
-            idle = tuple(a for a, c in zip(axes, row, strict=True) if c == -1)
-            if idle:
-                cost[i] = self.costs.heavy_replication(idle, float(np.asarray(sizes)[i]))
+        operands = zip(op.inputs, strategies.operands, strict=True)
+        sizes = sum((self.local_bytes(program, v, s) for v, s in operands if v >= 0), np.zeros(len(cost)))
+        idle = strategies.assignment == UNUSED
+        for kind in dict.fromkeys(map(tuple, idle.tolist())):
+            some = tuple(itertools.compress(axes, kind))
+            if some:
+                rows = (idle == kind).all(axis=1)
+                cost[rows] = self.costs.heavy_replication(some, sizes[rows])
         return cost
 
     def local_bytes(self, program: Program, value: int, specs: np.ndarray) -> np.ndarray:

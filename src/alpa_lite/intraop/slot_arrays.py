@@ -148,6 +148,7 @@ class EdgeArrays:
     @classmethod
     def of(cls, slots: Sequence[EdgeSlot], conversions: Conversions) -> EdgeArrays:
         first: dict[tuple[tuple[int, ...], int], int] = {}
+        rows: dict[tuple[int, object], np.ndarray] = {}  # most values are made as others of their type are
         total = 0
         numbers, shapes, places, weights = [], [], [], []
         for number, slot in enumerate(slots):
@@ -159,8 +160,10 @@ class EdgeArrays:
             if kind not in first:
                 first[kind] = total
                 total += width * width
-            place = (slot.producer.specs * width + first[kind])[:, None] + slot.ends[0].specs
-            places.append(place.ravel().astype(np.int32))
+            made = id(slot.producer.specs), kind
+            if made not in rows:
+                rows[made] = (slot.producer.specs * width + first[kind])[:, None]
+            places.append((rows[made] + slot.ends[0].specs).ravel())
             numbers.append(number)
             shapes.append(shape)
             weights.append(slot.link.weight)
@@ -169,7 +172,7 @@ class EdgeArrays:
             numbers=numbers,
             shapes=shapes,
             types=list(first),
-            place=np.concatenate(places) if places else np.zeros(0, dtype=np.int32),
+            place=np.concatenate(places) if places else np.zeros(0, dtype=np.int64),
             weight=np.repeat(np.array(weights, dtype=np.float64), np.array(sizes, dtype=np.int64)),
         )
 

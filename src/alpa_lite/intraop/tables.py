@@ -17,6 +17,7 @@ from alpa_lite.intraop.problem import Array
 
 _COMPARED_BYTES = 8192  # arrays up to this size are told by their bytes, larger ones by a digest
 _JOINED_AT_ONCE = 1 << 18  # sums that are formed together; more at a time leave the cache
+_SUM_ERROR = 1e-15  # of an entry of a sum, over the largest entry: a few roundings; exact for whole numbers
 _DOMINANCE_CAP = 4_000_000  # largest k*k*l for which pairwise differences of rows are formed
 
 
@@ -145,6 +146,8 @@ class Tables:
 
     def is_open(self, a: int) -> bool:
         """Whether every state has a finite cost (of a vector), or some finite entry in its row (of a matrix)."""
+        if a in self.open:
+            return True
         found = self._open.get(a)
         if found is None:
             array = self.arrays[a]
@@ -159,11 +162,32 @@ class Tables:
 
     def closed(self) -> set[int]:
         """The numbers of all arrays that are not ``is_open``, few if any."""
-        for number in range(self._looked_at, len(self.arrays)):
-            if not self.is_open(number):
-                self._closed.add(number)
+        new = range(self._looked_at, len(self.arrays))
         self._looked_at = len(self.arrays)
+        costs = [n for n in new if self.arrays[n].dtype == np.float64 and self.arrays[n].size]
+        if costs:
+            self._look_at(np.array(costs))
+        self._closed.update(n for n in new if n not in self.open and not self.is_open(n))
         return self._closed
+
+    def _look_at(self, numbers: Array) -> None:
+        """Tells of most costs that nothing is to be done of them, of all at once."""
+        arrays = [self.arrays[n] for n in numbers.tolist()]
+        flat, sizes = np.concatenate([a.ravel() for a in arrays]), np.array([a.size for a in arrays])
+        rows = np.array([len(a) for a in arrays])  # of a vector, its entries
+        first, first_row, width = np.cumsum(sizes) - sizes, np.cumsum(rows) - rows, sizes // rows
+        row_starts = np.repeat(first - first_row * width, rows) + np.arange(int(rows.sum())) * np.repeat(width, rows)
+        least = np.minimum.reduceat(flat, row_starts)
+        self.open.update(numbers[np.maximum.reduceat(least, first_row) < math.inf].tolist())
+        top = np.maximum.reduceat(flat, first)
+        matrix = np.array([a.ndim == 2 for a in arrays])
+        self.loose.update(numbers[matrix & (top < math.inf) & (rows > 1)].tolist())
+        largest = np.maximum(top, -np.minimum.reduceat(least, first_row))
+        last = first + sizes - 1
+        with np.errstate(invalid="ignore"):
+            far = np.abs(flat[last] - flat[last - width + 1] - (flat[first + width - 1] - flat[first]))
+            is_sum = np.isfinite(largest) & (far <= _SUM_ERROR * largest)  # of others, as ``_split`` has it
+        self.whole.update(numbers[matrix & ~is_sum].tolist())
 
     def usable(self, v: int, matrices: tuple[int, ...]) -> int:
         """Index list of the states with a finite cost and a finite entry in every matrix; -1 if that is all of them."""
@@ -286,17 +310,11 @@ def _row_margins(m: Array) -> Array:
 
 
 def _split(m: Array) -> tuple[Array | None, Array | None]:
-    far = abs(m.item(-1) - m.item(len(m) * m.shape[1] - m.shape[1]) - (m.item(m.shape[1] - 1) - m.item(0)))
-    if not math.isfinite(far):
-        return None, None
-    flat = m.ravel()
-    if far > 2e-15 * math.sqrt(flat @ flat):  # the root is no less than the largest entry, and found at once
-        return None, None
     largest = max(float(np.maximum.reduce(m, axis=None)), -float(np.minimum.reduce(m, axis=None)))
-    if not math.isfinite(largest) or (far and far > 1e-15 * largest):  # one corner mostly tells
+    if not math.isfinite(largest):
         return None, None
     a, b = m[:, 0], m[0] - m[0, 0]
     error = np.abs(m - a[:, None] - b)
-    if error.max() > 1e-15 * largest:  # a few roundings; exact for whole numbers
+    if error.max() > _SUM_ERROR * largest:
         return None, None
     return a, b

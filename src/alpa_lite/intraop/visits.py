@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,8 +20,7 @@ _MANY_COPIES = 8  # from which on equal messages are looked for
 Slots = Array | slice
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Edges:
+class Edges(NamedTuple):
     """The edges of one group: one matrix, and per edge its ends and messages.
 
     Attributes:
@@ -98,7 +98,7 @@ def starts_of(unary: Sequence[Array]) -> list[int]:
 def slots_of(places: list[int]) -> Slots:
     """A slice where they follow one another."""
     first = places[0]
-    in_order = places == list(range(first, first + len(places)))
+    in_order = len(places) == 1 or places == list(range(first, first + len(places)))
     return slice(first, first + len(places)) if in_order else np.array(places)
 
 

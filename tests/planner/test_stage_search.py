@@ -239,7 +239,7 @@ def test_two_devices_bound_more_unless_these_exchange_faster(device, bounds):
     )
     table.known[kind] = np.full((len(table.submeshes), table.width, 5), np.nan)
     table.known[kind][two] = (1.0, 0.0, 0.0, 0.0, 0.0)
-    table.singles.clear()
+    table.summands.clear()
     table.refresh([kind])
     assert (table.cost_s[table.kinds[kind], four].min() >= 0.5) == bounds
 

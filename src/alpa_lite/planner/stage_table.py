@@ -85,7 +85,9 @@ class StageTable:
         self.known: dict[Kind, Array] = {}
         self.forbidden: dict[Cell, int] = {}
         self.repeats_known = False  # what recomputation repeats, which takes another cut of the step
-        self.singles: dict[int, Array] = {}
+        self.summands: dict[
+            Kind, Array
+        ] = {}  # of single layers, and of pairs of equal ones what these cost more together
         self.version = 0
         prices.prepare({(c,) for c in prices.runs.classes})
         self.refresh(self.kinds)
@@ -136,7 +138,7 @@ class StageTable:
         if kinds[True] and not self.repeats_known:
             self.repeats_known = True
             self.prices.prepare({(c,) for c in self.prices.runs.classes}, recomputed=True)
-            self.singles.clear()
+            self.summands.clear()
             return self.refresh(self.kinds)
         for recomputed, wanted in kinds.items():
             self.prices.prepare(wanted, recomputed)
@@ -145,7 +147,7 @@ class StageTable:
             rows = self.known.setdefault(cell.kind, np.full((len(self.submeshes), self.width, 5), np.nan))
             rows[cell.submesh, cell.choice] = _row(price)
         touched = {cell.kind for cell in cells}
-        self.singles.clear()
+        self.summands.clear()
         return self.refresh([k for k in self.kinds if touched & {k, *self.prices.parts_of(k), *((c,) for c in k)}])
 
     def _choice(self, cell: Cell) -> Choice:
@@ -189,15 +191,7 @@ class StageTable:
             return np.where(np.isnan(known := self._known(kind)), bound, known)
         # The sum of single layers, and for equal neighbours what they cost more together.
         for pair, count in Counter(pair for pair in pairwise(kind) if pair[0] == pair[1]).items():
-            together, alone = self._known(pair), 2 * self._single(pair[0])
-            with np.errstate(invalid="ignore"):
-                more = together[..., SUMMED] - alone[..., SUMMED]
-                # Of two that are held by one, one works at a time.
-                more[..., SUMMED.index(HELD)] += together[..., WORKING] - alone[..., WORKING] / 2
-            for m in range(len(self.choices)):
-                for block, base in self._blocks(m):
-                    more[m, block, :2] = np.where(np.isnan(more[m, block, :2]), more[m, base, :2], more[m, block, :2])
-            bound[..., SUMMED] += count * np.where(np.isnan(more), 0.0, more)
+            bound[..., SUMMED] += count * self._more(pair)
         bound = np.where(np.isnan(bound), np.inf, bound)
         bound[..., 1:] = np.maximum(bound[..., 1:], 0.0)
         return bound
@@ -221,9 +215,23 @@ class StageTable:
         return found
 
     def _single(self, layer_class: int) -> Array:
-        if layer_class not in self.singles:
-            self.singles[layer_class] = self._bounded(layer_class)
-        return self.singles[layer_class]
+        if (layer_class,) not in self.summands:
+            self.summands[layer_class,] = self._bounded(layer_class)
+        return self.summands[layer_class,]
+
+    def _more(self, pair: Kind) -> Array:
+        """(submesh, choice, number that is summed) of two equal neighbours beyond each alone; 0 where it is not known."""
+        if pair not in self.summands:
+            together, alone = self._known(pair), 2 * self._single(pair[0])
+            with np.errstate(invalid="ignore"):
+                more = together[..., SUMMED] - alone[..., SUMMED]
+                # Of two that are held by one, one works at a time.
+                more[..., SUMMED.index(HELD)] += together[..., WORKING] - alone[..., WORKING] / 2
+            for m in range(len(self.choices)):
+                for block, base in self._blocks(m):
+                    more[m, block, :2] = np.where(np.isnan(more[m, block, :2]), more[m, base, :2], more[m, block, :2])
+            self.summands[pair] = np.where(np.isnan(more), 0.0, more)
+        return self.summands[pair]
 
     def _bounded(self, layer_class: int) -> Array:
         """(submesh, choice, number) of a single layer."""

@@ -106,9 +106,10 @@ class Suffix:
     later: Counts | None
 
 
-def suffix_sums(grid: Grid, tolerated: Counts | None) -> Suffix:
+def suffix_sums(grid: Grid, tolerated: Counts | None, known: Suffix | None = None) -> Suffix:
     """Bounds from the end on; with ``tolerated`` counts, which are exact: fewer later stages only help those before, so the
-    smallest count of a suffix is all that memory has to know of it."""
+    smallest count of a suffix is all that memory has to know of it. Counts are taken from ``known``, of the same stages at other
+    times."""
     layers, width, units = grid.num_layers, grid.width, grid.num_units + 1
     start = np.full((layers + 1, len(grid.sizes), units), np.inf)
     places = _places_left(grid)
@@ -120,24 +121,28 @@ def suffix_sums(grid: Grid, tolerated: Counts | None) -> Suffix:
     none, limited, barred = _counting(grid, tolerated)
     if tolerated is not None:
         padded_fewest, fewest = _padded(layers + 1, width, units, _NEVER)
-        later = np.full(start.shape, _NEVER, np.int32)
         fewest[layers, :, 0] = 0
-        np.take(padded_fewest[layers], places, out=later[layers], mode="clip")
+        if known is None:
+            later = np.full(start.shape, _NEVER, np.int32)
+            np.take(padded_fewest[layers], places, out=later[layers], mode="clip")
+        else:
+            fewest, later = known.fewest, known.later
     for first in range(layers - 1, -1, -1):
         end = min(layers, first + grid.reach)
         moved_s = None if grid.transfer_s is None or first == 0 else grid.transfer_s[first - 1]
         sums = rest[first + 1 : end + 1] + grid.least_s[first, : end - first, :, None]
         if tolerated is not None and fewest is not None and later is not None and padded_fewest is not None:
             follow = later[first + 1 : end + 1]
-            counts = follow + none[first, : end - first, :, None]
+            over = follow > tolerated[first, : end - first, :, None] if limited[first] else False
             if limited[first]:
-                over = follow > tolerated[first, : end - first, :, None]
                 np.copyto(sums, np.inf, where=over)
+            if known is None:
+                counts = follow + none[first, : end - first, :, None]
                 np.copyto(counts, _NEVER, where=over)
-            least = np.minimum(counts.min(axis=0) + 1, _NEVER)
-            entered = _entered(least, None if moved_s is None or barred is None else barred[first - 1])
-            np.minimum(entered, _NEVER, out=fewest[first])
-            np.take(padded_fewest[first], places, out=later[first], mode="clip")
+                least = np.minimum(counts.min(axis=0) + 1, _NEVER)
+                entered = _entered(least, None if moved_s is None or barred is None else barred[first - 1])
+                np.minimum(entered, _NEVER, out=fewest[first])
+                np.take(padded_fewest[first], places, out=later[first], mode="clip")
         start[first] = sums.min(axis=0)
         after[first] = _entered(start[first], moved_s)
         np.take(padded[first], places, out=rest[first], mode="clip")
@@ -218,7 +223,7 @@ class Counted:
 
     def at(self, toll_s: float) -> Counted:
         grid = replace(self.grid, least_s=self.grid.least_s + (toll_s - self.toll_s))
-        return Counted(self.problem, grid, suffix_sums(grid, grid.tolerated), toll_s)
+        return Counted(self.problem, grid, suffix_sums(grid, grid.tolerated, self.suffix), toll_s)
 
 
 def best_toll(counted: Counted, limits: Limits) -> Counted:

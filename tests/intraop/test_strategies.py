@@ -41,7 +41,7 @@ def strategies(
 ) -> StrategySet:
     mesh = device_mesh(shape)
     unreduced = unreduced or (False,) * len(rule.operands)
-    return KnownStrategies().of(rule, mesh, _conversions(mesh), unreduced_inputs=unreduced, **settings)
+    return KnownStrategies().of(rule, mesh, unreduced_inputs=unreduced, **settings)
 
 
 def _conversions(mesh: DeviceMesh) -> Conversions:
@@ -222,11 +222,26 @@ def test_strategies_of_one_mesh_after_another_are_all_assignments_that_are_valid
         mesh = device_mesh(shape)
         for rule in RULES:
             for unreduced in {(False,) * len(rule.operands), (True,) * len(rule.operands)}:
-                made = known.of(
-                    rule, mesh, _conversions(mesh), unreduced_inputs=unreduced, sharded_contractions=sharded
-                )
+                made = known.of(rule, mesh, unreduced_inputs=unreduced, sharded_contractions=sharded)
                 rows = [
                     f"{tuple(row)} {text}"
                     for row, text in zip(made.assignment.tolist(), texts(rule, shape, made), strict=True)
                 ]
                 assert rows == one_by_one(rule, mesh, unreduced, sharded), (shape, str(rule))
+
+
+@pytest.mark.parametrize("shape", [(1, 8), (2, 1), (1, 1), (2, 4), (2, 1, 2), (1, 2, 2)])
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("rule", [matmul(8, 16, 4), merge(2, 8)])
+def test_axes_of_one_device_may_be_enumerated_with_the_others(
+    rule: OpShardingRule, shape: tuple[int, ...], strict: bool
+) -> None:
+    mesh, unreduced = device_mesh(shape), (True,) * len(rule.operands)
+    known = KnownStrategies()
+    known.over = mesh.axis_names
+    given = known.of(rule, mesh, unreduced_inputs=unreduced, sharded_contractions=strict)
+    alone = strategies(rule, shape, unreduced, sharded_contractions=strict)
+    assert given.assignment.tolist() == alone.assignment.tolist()
+    for one, other in zip((*given.operands, *given.results), (*alone.operands, *alone.results), strict=True):
+        assert one.tolist() == other.tolist()
+    assert (given.used, given.reduce_axes) == (alone.used, alone.reduce_axes)

@@ -111,6 +111,11 @@ def _layouts(
     return specs, index, steps, [(index[step.before], index[step.after]) for step in steps]
 
 
+def numbered_specs(axes: tuple[str, ...], rank: int) -> dict[ShardingSpec, int]:
+    """The number of every spec over axes of more than one device, as ``SpecSpace`` has it, in order."""
+    return _layouts(axes, rank)[1]
+
+
 @lru_cache(maxsize=1024)
 def _moved_axes(changed: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...], mesh: DeviceMesh) -> tuple[str, ...]:
     """Of a permute between two specs, by the axes of the dims that change; neither the others nor their order matter."""

@@ -41,8 +41,8 @@ class DomainMaker:
         return self.stack_maps[rank]
 
     def strategies_of(self, rule: OpShardingRule, unreduced: tuple[bool, ...], strict: bool) -> StrategySet:
-        mesh, conversions = self.conversions.mesh, self.conversions
-        return self.known.of(rule, mesh, conversions, unreduced_inputs=unreduced, sharded_contractions=strict)
+        mesh = self.conversions.mesh
+        return self.known.of(rule, mesh, unreduced_inputs=unreduced, sharded_contractions=strict)
 
     def copy_domain(self, kind: str, link: Link) -> np.ndarray:
         """What the copy node of a value chooses from; links of equal ends share it."""

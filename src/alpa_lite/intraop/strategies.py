@@ -25,7 +25,7 @@ from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.core.program import Op
 from alpa_lite.core.rule import FactorKind, OpShardingRule
 from alpa_lite.core.spec import ShardingSpec
-from alpa_lite.costs.conversion import Conversions
+from alpa_lite.costs.conversion import Conversions, numbered_specs
 from alpa_lite.errors import PinError
 
 UNUSED = -1
@@ -58,9 +58,14 @@ class StrategySet:
 
 class KnownStrategies:
     """Strategies of rules, each rule enumerated once for all meshes with the same axes: of what axes could do, their sizes
-    decide which part they can do."""
+    decide which part they can do.
+
+    Attributes:
+        over: axes of a mesh that are enumerated together, for meshes as well on which some of them have one device.
+    """
 
     def __init__(self) -> None:
+        self.over: tuple[str, ...] = ()
         self._axes: dict[tuple[str, ...], _Axes] = {}
         self._every: dict[tuple[object, ...], _Assignments] = {}
         self._by_rule: dict[tuple[object, ...], tuple[OpShardingRule, _Assignments]] = {}
@@ -69,7 +74,6 @@ class KnownStrategies:
         self,
         rule: OpShardingRule,
         mesh: DeviceMesh,
-        conversions: Conversions,
         *,
         unreduced_inputs: tuple[bool, ...],
         sharded_contractions: bool = False,
@@ -81,19 +85,20 @@ class KnownStrategies:
             sharded_contractions: keep only strategies that use every mesh axis (Alpa: no repeated matmuls), if there are any.
         """
         names = tuple(a for a, n in zip(mesh.axis_names, mesh.shape, strict=True) if n > 1)
+        names = self.over if set(self.over).issuperset(names) else names
         quick = id(rule), names, unreduced_inputs
         found = self._by_rule.get(quick)
         if found is None:
-            found = self._by_rule[quick] = rule, self._assignments(rule, names, conversions, unreduced_inputs)
+            found = self._by_rule[quick] = rule, self._assignments(rule, names, unreduced_inputs)
         return found[1].on(mesh, sharded_contractions)
 
     def _assignments(
-        self, rule: OpShardingRule, names: tuple[str, ...], conversions: Conversions, unreduced_inputs: tuple[bool, ...]
+        self, rule: OpShardingRule, names: tuple[str, ...], unreduced_inputs: tuple[bool, ...]
     ) -> _Assignments:
         key = rule.operands, rule.results, rule.factors, rule.reduce_op, rule.linear, names, unreduced_inputs
         if key not in self._every:
             axes = self._axes.setdefault(names, _Axes(names))
-            self._every[key] = _Assignments(rule, axes, conversions, unreduced_inputs)
+            self._every[key] = _Assignments(rule, axes, unreduced_inputs)
         return self._every[key]
 
 
@@ -107,6 +112,7 @@ class _Axes:
         self._demands: dict[tuple[int, bool], int] = {(0, False): 0}
         self._met: dict[tuple[int, ...], np.ndarray] = {}
         self._numbers: dict[tuple[int, tuple[int, ...]], np.ndarray] = {}
+        self._among: dict[tuple[tuple[str, ...], int], np.ndarray] = {}
 
     def demand(self, size: int, *, complete: bool = False) -> int:
         """The number of a demand, to which a set of axes is added: that it divides the size, or splits it completely.
@@ -125,10 +131,10 @@ class _Axes:
             met = self._met[sizes] = np.where(complete, size == parts, size % parts == 0).ravel()
         return met
 
-    def spec_numbers(self, rank: int, order: tuple[int, ...], conversions: Conversions) -> np.ndarray:
+    def spec_numbers(self, rank: int, order: tuple[int, ...]) -> np.ndarray:
         """Spec numbers by where each axis is (see ``_Assignments.specs``); of axes of one dim the first in ``order`` is major."""
         if (rank, order) not in self._numbers:
-            index, names = conversions.space(rank).index, self.names
+            index, names = numbered_specs(self.names, rank), self.names
             found = []
             for place in itertools.product(range(rank + 2), repeat=len(names)):
                 dims = tuple(tuple(names[a] for a in order if place[a] == dim + 2) for dim in range(rank))
@@ -136,13 +142,19 @@ class _Axes:
             self._numbers[rank, order] = np.array(found, dtype=np.int64)
         return self._numbers[rank, order]
 
+    def numbers_among(self, there: tuple[str, ...], rank: int) -> np.ndarray:
+        """Per spec, its number where the other axes have one device; -1 if it names one of them."""
+        if (there, rank) not in self._among:
+            own = numbered_specs(there, rank)
+            found = [own.get(spec, -1) for spec in numbered_specs(self.names, rank)]
+            self._among[there, rank] = np.array(found, dtype=np.int64)
+        return self._among[there, rank]
+
 
 class _Assignments:
     """All assignments of axes to the factors of one rule, with what each demands of the axes' sizes."""
 
-    def __init__(
-        self, rule: OpShardingRule, axes: _Axes, conversions: Conversions, unreduced_inputs: tuple[bool, ...]
-    ) -> None:
+    def __init__(self, rule: OpShardingRule, axes: _Axes, unreduced_inputs: tuple[bool, ...]) -> None:
         self.rule, self.axes = rule, axes
         factors = [i for i, f in enumerate(rule.factors) if f.size > 1 and f.kind is not FactorKind.REPLICATED]
         groups = [-2 - g for g, group in enumerate(rule.linear) if all(unreduced_inputs[i] for i in group)]
@@ -150,14 +162,14 @@ class _Assignments:
         self.taken = _tuples(len(self.options), len(axes.names))
         self.rows = np.array(self.options, dtype=np.int64)[self.taken]
         self.demands = self._demands(factors)
-        tensors = [self.specs(position, conversions) for position in range(len(rule.operands) + len(rule.results))]
+        tensors = [self.specs(position) for position in range(len(rule.operands) + len(rule.results))]
         self.tensors = np.array(tensors, dtype=np.int64).reshape(-1, len(self.rows))
         self.used = self._axes_where(self.rows >= 0)
         at_once = [i for i in rule.reduction_factors if rule.reduce_op != "add"]
         self.reduced: list[tuple[str, ...]] = (
             self._axes_where(np.isin(self.rows, at_once)) if at_once else [()] * len(self.rows)
         )
-        self._known: dict[tuple[bytes, bool], StrategySet] = {}
+        self._known: dict[tuple[bytes, tuple[str, ...], bool], StrategySet] = {}
         self._on: dict[tuple[DeviceMesh, bool], StrategySet] = {}
 
     def on(self, mesh: DeviceMesh, sharded_contractions: bool) -> StrategySet:
@@ -169,16 +181,27 @@ class _Assignments:
 
     def _possible(self, mesh: DeviceMesh, sharded_contractions: bool) -> StrategySet:
         possible = self.axes.met(mesh)[self.demands].all(axis=0)
+        there = tuple(a for a in self.axes.names if mesh.axis_size(a) > 1)
+        columns = [a in there for a in self.axes.names]
+        if not all(columns):
+            possible &= (self.rows[:, np.logical_not(columns)] == UNUSED).all(axis=1)
         if sharded_contractions:
-            full = possible & (self.rows != UNUSED).all(axis=1)
+            full = possible & (self.rows[:, columns] != UNUSED).all(axis=1)
             possible = full if full.any() else possible
         mask = possible.tobytes()  # one byte each, 0 or 1
-        key = mask, sharded_contractions  # ops of both kinds must not share what differs on other meshes (``derive``)
+        key = (
+            mask,
+            there,
+            sharded_contractions,
+        )  # ops of both kinds must not share what differs on other meshes (``derive``)
         if key not in self._known:
             count = len(self.rule.operands)
             tensors = tuple(self.tensors.compress(possible, axis=1))
+            if not all(columns):
+                dims = (*self.rule.operands, *self.rule.results)
+                tensors = tuple(self.axes.numbers_among(there, len(d))[t] for d, t in zip(dims, tensors, strict=True))
             self._known[key] = StrategySet(
-                assignment=self.rows[possible],
+                assignment=self.rows[possible][:, columns],
                 operands=tensors[:count],
                 results=tensors[count:],
                 used=tuple(itertools.compress(self.used, mask)),
@@ -202,7 +225,7 @@ class _Assignments:
             found.append(np.where(masks[minor] > 0, complete, 0))
         return np.array(found)
 
-    def specs(self, position: int, conversions: Conversions) -> np.ndarray:
+    def specs(self, position: int) -> np.ndarray:
         """Per assignment, the spec number of a tensor: of an operand, or behind these of a result."""
         rule, names = self.rule, self.axes.names
         dims = (*rule.operands, *rule.results)[position]
@@ -221,13 +244,13 @@ class _Assignments:
         rank, num_axes = len(dims), len(names)
         number = np.array(places)[self.taken] @ (rank + 2) ** np.arange(num_axes - 1, -1, -1, dtype=np.int64)
         in_order = tuple(range(num_axes))
-        found = self.axes.spec_numbers(rank, in_order, conversions)[number]
+        found = self.axes.spec_numbers(rank, in_order)[number]
         if any(len(fs) > 1 for fs in dims):
             orders = np.array(turns)[self.taken].argsort(axis=1, kind="stable")
             for order in itertools.permutations(in_order):
                 rows = (orders == order).all(axis=1)
                 if order != in_order and rows.any():
-                    found[rows] = self.axes.spec_numbers(rank, order, conversions)[number[rows]]
+                    found[rows] = self.axes.spec_numbers(rank, order)[number[rows]]
         return found
 
 

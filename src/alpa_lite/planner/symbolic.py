@@ -82,6 +82,8 @@ class SymbolicPlan:
         self._results: dict[int, MeshResult | AlpaLiteError] = {}
         self._regimes: tuple[Regime, ...] | None = None
         self._free = _is_free(task.task)
+        mesh = task.at(max(task.cluster.values))[1]  # with one worker, rules are not enumerated anew for the other axes
+        task.task.shared.strategies.over = tuple(a for a in mesh.axis_names if mesh.axis_size(a) > 1)
         self._prices: dict[int, list[float | tuple[float, float]] | None] = {}
 
     @property

@@ -22,6 +22,7 @@ import jax
 import alpa_lite as al
 from benchmarks import models
 from benchmarks.report import Row, finish
+from examples import seven_b
 from examples.registry import EXAMPLES
 
 TARGET = ">= 10"
@@ -46,6 +47,7 @@ CASES = (
     Case(model="gpt_linen"),
     Case(model="gpt_linen", fixed=(2,)),
     Case(model="gpt2-124m"),
+    Case(model="seven_b"),
     Case(model="gpt_linen", last=64),
 )
 
@@ -56,6 +58,8 @@ def target(model: str) -> tuple[Any, tuple[Any, ...], int | tuple[int, ...]]:
         example = EXAMPLES[model]("small", optimizer="sgd")
         state = jax.eval_shape(example.init, jax.random.key(0))
         return example.grads_step, (state, jax.eval_shape(lambda: example.batch(0))), ()
+    if model == "seven_b":  # of a row of acceptance, as docs/symbolic.md says
+        return seven_b.step, seven_b.ARGS, 0
     step = models.make(model)
     return step.fn, step.args, 0
 

@@ -115,7 +115,7 @@ def test_every_strategy_of_the_planner_is_proven_the_same():
     engine = Conversions(mesh=device_mesh((2, 2)), costs=RandomCosts(0))
     checked = 0
     for path, _, op in program.walk():
-        strategies = KnownStrategies().of(op.rule, engine.mesh, engine, unreduced_inputs=(True,) * len(op.inputs))
+        strategies = KnownStrategies().of(op.rule, engine.mesh, unreduced_inputs=(True,) * len(op.inputs))
         for k in range(len(strategies)):
             if strategies.reduce_axes[k]:
                 continue  # its all-reduce (max) is inside of the op

@@ -189,11 +189,8 @@ class _Assignments:
             full = possible & (self.rows[:, columns] != UNUSED).all(axis=1)
             possible = full if full.any() else possible
         mask = possible.tobytes()  # one byte each, 0 or 1
-        key = (
-            mask,
-            there,
-            sharded_contractions,
-        )  # ops of both kinds must not share what differs on other meshes (``derive``)
+        # Ops of both kinds of contractions must not share what differs on other meshes (``derive``).
+        key = mask, there, sharded_contractions
         if key not in self._known:
             count = len(self.rule.operands)
             tensors = tuple(self.tensors.compress(possible, axis=1))

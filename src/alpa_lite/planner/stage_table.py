@@ -85,9 +85,8 @@ class StageTable:
         self.known: dict[Kind, Array] = {}
         self.forbidden: dict[Cell, int] = {}
         self.repeats_known = False  # what recomputation repeats, which takes another cut of the step
-        self.summands: dict[
-            Kind, Array
-        ] = {}  # of single layers, and of pairs of equal ones what these cost more together
+        # Of single layers, and of pairs of equal ones what these cost more together.
+        self.summands: dict[Kind, Array] = {}
         self.version = 0
         prices.prepare({(c,) for c in prices.runs.classes})
         self.refresh(self.kinds)

@@ -81,6 +81,25 @@ def test_levels_change_messages_as_groups_do(copies: bool, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("copies", [False, True])
+def test_what_states_cost_more_is_the_same_by_levels(copies: bool) -> None:
+    for seed in range(5):
+        core, classes = random_core(seed, copies=copies)
+        messages = Messages.zero(core, *finite(core), tie(core, classes if copies else None))
+        for _ in range(messages_module._IN_ORDER):
+            messages.forward()
+        assert messages._levels is not None
+        rng = np.random.default_rng(seed)
+        sent = messages._values[sum(u.size for u in messages.unary) : -1]
+        sent += rng.random(len(sent))  # sweeps leave every edge a 0
+        bound, over = messages.over(core)
+        messages._levels = None
+        own_bound, own_over = messages.over(core)
+        assert bound == pytest.approx(own_bound)
+        assert np.concatenate(over) == pytest.approx(np.concatenate(own_over), abs=1e-12)
+        assert min(map(min, over)) < 1e-12 < max(map(max, over))
+
+
+@pytest.mark.parametrize("copies", [False, True])
 @pytest.mark.parametrize("forward", [False, True])
 def test_choices_by_levels_are_those_by_groups_with_ties_as_well(copies: bool, forward: bool) -> None:
     for seed in range(10):

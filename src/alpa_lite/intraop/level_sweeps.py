@@ -37,7 +37,8 @@ class _Level:
         sent: for each of them, the place of the message that comes off it.
         costs_from: where the states here start among them.
         heard: places of what comes of it, one per edge and state here; ``there``: the node at the other end.
-        parts: places of what adds up to the cost of every state: the node's own, and the messages to it.
+        edges: where the edges to a visited node start among them.
+        parts: places of what adds up to the cost of every state: the node's own first, and the messages to it.
         parts_from: where the states start among them.
         in_order: the same as columns, one per state, which end with the place of a 0 as often as they need.
         most: per state, into how many parts the node's cost goes.
@@ -52,6 +53,7 @@ class _Level:
     costs_from: Places
     heard: Places
     there: Places
+    edges: Places
     parts: Places
     parts_from: Places
     in_order: Places
@@ -114,6 +116,31 @@ class LevelSweeps:
         nodes, counts = direction.groups
         return _added_up(np.concatenate(left)[nodes], counts)
 
+    def over(self) -> tuple[float, Array]:
+        """The bound, without constant, and at the place of every state how much more any choice with it costs at least.
+
+        That is what the state costs over the cheapest of its node, and on every edge the smallest rest of its row over the
+        smallest of the edge.
+        """
+        values, bound = self._values, 0.0
+        more = np.zeros_like(values)  # by place: of the state alone, and of the edge that sends the message
+        for forward, direction in self._directions.items():
+            for level in direction.levels:
+                if forward:
+                    theta = np.add.reduceat(values[level.parts], level.parts_from)
+                    least = _minimum(theta, level.nodes)
+                    bound += float(least.sum())
+                    more[level.parts[level.parts_from]] = theta - _repeated(least, level.nodes, len(theta))
+                if len(level.costs):
+                    rows = _minimum(level.costs - values[level.sent], level.costs_from) - values[level.heard]
+                    least = _minimum(rows, level.edges)
+                    bound += float(least.sum()) if forward else 0.0
+                    more[level.heard] = rows - _repeated(least, level.edges, len(rows))
+        over = np.zeros_like(values)
+        for level in self._directions[True].levels:
+            over[level.parts[level.parts_from]] = np.add.reduceat(more[level.parts], level.parts_from)
+        return bound, over
+
     def pick(self, *, forward: bool) -> tuple[Places, Places]:
         """A choice as ``Messages.pick`` says, of all nodes level by level, and where the nodes of each group begin.
 
@@ -125,10 +152,14 @@ class LevelSweeps:
         for level in direction.levels:
             values[level.heard] = level.costs[level.costs_from + picks[level.there]]
             seen = np.add.reduce(values[level.in_order], axis=0)
-            lengths = np.diff(level.nodes, append=len(seen))
-            least = np.flatnonzero(seen == np.repeat(_minimum(seen, level.nodes), lengths))
+            least = np.flatnonzero(seen == _repeated(_minimum(seen, level.nodes), level.nodes, len(seen)))
             picks[level.visited] = least[np.searchsorted(least, level.nodes)] - level.nodes
         return picks, direction.first
+
+
+def _repeated(values: Array, starts: Places, length: int) -> Array:
+    """Each value from its start up to the next one's."""
+    return np.repeat(values, np.diff(starts, append=length))
 
 
 def _added_up(shares: Array, counts: Sequence[int]) -> float:
@@ -250,14 +281,14 @@ def _levels(
     )
     most = np.maximum(np.maximum(num_behind, num_ahead), 1).astype(np.float64)
     stays = 1.0 - num_ahead / most
-    parts_from, costs_from = _starts(num_parts), _starts(lengths)
+    parts_from, costs_from, edges_from = _starts(num_parts), _starts(lengths), _starts(wide)
 
     def cut(levels: Places, weights: Places) -> list[slice]:
         """Where each level is in arrays that hold so much of every visit or edge."""
         ends = np.cumsum(np.bincount(levels, weights, minlength=int(level[-1]) + 1)).astype(np.intp).tolist()
         return [slice(a, b) for a, b in pairwise([0, *ends])]
 
-    entries, rows = cut(behind_level, deep * wide), cut(behind_level, wide)
+    entries, rows, ends = cut(behind_level, deep * wide), cut(behind_level, wide), cut(behind_level, np.ones_like(wide))
     state, node, later = cut(level, copies * states), cut(level, copies), cut(ahead_level, wide_ahead)
     part = cut(np.repeat(level, copies * states), num_parts)
     all_most, columns = np.repeat(most, node_sizes), _columns(parts, num_parts, zero)
@@ -268,6 +299,7 @@ def _levels(
             costs_from=costs_from[rows[n]] - entries[n].start,
             heard=heard[rows[n]],
             there=others[rows[n]],
+            edges=edges_from[ends[n]] - rows[n].start,
             parts=parts[part[n]],
             parts_from=parts_from[state[n]] - part[n].start,
             in_order=np.ascontiguousarray(columns[: int(num_parts[state[n]].max()), state[n]]),

@@ -234,19 +234,34 @@ class Messages:
         """The bound as the module docstring states it, without constant."""
         return sum(float(r.min()) for r in (*self.node_rests(), *self.edge_rests()))
 
+    def over(self, core: Core) -> tuple[float, list[Array]]:
+        """The bound, without constant, and per state of every node how much more any choice with it costs at least.
+
+        A state costs at least its rest over the smallest rest of its node, plus on every edge the smallest rest in its
+        row over the smallest of the edge.
+        """
+        if self._levels is not None:
+            bound, flat = self._levels.over()
+            starts = starts_of(self.unary)
+            groups = [flat[s : s + u.size].reshape(u.shape) for s, u in zip(starts, self.unary, strict=True)]
+            return bound, [groups[g][s] for g, s in zip(self.tied.group, self.tied.slot, strict=True)]
+        nodes, edges = self.node_rests(), self.edge_rests()
+        over = [rest - rest.min() for rest in nodes]
+        bound = sum(float(rest.min()) for rest in (*nodes, *edges))
+        for rest, a, b in zip(edges, core.left, core.right, strict=True):
+            least = rest.min()
+            over[a] += rest.min(1) - least
+            over[b] += rest.min(0) - least
+        return bound, over
+
     def excluded(self, core: Core, slack: float) -> tuple[list[Array], dict[int, Array]]:
         """What no choice within ``slack`` of the bound contains: per node a mask of states, per edge a mask of pairs.
 
-        A state costs at least its rest over the smallest rest of its node, plus on every edge the smallest rest in its
-        row over the smallest of the edge. Edges without such pairs are left out of the dictionary.
+        States as ``over`` says. Edges without such pairs are left out of the dictionary.
         """
-        rests = self.node_rests()
-        extra = [r - r.min() for r in rests]
-        over: list[Array] = [x.copy() for x in extra]
+        extra = [r - r.min() for r in self.node_rests()]
         edges = [rest - rest.min() for rest in self.edge_rests()]
-        for rest, a, b in zip(edges, core.left, core.right, strict=True):
-            over[a] += rest.min(1)
-            over[b] += rest.min(0)
+        _, over = self.over(core)
         pairs = {}
         for e, (a, b) in enumerate(zip(core.left, core.right, strict=True)):
             mask = (edges[e] + extra[a][:, None] + extra[b] > slack) & np.isfinite(core.costs[e])

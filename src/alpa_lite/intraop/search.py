@@ -6,11 +6,13 @@ import math
 
 import numpy as np
 
+from alpa_lite.intraop.core import Core
 from alpa_lite.intraop.frontier import Frontier
 from alpa_lite.intraop.messages import Messages
 from alpa_lite.intraop.prices import price_memory
 from alpa_lite.intraop.problem import IntraOpProblem
 from alpa_lite.intraop.proof import prove, prove_narrow, shifted
+from alpa_lite.intraop.rest import prove_rest
 from alpa_lite.intraop.state import Search, is_small
 from alpa_lite.intraop.tie import Tie, tie, tied_core
 
@@ -30,6 +32,7 @@ _FRONTIER_WORK = 150  # partial choices per node
 _BEAM = 100
 _BEAM_GAP = 0.1  # above it a beam finds nothing better than what is known
 _ANYTHING = 1e300  # a slack that keeps out what is forbidden alone
+_LATE = 60  # sweeps after which thin cores are searched along the frontier as well
 _QUICK_ENTRIES = 8_000_000  # of the tables of an elimination that takes less time than a search
 _NARROW_EDGE = 64  # mean entries of an edge, above which large cores are not narrow, and to find that out takes a while
 
@@ -44,7 +47,7 @@ def search_core(search: Search, problem: IntraOpProblem, seed: int, rel_gap: flo
         else:
             search.proven_infeasible = True
         return
-    if core.memory is None and (core.num_nodes <= _TIED_FROM or core.num_pairs <= _NARROW_EDGE * len(core.costs)):
+    if core.memory is None and (core.num_nodes <= _TIED_FROM or _is_thin(core)):
         kept = [np.arange(len(c)) for c in core.unary]
         if prove_narrow(search, core, kept, _QUICK_ENTRIES):
             return
@@ -157,6 +160,19 @@ def _search_frontier(search: Search, messages: Messages) -> None:
         search.bound = max(search.bound, search.upper - error)
 
 
+def _close(search: Search, messages: Messages, count: int) -> None:
+    """Better choices and proofs than messages give."""
+    thin = _is_thin(search.core)
+    if thin and prove_rest(search, messages):
+        return
+    if not thin or count >= _LATE:
+        _search_frontier(search, messages)
+
+
+def _is_thin(core: Core) -> bool:
+    return core.num_pairs <= _NARROW_EDGE * len(core.costs)
+
+
 def _sweep(
     search: Search, messages: Messages, rel_gap: float, *, small: bool, most: int = 160, beams: bool = True
 ) -> None:
@@ -178,7 +194,7 @@ def _sweep(
         if (tries and not back) or search.picks is None or search.out_of_time:
             search.try_from(messages.pick())
         if beams and small and count > every and search.core.memory is None and search.gap > search.tolerance(wanted):
-            _search_frontier(search, messages)
+            _close(search, messages, count)
         if search.gap <= search.tolerance(wanted) or search.out_of_time or search.too_dear:
             return
         if small and count > 40 and value - before < 0.01 * (search.upper - value):

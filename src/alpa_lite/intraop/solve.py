@@ -6,7 +6,8 @@ The answer is scored on the problem as given.
 2. Repeated layers tied (``tie.py``) give an incumbent that costs the same whatever the depth, and messages to start from.
 3. Message passing on the untied core (``messages.py``) gives the lower bound; where that is good, a search along a frontier
    (``frontier.py``) gives incumbents and proofs.
-   Cores so narrow that elimination is quick are solved exactly at once (``narrow.py``), instead of 2 to 4.
+   Cores so narrow that elimination is quick are solved exactly at once (``narrow.py``), instead of 2 to 4; others with few
+   states a node once what the gap leaves of them is narrow (``rest.py``).
 4. On cores of moderate size the gap excludes states and pairs, and HiGHS closes it (``milp.py``).
 5. If the optimum without memory fits the limit, it is the optimum. Else 1-4 again with memory: rows are added lazily in
    the MILP; prices on the fullest times (a Lagrangian, ``prices.py``) give bounds, and choices that fit (``fit.py``).

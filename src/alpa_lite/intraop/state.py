@@ -38,6 +38,8 @@ class Search:
     unit: float = 1.0
     frontier: Frontier | None = None  # made when it is first searched
     searched_gap: float = math.inf  # when that was done last
+    rest_gap: float = math.inf  # when it was looked at last what the gap leaves
+    rest_pairs: float = math.inf  # entries of the edges in that when it was eliminated last, without success
     around: Neighbours | None = None  # of the core, found when they are first needed
 
     @classmethod

@@ -71,11 +71,13 @@ class _Direction:
 
     Attributes:
         levels: in their order.
+        whole: all levels as if they were one, for what needs no order.
         groups: the nodes of all levels, behind one another, by group in the order of visits; and of how many nodes each is.
         first: per group, where its nodes begin among these.
     """
 
     levels: list[_Level]
+    whole: _Level
     groups: tuple[Places, list[int]]
     first: Places
 
@@ -122,23 +124,24 @@ class LevelSweeps:
         That is what the state costs over the cheapest of its node, and on every edge the smallest rest of its row over the
         smallest of the edge.
         """
-        values, bound = self._values, 0.0
-        more = np.zeros_like(values)  # by place: of the state alone, and of the edge that sends the message
+        values, own = self._values, self._directions[True].whole
+        theta = np.add.reduceat(values[own.parts], own.parts_from)
+        least = _minimum(theta, own.nodes)
+        bound = float(least.sum())
+        more, over = (
+            np.zeros_like(values),
+            np.zeros_like(values),
+        )  # by place: of the state alone, of the edge it hears of
+        place = own.parts[own.parts_from]
+        more[place] = theta - _repeated(least, own.nodes, len(theta))
         for forward, direction in self._directions.items():
-            for level in direction.levels:
-                if forward:
-                    theta = np.add.reduceat(values[level.parts], level.parts_from)
-                    least = _minimum(theta, level.nodes)
-                    bound += float(least.sum())
-                    more[level.parts[level.parts_from]] = theta - _repeated(least, level.nodes, len(theta))
-                if len(level.costs):
-                    rows = _minimum(level.costs - values[level.sent], level.costs_from) - values[level.heard]
-                    least = _minimum(rows, level.edges)
-                    bound += float(least.sum()) if forward else 0.0
-                    more[level.heard] = rows - _repeated(least, level.edges, len(rows))
-        over = np.zeros_like(values)
-        for level in self._directions[True].levels:
-            over[level.parts[level.parts_from]] = np.add.reduceat(more[level.parts], level.parts_from)
+            whole = direction.whole
+            if len(whole.costs):
+                rows = _minimum(whole.costs - values[whole.sent], whole.costs_from) - values[whole.heard]
+                least = _minimum(rows, whole.edges)
+                bound += float(least.sum()) if forward else 0.0
+                more[whole.heard] = rows - _repeated(least, whole.edges, len(rows))
+        over[place] = np.add.reduceat(more[own.parts], own.parts_from)
         return bound, over
 
     def pick(self, *, forward: bool) -> tuple[Places, Places]:
@@ -312,9 +315,26 @@ def _levels(
         )
         for n in range(int(level[-1]) + 1)
     ]
+    whole = _Level(
+        costs=all_costs,
+        sent=sent,
+        costs_from=costs_from,
+        heard=heard,
+        there=others,
+        edges=edges_from,
+        parts=parts,
+        parts_from=parts_from,
+        in_order=columns,
+        most=all_most,
+        ahead=ahead,
+        states=ahead_states,
+        nodes=of_node,
+        stays=stays,
+        visited=slice(0, len(of_node)),
+    )
     visited = rank[list(order)]
     places = _runs(first_node[list(order)], copies[visited])
-    return _Direction(levels=found, groups=(places, copies[visited].tolist()), first=first_node)
+    return _Direction(levels=found, whole=whole, groups=(places, copies[visited].tolist()), first=first_node)
 
 
 def _columns(parts: Places, lengths: Places, rest: int) -> Places:

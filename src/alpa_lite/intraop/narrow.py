@@ -103,36 +103,18 @@ def _order(
 
     ``given`` are numbers of the tables of all nodes, then of all edges.
     """
+    scopes = _scopes(sizes, left, right, max_entries)
+    if scopes is None:
+        return None
     num_given = max(given) + 1
-    around: list[set[int]] = [set() for _ in sizes]
     # Every factor is (nodes, number of its table); a node holds those that it is in, by the order of their making.
     held: list[dict[int, tuple[tuple[int, ...], int]]] = [{node: ((node,), given[node])} for node in range(len(sizes))]
     for factor, (a, b) in enumerate(zip(left, right, strict=True), start=len(sizes)):
-        around[a].add(b)
-        around[b].add(a)
         held[a][factor] = held[b][factor] = (a, b), given[factor]
     num_factors = len(given)
-
-    def weight(node: int) -> int:
-        entries = sizes[node]
-        for j in around[node]:
-            entries *= sizes[j]
-        return entries
-
-    weights = {node: weight(node) for node in range(len(sizes))}
-    waiting = [(w, node) for node, w in weights.items()]
-    heapify(waiting)
     known: dict[tuple[tuple[int, ...], _Parts], int] = {}
     steps: list[tuple[int, tuple[int, ...], int]] = []
-    while waiting:
-        entries, node = heappop(waiting)
-        if weights.get(node) != entries:
-            continue  # gone, or its table has changed since
-        near = around[node]
-        if entries > _TABLE_CAP or len(near) >= _MAX_DIMS:
-            return None
-        del weights[node]
-        scope = tuple(sorted(near))
+    for node, scope, entries in scopes:
         dim = {j: d for d, j in enumerate((node, *scope))}
         factors = held[node]
         parts = tuple([(number, tuple([dim[j] for j in nodes])) for nodes, number in factors.values()])
@@ -150,13 +132,47 @@ def _order(
             for factor in factors:
                 own.pop(factor, None)
             own[num_factors] = made
-            around[j] |= near
-            around[j].discard(j)
-            around[j].discard(node)
         num_factors += 1
+    return _Order(steps, list(known))
+
+
+def _scopes(
+    sizes: Sequence[int], left: Sequence[int], right: Sequence[int], max_entries: float
+) -> list[tuple[int, tuple[int, ...], int]] | None:
+    """The nodes in order, with their neighbours then and the entries of the table; None if a table would be too large."""
+    around: list[set[int]] = [set() for _ in sizes]
+    for a, b in zip(left, right, strict=True):
+        around[a].add(b)
+        around[b].add(a)
+
+    def weight(node: int) -> int:
+        entries = sizes[node]
+        for j in around[node]:
+            entries *= sizes[j]
+        return entries
+
+    weights = {node: weight(node) for node in range(len(sizes))}
+    waiting = [(w, node) for node, w in weights.items()]
+    heapify(waiting)
+    most = min(_TABLE_CAP, max_entries)
+    scopes: list[tuple[int, tuple[int, ...], int]] = []
+    while waiting:
+        entries, node = heappop(waiting)
+        if weights.get(node) != entries:
+            continue  # gone, or its table has changed since
+        near = around[node]
+        if entries > most or len(near) >= _MAX_DIMS:
+            return None
+        del weights[node]
+        scope = tuple(sorted(near))
+        scopes.append((node, scope, entries))
         for j in scope:
+            own = around[j]
+            own |= near
+            own.discard(j)
+            own.discard(node)
             changed = weight(j)
             if changed != weights[j]:
                 weights[j] = changed
                 heappush(waiting, (changed, j))
-    return _Order(steps, list(known))
+    return scopes

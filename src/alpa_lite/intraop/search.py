@@ -19,9 +19,8 @@ from alpa_lite.intraop.tie import Tie, tie, tied_core
 _LARGE_GAP = 1.5e-3  # good enough where a proof is out of reach
 _TIED_FROM = 200  # core nodes from which on copies are treated alike
 _ROUGH_GAP = 1e-2  # for answers without proof
-_FEW_COPIES = (
-    0.75  # groups per node above which the tied problem takes as long as the untied one; a proof needs its incumbent
-)
+_FEW_COPIES = 0.75  # groups per node above which the tied problem takes as long as the untied one
+_PROOF_COPIES = 0.5  # the same where a proof of a small core is wanted; that of a large one needs its incumbent
 _TIED_GAP = 5e-4  # for the tied problem, which only gives an incumbent
 _EARLY_SWEEPS = 15  # on the tied problem
 _TRIED_SWEEPS = 1  # on the untied one, from its messages
@@ -34,6 +33,7 @@ _BEAM_GAP = 0.1  # above it a beam finds nothing better than what is known
 _ANYTHING = 1e300  # a slack that keeps out what is forbidden alone
 _LATE = 60  # sweeps after which thin cores are searched along the frontier as well
 _QUICK_ENTRIES = 8_000_000  # of the tables of an elimination that takes less time than a search
+_NODE_ENTRIES = 6000  # the same per node: sweeps over small cores, and what they leave, take less time still
 _NARROW_EDGE = 64  # mean entries of an edge, above which large cores are not narrow, and to find that out takes a while
 
 
@@ -49,17 +49,18 @@ def search_core(search: Search, problem: IntraOpProblem, seed: int, rel_gap: flo
         return
     if core.memory is None and (core.num_nodes <= _TIED_FROM or _is_thin(core)):
         kept = [np.arange(len(c)) for c in core.unary]
-        if prove_narrow(search, core, kept, _QUICK_ENTRIES):
+        if prove_narrow(search, core, kept, min(_QUICK_ENTRIES, _NODE_ENTRIES * core.num_nodes)):
             return
     tied = tie(core, problem.classes if core.num_nodes > _TIED_FROM else None)
-    if not proof and len(tied.members) > _FEW_COPIES * core.num_nodes:
+    small = is_small(core)
+    if len(tied.members) > (_FEW_COPIES if not proof else _PROOF_COPIES if small else 1.0) * core.num_nodes:
         tied = tie(core, None)
     if tied.is_trivial:
         messages = Messages.zero(core, search.unary, search.costs, tied)
     else:
         messages = _start_tied(search, tied, proof=proof)
-    small = is_small(core)
-    if search.prices is None:  # else the messages know the prices already
+    proven = search.gap <= search.tolerance(rel_gap)  # by the start from the tied problem
+    if search.prices is None and not proven:  # with prices, the messages know them already
         _sweep(search, messages, rel_gap, small=small, most=160 if small else 40, beams=proof)
     wanted = search.tolerance(rel_gap if small else _LARGE_GAP)
     if core.memory is not None and search.gap > wanted and not search.too_dear:
@@ -107,6 +108,7 @@ def _settle_tied(search: Search, tied: Tie, inner: Search, messages: Messages, *
             value = started.sweep()
         if best is None or value > bound:
             best, bound = started, value
+            search.bound = max(search.bound, value + search.core.constant)
         if inner.gap <= _TIED_GAP or inner.out_of_time or inner.too_dear:
             break
     assert best is not None

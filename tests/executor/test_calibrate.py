@@ -55,6 +55,7 @@ def test_record_covers_every_kind_and_group_size(record):
     assert dict(record.matmul_flops_per_s)["f32"] > 1e6
     assert record.memory_bandwidth_bytes_per_s > 1e6
     assert record.launch_s > 0
+    assert 0 <= record.across_s_per_byte < 1e-6
     assert record.jax_version == jax.__version__
     assert Calibration.from_text(record.to_text()) == record
 
@@ -84,6 +85,14 @@ def test_the_best_of_all_repeats_counts_and_they_come_in_turn(monkeypatch):
     probes.repeat()
     assert ran[6:] == list("abc") * 7  # after compiling and filling each
     assert all(probe.round_s == pytest.approx(1e-3) for probe in probes.made)
+
+
+def test_reading_across_rows_is_what_the_flops_leave_of_the_time():
+    probe = types.SimpleNamespace(round_s=3e-3)
+    sizes = dataclasses.replace(TINY, tall=(100, 50))
+    flops_s, ramp_s = 2 * 100 * 50 * 50 / 1e9, 1e-4
+    assert calibrate._across(sizes, probe, 1e9, ramp_s) == pytest.approx((3e-3 - ramp_s - flops_s) / (4 * 100 * 50))
+    assert calibrate._across(sizes, types.SimpleNamespace(round_s=1e-4), 1e9, ramp_s) == 0.0
 
 
 def test_local_cluster_is_this_process():

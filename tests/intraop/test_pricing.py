@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 import alpa_lite as al
+from alpa_lite.cluster import Calibration
 from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.costs.conventions import cost_model
 from alpa_lite.costs.conversion import Conversions
 from alpa_lite.costs.facts import Facts
-from alpa_lite.costs.fusion import patch_passes
+from alpa_lite.costs.fusion import dims_read_across, patch_passes
 from alpa_lite.costs.memory import Order, timeline
 from alpa_lite.intraop.decisions import build_graph
 from alpa_lite.intraop.domains import gathers_to
@@ -101,3 +102,48 @@ def test_only_a_cpu_pays_for_patches_and_no_split_of_features_saves_them() -> No
     batch, features = "[x,_,_,_]", "[_,_,_,x]"
     assert cpu[features] > 3 * cpu[batch]
     assert gpu[features] == pytest.approx(gpu[batch], rel=0.5)
+
+
+def test_dims_read_across_rows_are_those_of_a_weights_gradient() -> None:
+    args = jax.ShapeDtypeStruct((4, 16, 8), jnp.float32), jax.ShapeDtypeStruct((8, 12), jnp.float32)
+    program = trace(lambda x, w: jax.value_and_grad(lambda w: ((x @ w) ** 2).sum())(w), args, {}).program
+    forward, gradient = (op for op in program.ops if op.primitive == "dot_general")
+    assert dims_read_across(forward) == ()
+    assert dims_read_across(gradient) == (0, 1)
+    batched = trace(jax.vmap(lambda a, b: jnp.einsum("ki,kj->ij", a, b)), (args[0], args[0]), {}).program
+    assert [dims_read_across(op) for op in batched.ops if op.primitive == "dot_general"] == [()]
+
+
+def test_products_across_whole_rows_cost_what_was_measured_of_them() -> None:
+    rows = jax.ShapeDtypeStruct((512, 64), jnp.float32)
+    program = trace(lambda a, b: jnp.einsum("ki,kj->ij", a, b), (rows, rows), {}).program
+    mesh = DeviceMesh(shape=(8,), axis_names=("x",))
+
+    def prices(across_s_per_byte: float) -> dict[str, float]:
+        calibration = Calibration(
+            device_kind="cpu",
+            num_devices=8,
+            matmul_flops_per_s=(("f32", 5e10),),
+            ramp_s=0.0,
+            memory_bandwidth_bytes_per_s=1e10,
+            launch_s=0.0,
+            across_s_per_byte=across_s_per_byte,
+        )
+        assert Calibration.from_text(calibration.to_text()) == calibration
+        cluster = al.Cluster.of("cpu", devices_per_host=8, calibration=calibration)
+        costs = cost_model("roofline", cluster, mesh)
+        graph = build_graph(program, Conversions(mesh=mesh, costs=costs))
+        problem = Pricer.of(program, graph, costs).problem()
+        (index,) = (i for i, n in enumerate(graph.nodes) if n.op is not None and n.op.primitive == "dot_general")
+        strategies = graph.nodes[index].strategies
+        assert strategies is not None
+        specs = graph.conversions.space(2).specs
+        names = [f"{specs[a]} {specs[b]}" for a, b in zip(*strategies.operands, strict=True)]
+        return dict(zip(names, problem.node_costs[index].tolist(), strict=True))
+
+    plain, across = prices(0.0), prices(1e-9)
+    reduced, columns, whole = "[x,_] [x,_]", "[_,x] [_,_]", "[_,_] [_,x]"
+    assert across[reduced] == plain[reduced]  # each device has an eighth of the rows to sum over
+    moved = 512 * 64 * 4 * (1 + 1 / 8) + 64 * 64 * 4 / 8
+    assert across[columns] == pytest.approx(512 * 64 * 4 * (1e-9 / 8) + moved / 1e10)
+    assert across[whole] == pytest.approx(512 * 64 * 4 * 1e-9 + moved / 1e10)

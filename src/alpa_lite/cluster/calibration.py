@@ -36,6 +36,7 @@ class Calibration:
         ramp_s: what a matmul takes on top of its FLOPs at that rate.
         memory_bandwidth_bytes_per_s: of a large copy, read plus write; on CPU of elementwise loops of several kinds.
         launch_s: the least time of an op.
+        across_s_per_byte: what a product of transposed rows (``x.T @ x``) adds to its FLOPs, per byte of its first operand.
         collectives: per kind and group size, along the first dim and along another one.
         date: ISO date.
         jax_version: with which it was measured.
@@ -47,6 +48,7 @@ class Calibration:
     ramp_s: float
     memory_bandwidth_bytes_per_s: float
     launch_s: float
+    across_s_per_byte: float = 0.0
     collectives: tuple[MeasuredCollective, ...] = ()
     date: str = ""
     jax_version: str = ""
@@ -110,4 +112,5 @@ def calibrated_device(device: Device, calibration: Calibration) -> Device:
         memory_efficiency=1.0,
         ramp_s=calibration.ramp_s,
         launch_s=calibration.launch_s,
+        across_s_per_byte=calibration.across_s_per_byte,
     )

@@ -131,6 +131,7 @@ class Device:
         memory_efficiency: part of the memory bandwidth that a large copy reaches.
         ramp_s: what a matmul takes on top of its FLOPs at that rate.
         launch_s: the least time of an op.
+        across_s_per_byte: what a product adds per byte of a first operand that it reads across its rows; measured only.
     """
 
     name: str
@@ -143,6 +144,7 @@ class Device:
     memory_efficiency: float
     ramp_s: float
     launch_s: float
+    across_s_per_byte: float = 0.0
 
     def peak_flops_per_s(self, dtype: str, matmul: bool) -> float:
         """Peak rate for a NumPy-style dtype name; a dtype without a figure runs at the float32 rate.

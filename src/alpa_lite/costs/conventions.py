@@ -68,6 +68,12 @@ class RooflineCosts(PricedInBytes):
         """XLA:CPU's library does (Eigen's ``SpatialConvolution``); those of GPUs keep them in registers."""
         return self.computes and self.meshes.cluster.device.platform == "cpu"
 
+    @property
+    def across_passes(self) -> float:
+        device = self.meshes.cluster.device
+        bandwidth = device.memory_bandwidth_bytes_per_s * device.memory_efficiency
+        return device.across_s_per_byte * bandwidth if self.computes else 0.0
+
     def linear(self, kind: CollectiveKind, axes: tuple[str, ...]) -> tuple[float, float]:
         alpha, beta = self.meshes.linear(kind, axes)
         return (math.inf, 0.0) if kind in self.forbid and beta else (alpha, beta)

@@ -106,6 +106,10 @@ class CountedCosts:
     def writes_patches(self) -> bool:
         return False
 
+    @property
+    def across_passes(self) -> float:
+        return 0.0
+
     def volume(self, shape: tuple[int, ...], itemsize: int) -> float:
         if self.name == "slapo-2023-05":
             return math.prod(shape[-2:])

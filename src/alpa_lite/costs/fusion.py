@@ -259,6 +259,21 @@ def moved_bytes_weights(
     return tuple(reads), tuple(writes)
 
 
+def dims_read_across(op: Op) -> tuple[int, ...]:
+    """Contracted dims of a product's first operand where it is read across its rows, as in the gradient of a weight; else ().
+
+    None of a product with batch dims: those are copied to an order of their own, on every mesh alike.
+    """
+    if op.primitive != "dot_general":
+        return ()
+    first, second, result = ({f for dim in dims for f in dim} for dims in (*op.rule.operands, op.rule.results[0]))
+    contracted = first & second - result
+    dims = op.rule.operands[0]
+    if first & second & result or not dims or contracted & set(dims[-1]):
+        return ()
+    return tuple(d for d, factors in enumerate(dims) if contracted & set(factors))
+
+
 def patch_passes(op: Op, program: Program) -> float:
     """How many elements the patches of a convolution have for one of its image (the first operand); 0 for other ops.
 

@@ -76,6 +76,14 @@ class CostModel(Protocol):
         ...
 
     @property
+    def across_passes(self) -> float:
+        """How often a product's first operand passes memory besides if it is read across its rows (``dims_read_across``).
+
+        Only where each device has whole rows to sum over: XLA brings partial products into the order that is quick.
+        """
+        ...
+
+    @property
     def rules(self) -> SearchRules:
         """What may be chosen at all."""
         ...
@@ -135,6 +143,10 @@ class PricedInBytes:
     @property
     def writes_patches(self) -> bool:
         return False
+
+    @property
+    def across_passes(self) -> float:
+        return 0.0
 
     @property
     def rules(self) -> SearchRules:

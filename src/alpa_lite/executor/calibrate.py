@@ -43,6 +43,7 @@ class Sizes:
 
     Attributes:
         matmul: sides of the square matrices of the small and the large matmul.
+        tall: rows and columns of the matrix that is multiplied by itself across its rows.
         copy_bytes: size of the large copy, per device.
         collective_bytes: sizes per device, small to large.
         run_s: the least time of a run; its rounds are doubled until they fill it.
@@ -52,12 +53,13 @@ class Sizes:
     matmul: tuple[int, int]
     copy_bytes: int
     collective_bytes: tuple[int, ...]
+    tall: tuple[int, int] = (512, 64)
     run_s: float = 0.02
     repeats: int = 5
 
 
 # The copy is as large as what all devices together keep in a cache: most tensors of a step on CPU are no larger.
-CPU_SIZES = Sizes(matmul=(128, 512), copy_bytes=2**22, collective_bytes=(2**12, 2**18, 2**22))
+CPU_SIZES = Sizes(matmul=(32, 512), copy_bytes=2**22, collective_bytes=(2**12, 2**18, 2**22))
 ACCELERATOR_SIZES = Sizes(matmul=(1024, 8192), copy_bytes=2**30, collective_bytes=(2**14, 2**22, 2**27))
 
 
@@ -97,16 +99,19 @@ def measure(sizes: Sizes | None = None) -> Calibration:
     matmuls = {name: probes.matmuls(dtype) for name, dtype in dtypes.items()}
     loops, moved_bytes = probes.loops() if on_cpu else probes.copy()
     chain, links = probes.chain()
+    across = probes.across() if on_cpu else None
     collectives = probes.collectives()
     probes.repeat()
     fits = {name: _matmul_fit(sizes, small, large) for name, (small, large) in matmuls.items()}
+    ramp_s = min(ramp for _, ramp in fits.values())
     return Calibration(
         device_kind=devices[0].device_kind,
         num_devices=len(devices),
         matmul_flops_per_s=tuple((name, rate) for name, (rate, _) in fits.items()),
-        ramp_s=min(ramp for _, ramp in fits.values()),
+        ramp_s=ramp_s,
         memory_bandwidth_bytes_per_s=float(moved_bytes / np.exp(np.mean(np.log([p.round_s for p in loops])))),
         launch_s=chain.round_s / links,
+        across_s_per_byte=0.0 if across is None else _across(sizes, across, fits["f32"][0], ramp_s),
         collectives=tuple(found.fitted() for found in collectives),
         date=datetime.datetime.now(datetime.UTC).date().isoformat(),
         jax_version=jax.__version__,
@@ -223,6 +228,10 @@ class _Probes:
 
         return self.add(chain, (8, 8)), 2 * links
 
+    def across(self) -> _Probe:
+        """A product that reads its first operand across its rows, as gradients of weights do; XLA:CPU has a slow loop for it."""
+        return self.add(lambda x: jax.lax.dynamic_update_slice(x, jnp.matmul(x.T, x), (0, 0)), self.sizes.tall)
+
     def collectives(self) -> list[_Measured]:
         """Every kind over groups of all, of half, ... and of two devices, all groups at work at once."""
         found = []
@@ -249,6 +258,12 @@ def _matmul_fit(sizes: Sizes, *probes: _Probe) -> tuple[float, float]:
     rate = max((large - small) / max(times[1] - times[0], 1e-9), large / times[1])
     rate = min(rate, 1.5 * large / times[1])
     return rate, max(times[0] - small / rate, 0.0)
+
+
+def _across(sizes: Sizes, probe: _Probe, flops_per_s: float, ramp_s: float) -> float:
+    """Seconds per byte of the first operand that reading it across its rows adds to the FLOPs of the product."""
+    rows, columns = sizes.tall
+    return max(probe.round_s - ramp_s - 2.0 * rows * columns**2 / flops_per_s, 0.0) / (4.0 * rows * columns)
 
 
 def _square(count: int, group: int) -> tuple[int, int]:

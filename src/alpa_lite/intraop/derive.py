@@ -81,7 +81,9 @@ class _Swap:
         return replace(link, producer=self.end(link.producer), consumers=[self.end(c) for c in link.consumers])
 
     def node_slot(self, slot: NodeSlot) -> NodeSlot:
-        return NodeSlot(self.node(slot.node), slot.penalised, slot.reads, slot.writes, slot.patches, slot.link)
+        return NodeSlot(
+            self.node(slot.node), slot.penalised, slot.reads, slot.writes, slot.patches, slot.across, slot.link
+        )
 
     def edge_slot(self, slot: EdgeSlot) -> EdgeSlot:
         pairs = None if slot.pairs is None else self.specs[id(slot.pairs)]

@@ -29,8 +29,9 @@ class OpArrays:
         begin: int64[slots + 1], where the entries of each begin.
         kinds: (dtype, whether it is a contraction, first slot, slot after the last) of slots that are priced alike.
         ranks: of the tensors; ``spec`` counts the specs of the first rank, then those of the second, and so on.
-        spec, size, times, patches, entry: per tensor and strategy: spec, bytes of the whole tensor, how often it passes
-            memory and how often its patches do where they are written and read, and the entry it counts for.
+        spec, size, times, patches, across, entry: per tensor and strategy: spec, bytes of the whole tensor, how often it
+            passes memory, how often its patches do where they are written and read, whether it is read across whole rows,
+            and the entry it counts for.
         flops, used: per entry FLOPs of the whole op, and the number of the axes that split the work (of ``axes``).
         weight: per entry, executions per step.
         special: slots of which some strategies cost more than their work and bytes.
@@ -44,6 +45,7 @@ class OpArrays:
     size: np.ndarray
     times: np.ndarray
     patches: np.ndarray
+    across: np.ndarray
     entry: np.ndarray
     flops: np.ndarray
     used: np.ndarray
@@ -64,7 +66,7 @@ class OpArrays:
         begin = np.cumsum([0, *(slot.node.size for slot in ordered)])
         first: dict[int, int] = {}
         total = 0
-        specs, sizes, times, patches, lengths, starts = [], [], [], [], [], []
+        specs, sizes, times, patches, across, lengths, starts = [], [], [], [], [], [], []
         flops = []
         axes: dict[tuple[str, ...], int] = {}
         used: dict[int, list[int]] = {}
@@ -74,8 +76,8 @@ class OpArrays:
             tensors = [*zip(op.inputs, strategies.operands, slot.reads, strict=True)]
             tensors += [*zip(op.outputs, strategies.results, slot.writes, strict=True)]
             for position, (value, numbers, passes) in enumerate(tensors):
-                patched = 0.0 if position else 2 * slot.patches  # written and read
-                if value < 0 or not (passes or patched):
+                patched, rows = (0.0, ()) if position else (2 * slot.patches, slot.across)  # written and read
+                if value < 0 or not (passes or patched or rows):
                     continue
                 v = program.values[value]
                 rank = len(v.shape)
@@ -86,6 +88,7 @@ class OpArrays:
                 sizes.append(math.prod(v.shape) * v.itemsize)
                 times.append(passes)
                 patches.append(patched)
+                across.append(_whole(conversions, rank, rows)[numbers] if rows else np.zeros(len(numbers)))
                 lengths.append(len(numbers))
                 starts.append(start)
             works = any(slot.reads) or any(slot.writes) or op.primitive in CONTRACTIONS
@@ -105,6 +108,7 @@ class OpArrays:
             size=np.repeat(np.array(sizes, dtype=np.float64), length),
             times=np.repeat(np.array(times, dtype=np.float64), length),
             patches=np.repeat(np.array(patches, dtype=np.float64), length),
+            across=np.concatenate(across) if across else np.zeros(0),
             entry=np.repeat(np.array(starts, dtype=np.int64), length) + steps,
             flops=np.repeat(np.array(flops, dtype=np.float64), count),
             used=np.array([u for slot in ordered for u in used[id(slot.node.strategies)]], dtype=np.int64),
@@ -116,11 +120,18 @@ class OpArrays:
     def work(self, mesh: DeviceMesh, conversions: Conversions) -> tuple[np.ndarray, np.ndarray]:
         """Per entry, FLOPs and moved bytes of one device."""
         times = self.times + self.patches if conversions.costs.writes_patches else self.times
+        if conversions.costs.across_passes:
+            times = times + conversions.costs.across_passes * self.across
         shards = [conversions.space(rank).shards for rank in self.ranks]
         tiles = np.concatenate(shards)[self.spec] if shards else self.spec
         moved = np.bincount(self.entry, weights=times * (self.size / tiles), minlength=len(self.flops))
         split = np.array([mesh.axes_size(some) for some in self.axes], dtype=np.float64)
         return self.flops / split[self.used], moved
+
+
+def _whole(conversions: Conversions, rank: int, dims: Sequence[int]) -> np.ndarray:
+    """1.0 for every spec of a rank that splits none of these dims, else 0.0."""
+    return np.array([not any(spec.dims[d] for d in dims) for spec in conversions.space(rank).specs], dtype=np.float64)
 
 
 def _is_special(slot: NodeSlot) -> bool:

@@ -13,7 +13,7 @@ import numpy as np
 
 from alpa_lite.core.program import Program
 from alpa_lite.costs.facts import Facts
-from alpa_lite.costs.fusion import fused_values, moved_bytes_weights, patch_passes
+from alpa_lite.costs.fusion import dims_read_across, fused_values, moved_bytes_weights, patch_passes
 from alpa_lite.intraop.decision_graph import DecisionGraph, End, Link, Node
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ class NodeSlot:
         penalised: whether what it chooses is charged for being whole everywhere.
         reads, writes: of an op, how often each operand and result passes memory.
         patches: of a convolution, elements of its patches for one of its image (``patch_passes``).
+        across: of a product, the dims of its first operand that it sums over across the rows (``dims_read_across``).
         link: of a copy, the value.
     """
 
@@ -37,6 +38,7 @@ class NodeSlot:
     reads: tuple[float, ...] = ()
     writes: tuple[float, ...] = ()
     patches: float = 0.0
+    across: tuple[int, ...] = ()
     link: Link | None = None
 
 
@@ -99,8 +101,10 @@ def slots_of(
         if node.op is not None and node.program is not None:
             key = ("op", node.op.key, moved[node.name], id(node.strategies), node.weight)
             if sorter.is_new(key):
-                reads, writes, patches = moved[node.name]
-                sorter.slots.node_slots.append(NodeSlot(node, reads=reads, writes=writes, patches=patches))
+                reads, writes, patches, across = moved[node.name]
+                sorter.slots.node_slots.append(
+                    NodeSlot(node, reads=reads, writes=writes, patches=patches, across=across)
+                )
         elif node.kind == "port":
             if sorter.is_new(("port", id(node.specs), index in penalised)):
                 sorter.slots.node_slots.append(NodeSlot(node, index in penalised))
@@ -113,14 +117,14 @@ def slots_of(
     return sorter.slots
 
 
-def _moved(program: Program) -> dict[str, tuple[tuple[float, ...], tuple[float, ...], float]]:
-    """Path of every op -> how often each of its operands and results passes memory, and ``patch_passes``."""
+def _moved(program: Program) -> dict[str, tuple[tuple[float, ...], tuple[float, ...], float, tuple[int, ...]]]:
+    """Path of every op -> how often each of its operands and results passes memory, and what its library does besides."""
     fused: dict[int, tuple[bool, ...]] = {}
     found = {}
     for path, owner, op in program.walk():
         if id(owner) not in fused:
             fused[id(owner)] = fused_values(owner)
-        found[path] = *moved_bytes_weights(op, owner, fused[id(owner)]), patch_passes(op, owner)
+        found[path] = *moved_bytes_weights(op, owner, fused[id(owner)]), patch_passes(op, owner), dims_read_across(op)
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from alpa_lite.core.conversion import Conversion, Step
 from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.core.program import Program
 from alpa_lite.core.spec import ShardingSpec
+from alpa_lite.costs import split_matmul
 from alpa_lite.costs.dim_order import is_turned, reordered_stacks, reordering_ops, sums_rows
 from alpa_lite.costs.fusion import fused_values, joined_updates
 from alpa_lite.costs.late_order import late_order
@@ -162,6 +164,19 @@ def test_matmuls_with_few_tiles_and_long_contractions_are_split(
 ) -> None:
     product = Matmul(batch=1, rows=rows, columns=columns, contracted=contracted, operand_bytes=(4, 4), result_bytes=4)
     assert number_of_parts(product) == parts
+
+
+def test_products_that_keep_all_cores_busy_stay_whole() -> None:
+    """What is not asked for many parts has none that are cheaper."""
+    rng, split = random.Random(0), 0
+    for _ in range(2000):
+        rows, columns, contracted = (round(2 ** rng.uniform(0, 15)) for _ in range(3))
+        sizes = {"batch": rng.choice((1, 2, 96)), "rows": rows, "columns": columns, "contracted": contracted}
+        product = Matmul(**sizes, operand_bytes=(rng.choice((2, 4, 8)),) * 2, result_bytes=rng.choice((2, 4, 8)))
+        parts = min(split_matmul._CANDIDATES, key=lambda parts, p=product: split_matmul._cost(p, parts))
+        assert number_of_parts(product) == parts, product
+        split += parts > 1
+    assert 200 < split < 1800
 
 
 def test_partial_products_are_added_where_they_are_read_if_that_is_elementwise() -> None:

@@ -47,13 +47,21 @@ class Matmul:
 
 def number_of_parts(product: Matmul) -> int:
     """Into how many products XLA:GPU splits this one; 1: it does not."""
+    if _waves(product, 1) >= 1.0:  # all cores are busy: parts would compute as much, and have to be added up
+        return 1
     return min(_CANDIDATES, key=lambda parts: _cost(product, parts))
+
+
+def _waves(product: Matmul, parts: int) -> float:
+    """How often the tiles fill all cores."""
+    rows, columns = min(product.rows, _TILE), min(product.columns, _TILE)
+    tiles = product.batch * parts * math.ceil(product.rows / _TILE) * math.ceil(product.columns / _TILE)
+    return tiles * rows * columns / (_CORES * _TILE * _TILE)
 
 
 def _cost(product: Matmul, parts: int) -> float:
     rows, columns = min(product.rows, _TILE), min(product.columns, _TILE)
-    tiles = product.batch * parts * math.ceil(product.rows / _TILE) * math.ceil(product.columns / _TILE)
-    waves = max(1.0, tiles * rows * columns / (_CORES * _TILE * _TILE))
+    waves = max(1.0, _waves(product, parts))
     compute = 2 * rows * columns * math.ceil(product.contracted / parts) * waves * _COMPUTE_WEIGHT
     left, right = product.operand_bytes
     read = product.batch * product.contracted * (product.rows * left + product.columns * right)

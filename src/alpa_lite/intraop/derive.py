@@ -15,6 +15,7 @@ import numpy as np
 from alpa_lite.costs.conversion import Conversions
 from alpa_lite.intraop.decision_graph import DecisionGraph, End, Link, LinkEnds, Node, OpChoices
 from alpa_lite.intraop.domains import DomainMaker
+from alpa_lite.intraop.slot_arrays import EdgeArrays, OpArrays, table_of
 from alpa_lite.intraop.slots import EdgeSlot, NodeSlot, Slots
 from alpa_lite.intraop.strategies import KnownStrategies, StrategySet
 
@@ -119,11 +120,18 @@ def derive(
         OpChoices.over(choices.node, choices.number, sets),
         base.names,
     )
+    table = table_of(slots)
+    made, read = ([swap.specs[id(numbers)] for numbers in column] for column in (table.made, table.read))
+    arrays = (
+        OpArrays.of(table, [swap.sets[id(strategies)] for strategies in table.sets], conversions),
+        EdgeArrays.of(table, made, read, conversions),
+    )
     return graph, Slots(
         nodes=slots.nodes,
         edges=slots.edges,
-        node_slots=[swap.node_slot(slot) for slot in slots.node_slots],
-        edge_slots=[swap.edge_slot(slot) for slot in slots.edge_slots],
+        node_slots=_Swapped(slots.node_slots, swap.node_slot),
+        edge_slots=_Swapped(slots.edge_slots, swap.edge_slot),
+        arrays=arrays,
         _columns=slots.columns(),
     )
 

@@ -24,7 +24,7 @@ from alpa_lite.intraop.decisions import CONTRACTIONS
 from alpa_lite.intraop.domains import gathers_to
 from alpa_lite.intraop.problem import IntraOpProblem, Usage
 from alpa_lite.intraop.repeated import Repeated, RepeatedEdges
-from alpa_lite.intraop.slot_arrays import EdgeArrays, OpArrays
+from alpa_lite.intraop.slot_arrays import EdgeArrays, OpArrays, table_of
 from alpa_lite.intraop.slots import EdgeSlot, NodeSlot, Slots, slots_of
 from alpa_lite.intraop.strategies import UNUSED
 
@@ -35,8 +35,9 @@ if TYPE_CHECKING:
 def slot_arrays(slots: Slots, conversions: Conversions) -> tuple[OpArrays, EdgeArrays]:
     """The arrays of all slots, made once for all meshes of a graph."""
     if slots.arrays is None:
-        ops = [slot for slot in slots.node_slots if slot.node.op is not None]
-        slots.arrays = OpArrays.of(ops, conversions), EdgeArrays.of(slots.edge_slots, conversions)
+        table = table_of(slots)
+        edges = EdgeArrays.of(table, table.made, table.read, conversions)
+        slots.arrays = OpArrays.of(table, table.sets, conversions), edges
     return slots.arrays
 
 
@@ -105,9 +106,10 @@ class Pricer:
         if self._priced is None:
             arrays = slot_arrays(self.slots, self.graph.conversions)
             ops, edges = self.op_costs(arrays[0]), arrays[1].costs(self.graph.conversions)
-            nodes = [ops[id(slot)] if id(slot) in ops else self.node_cost(slot) for slot in self.slots.node_slots]
-            others = enumerate(self.slots.edge_slots)
-            self._priced = nodes, [edges[n] if n in edges else self.edge_cost(slot) for n, slot in others]
+            node_slots, edge_slots = self.slots.node_slots, self.slots.edge_slots
+            nodes = [ops[n] if n in ops else self.node_cost(node_slots[n]) for n in range(len(node_slots))]
+            others = range(len(edge_slots))
+            self._priced = nodes, [edges[n] if n in edges else self.edge_cost(edge_slots[n]) for n in others]
         return self._priced
 
     # -- nodes ---------------------------------------------------------------------------------------------------
@@ -117,16 +119,16 @@ class Pricer:
         return self.port_cost(slot) if slot.link is None else self.copy_cost(slot.node, slot.link)
 
     def op_costs(self, ops: OpArrays) -> dict[int, np.ndarray]:
-        """Costs of ops by the identity of their slots; the convention is asked once for all ops of a kind."""
+        """Costs of ops by the numbers of their slots; the convention is asked once for all ops of a kind."""
         flops, moved = ops.work(self.graph.conversions.mesh, self.graph.conversions)
         costs, begin = np.zeros(len(flops)), ops.begin.tolist()
         for dtype, heavy, first, end in ops.kinds:
             part = slice(begin[first], begin[end])
             costs[part] = self.costs.compute(flops[part], moved[part], dtype, heavy)
-        for number in ops.special:
-            self._with_extras(ops.slots[number].node, costs[begin[number] : begin[number + 1]])
+        for place in ops.special:
+            self._with_extras(self.slots.node_slots[ops.numbers[place]].node, costs[begin[place] : begin[place + 1]])
         costs *= ops.weight
-        return {id(slot): costs[begin[i] : begin[i + 1]] for i, slot in enumerate(ops.slots)}
+        return {number: costs[a:b] for number, a, b in zip(ops.numbers, begin, begin[1:], strict=False)}
 
     def copy_cost(self, node: Node, link: Link) -> np.ndarray:
         if node.pairs is None:

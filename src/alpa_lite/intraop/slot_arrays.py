@@ -15,9 +15,109 @@ import numpy as np
 from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.costs.conversion import Conversions
 from alpa_lite.intraop.decisions import CONTRACTIONS
-from alpa_lite.intraop.slots import EdgeSlot, NodeSlot
+from alpa_lite.intraop.slots import EdgeSlot, NodeSlot, Slots
+from alpa_lite.intraop.strategies import StrategySet
 
 _AT_ONCE = 4096  # entries of a matrix up to which its place in the tables is kept
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SlotTable:
+    """What the slots of a graph have in common with those of graphs that follow from it (``derive.py``): all but domains.
+
+    Attributes:
+        ops: numbers of op slots, those of one kind behind one another.
+        kinds: (dtype, whether it is a contraction, first op, op after the last) of ops that are priced alike.
+        sets: per op, its strategies.
+        flops, weight: per op, FLOPs of the whole and executions per step; ``heavy``: whether it is a contraction.
+        op, position, rank: per tensor that passes memory: which of these ops, its place among operands and results, its rank.
+        size, times, patches, across: bytes of the whole tensor, how often it passes memory, how often its patches do where
+            they are written and read, and the dims whose rows it is read across.
+        edges: numbers of edge slots whose matrices are parts of a table of conversions times a weight.
+        made, read: per such edge, the specs of the producer and of the consumer; ``types``: shape and item size of the
+            tensor; ``edge_weight``.
+    """
+
+    ops: list[int]
+    kinds: list[tuple[str, bool, int, int]]
+    sets: list[StrategySet]
+    flops: np.ndarray
+    weight: np.ndarray
+    heavy: list[bool]
+    op: np.ndarray
+    position: list[int]
+    rank: list[int]
+    size: np.ndarray
+    times: np.ndarray
+    patches: np.ndarray
+    across: list[tuple[int, ...]]
+    edges: list[int]
+    made: list[np.ndarray]
+    read: list[np.ndarray]
+    types: list[tuple[tuple[int, ...], int]]
+    edge_weight: np.ndarray
+
+    @classmethod
+    def of(cls, nodes: Sequence[NodeSlot], edges: Sequence[EdgeSlot]) -> SlotTable:
+        kinds: dict[tuple[str, bool], list[int]] = {}
+        for number, slot in enumerate(nodes):
+            op, program = slot.node.op, slot.node.program
+            if op is not None and program is not None:
+                value = next((v for v in (*op.inputs, *op.outputs) if v >= 0), -1)
+                dtype = program.values[value].dtype if value >= 0 else "float32"
+                kinds.setdefault((dtype, op.primitive in CONTRACTIONS), []).append(number)
+        ordered = [number for group in kinds.values() for number in group]
+        ends = np.cumsum([len(group) for group in kinds.values()]).tolist()
+        sets, flops, weight = [], [], []
+        tensors: list[tuple[int, int, int, int, float, float, tuple[int, ...]]] = []
+        for place, number in enumerate(ordered):
+            slot = nodes[number]
+            op, program, strategies = slot.node.op, slot.node.program, slot.node.strategies
+            assert op is not None and program is not None and strategies is not None
+            values = zip((*op.inputs, *op.outputs), (*slot.reads, *slot.writes), strict=True)
+            for position, (value, passes) in enumerate(values):
+                patched, rows = (0.0, ()) if position else (2 * slot.patches, slot.across)  # written and read
+                if value >= 0 and (passes or patched or rows):
+                    v = program.values[value]
+                    size_bytes = math.prod(v.shape) * v.itemsize
+                    tensors.append((place, position, len(v.shape), size_bytes, passes, patched, rows))
+            works = any(slot.reads) or any(slot.writes) or op.primitive in CONTRACTIONS
+            sets.append(strategies)
+            flops.append(op.flops if works else 0.0)
+            weight.append(slot.node.weight)
+        columns = list(zip(*tensors, strict=True)) if tensors else [()] * 7
+        plain = [(n, e) for n, e in enumerate(edges) if _is_plain(e)]
+        return cls(
+            ops=ordered,
+            kinds=[(*kind, end - len(group), end) for (kind, group), end in zip(kinds.items(), ends, strict=True)],
+            sets=sets,
+            flops=np.array(flops, dtype=np.float64),
+            weight=np.array(weight, dtype=np.float64),
+            heavy=[heavy for (_, heavy), group in kinds.items() for _ in group],
+            op=np.array(columns[0], dtype=np.int64),
+            position=list(columns[1]),
+            rank=list(columns[2]),
+            size=np.array(columns[3], dtype=np.float64),
+            times=np.array(columns[4], dtype=np.float64),
+            patches=np.array(columns[5], dtype=np.float64),
+            across=list(columns[6]),
+            edges=[n for n, _ in plain],
+            made=[e.producer.specs for _, e in plain],
+            read=[e.ends[0].specs for _, e in plain],
+            types=[(e.link.shape, e.link.itemsize) for _, e in plain],
+            edge_weight=np.array([e.link.weight for _, e in plain], dtype=np.float64),
+        )
+
+
+def table_of(slots: Slots) -> SlotTable:
+    """Made once."""
+    if slots.table is None:
+        slots.table = SlotTable.of(slots.node_slots, slots.edge_slots)
+    return slots.table
+
+
+def _is_plain(slot: EdgeSlot) -> bool:
+    return slot.pairs is None and not slot.kept and not slot.looped and len(slot.ends) == 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -25,19 +125,19 @@ class OpArrays:
     """All op slots; *entries* are their strategies, behind one another.
 
     Attributes:
-        slots: in the order of the entries.
+        numbers: of the slots, in the order of the entries.
         begin: int64[slots + 1], where the entries of each begin.
-        kinds: (dtype, whether it is a contraction, first slot, slot after the last) of slots that are priced alike.
+        kinds: as in ``SlotTable``.
         ranks: of the tensors; ``spec`` counts the specs of the first rank, then those of the second, and so on.
         spec, size, times, patches, across, entry: per tensor and strategy: spec, bytes of the whole tensor, how often it
             passes memory, how often its patches do where they are written and read, whether it is read across whole rows,
             and the entry it counts for.
         flops, used: per entry FLOPs of the whole op, and the number of the axes that split the work (of ``axes``).
         weight: per entry, executions per step.
-        special: slots of which some strategies cost more than their work and bytes.
+        special: places in ``numbers`` of slots of which some strategies cost more than their work and bytes.
     """
 
-    slots: Sequence[NodeSlot]
+    numbers: list[int]
     begin: np.ndarray
     kinds: list[tuple[str, bool, int, int]]
     ranks: list[int]
@@ -54,67 +154,51 @@ class OpArrays:
     special: list[int]
 
     @classmethod
-    def of(cls, slots: Sequence[NodeSlot], conversions: Conversions) -> OpArrays:
-        kinds: dict[tuple[str, bool], list[NodeSlot]] = {}
-        for slot in slots:
-            op, program = slot.node.op, slot.node.program
-            assert op is not None and program is not None
-            value = next((v for v in (*op.inputs, *op.outputs) if v >= 0), -1)
-            dtype = program.values[value].dtype if value >= 0 else "float32"
-            kinds.setdefault((dtype, op.primitive in CONTRACTIONS), []).append(slot)
-        ordered = [slot for group in kinds.values() for slot in group]
-        begin = np.cumsum([0, *(slot.node.size for slot in ordered)])
+    def of(cls, table: SlotTable, sets: Sequence[StrategySet], conversions: Conversions) -> OpArrays:
+        """``sets``: the strategies of each op on these meshes."""
+        count = np.array([len(s) for s in sets], dtype=np.int64)
+        begin = np.concatenate([[0], np.cumsum(count)])
         first: dict[int, int] = {}
         total = 0
-        specs, sizes, times, patches, across, lengths, starts = [], [], [], [], [], [], []
-        flops = []
+        for rank in dict.fromkeys(table.rank):
+            first[rank] = total
+            total += len(conversions.space(rank).specs)
+        tensors = {id(s): (*s.operands, *s.results) for s in sets}
+        chosen = zip(table.op.tolist(), table.position, strict=True)
+        specs = [tensors[id(sets[op])][position] for op, position in chosen]
+        length = count[table.op]
         axes: dict[tuple[str, ...], int] = {}
         used: dict[int, list[int]] = {}
-        for slot, start in zip(ordered, begin.tolist(), strict=False):
-            op, program, strategies = slot.node.op, slot.node.program, slot.node.strategies
-            assert op is not None and program is not None and strategies is not None
-            tensors = [*zip(op.inputs, strategies.operands, slot.reads, strict=True)]
-            tensors += [*zip(op.outputs, strategies.results, slot.writes, strict=True)]
-            for position, (value, numbers, passes) in enumerate(tensors):
-                patched, rows = (0.0, ()) if position else (2 * slot.patches, slot.across)  # written and read
-                if value < 0 or not (passes or patched or rows):
-                    continue
-                v = program.values[value]
-                rank = len(v.shape)
-                if rank not in first:
-                    first[rank] = total
-                    total += len(conversions.space(rank).specs)
-                specs.append(numbers + first[rank])
-                sizes.append(math.prod(v.shape) * v.itemsize)
-                times.append(passes)
-                patches.append(patched)
-                across.append(_whole(conversions, rank, rows)[numbers] if rows else np.zeros(len(numbers)))
-                lengths.append(len(numbers))
-                starts.append(start)
-            works = any(slot.reads) or any(slot.writes) or op.primitive in CONTRACTIONS
-            flops.append(op.flops if works else 0.0)
-            if id(strategies) not in used:
-                used[id(strategies)] = [axes.setdefault(some, len(axes)) for some in strategies.used]
-        length = np.array(lengths, dtype=np.int64)
-        steps = np.arange(int(length.sum())) - np.repeat(np.cumsum(length) - length, length)
-        count = np.diff(begin)
-        ends = np.cumsum([len(group) for group in kinds.values()]).tolist()
+        for some in sets:
+            if id(some) not in used:
+                used[id(some)] = [axes.setdefault(split, len(axes)) for split in some.used]
+        offsets = np.array([first[rank] for rank in table.rank], dtype=np.int64)
+        begun = np.cumsum(length) - length
+        steps = np.arange(int(length.sum())) - np.repeat(begun, length)
+        reduces = {id(s): any(s.reduce_axes) for s in sets}
+        across = np.zeros(len(steps))
+        whole: dict[tuple[int, tuple[int, ...]], np.ndarray] = {}
+        for tensor, rows in enumerate(zip(table.rank, table.across, strict=True)):
+            if rows[1]:
+                if rows not in whole:
+                    whole[rows] = _whole(conversions, *rows)
+                across[begun[tensor] : begun[tensor] + length[tensor]] = whole[rows][specs[tensor]]
         return cls(
-            slots=ordered,
+            numbers=table.ops,
             begin=begin,
-            kinds=[(*kind, end - len(group), end) for (kind, group), end in zip(kinds.items(), ends, strict=True)],
+            kinds=table.kinds,
             ranks=list(first),
-            spec=np.concatenate(specs) if specs else np.zeros(0, dtype=np.int64),
-            size=np.repeat(np.array(sizes, dtype=np.float64), length),
-            times=np.repeat(np.array(times, dtype=np.float64), length),
-            patches=np.repeat(np.array(patches, dtype=np.float64), length),
-            across=np.concatenate(across) if across else np.zeros(0),
-            entry=np.repeat(np.array(starts, dtype=np.int64), length) + steps,
-            flops=np.repeat(np.array(flops, dtype=np.float64), count),
-            used=np.array([u for slot in ordered for u in used[id(slot.node.strategies)]], dtype=np.int64),
+            spec=np.concatenate(specs) + np.repeat(offsets, length) if specs else np.zeros(0, dtype=np.int64),
+            size=np.repeat(table.size, length),
+            times=np.repeat(table.times, length),
+            patches=np.repeat(table.patches, length),
+            across=across,
+            entry=np.repeat(begin[table.op], length) + steps,
+            flops=np.repeat(table.flops, count),
+            used=np.array([u for some in sets for u in used[id(some)]], dtype=np.int64),
             axes=list(axes),
-            weight=np.repeat(np.array([slot.node.weight for slot in ordered], dtype=np.float64), count),
-            special=[i for i, slot in enumerate(ordered) if _is_special(slot)],
+            weight=np.repeat(table.weight, count),
+            special=[i for i, s in enumerate(sets) if table.heavy[i] or reduces[id(s)]],
         )
 
     def work(self, mesh: DeviceMesh, conversions: Conversions) -> tuple[np.ndarray, np.ndarray]:
@@ -132,11 +216,6 @@ class OpArrays:
 def _whole(conversions: Conversions, rank: int, dims: Sequence[int]) -> np.ndarray:
     """1.0 for every spec of a rank that splits none of these dims, else 0.0."""
     return np.array([not any(spec.dims[d] for d in dims) for spec in conversions.space(rank).specs], dtype=np.float64)
-
-
-def _is_special(slot: NodeSlot) -> bool:
-    assert slot.node.op is not None and slot.node.strategies is not None
-    return slot.node.op.primitive in CONTRACTIONS or any(slot.node.strategies.reduce_axes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -157,34 +236,37 @@ class EdgeArrays:
     weight: np.ndarray
 
     @classmethod
-    def of(cls, slots: Sequence[EdgeSlot], conversions: Conversions) -> EdgeArrays:
-        first: dict[tuple[tuple[int, ...], int], int] = {}
-        rows: dict[tuple[int, object], np.ndarray] = {}  # most values are made as others of their type are
+    def of(
+        cls, table: SlotTable, made: Sequence[np.ndarray], read: Sequence[np.ndarray], conversions: Conversions
+    ) -> EdgeArrays:
+        """``made``, ``read``: the specs of each edge of the table on these meshes."""
+        first: dict[tuple[tuple[int, ...], int], tuple[int, int]] = {}
         total = 0
-        numbers, shapes, places, weights = [], [], [], []
-        for number, slot in enumerate(slots):
-            shape = (len(slot.producer.specs), len(slot.ends[0].specs) if slot.ends else 0)
-            plain = slot.pairs is None and not slot.kept and not slot.looped and len(slot.ends) == 1
-            if not plain or shape[0] * shape[1] > _AT_ONCE:
+        for kind in dict.fromkeys(table.types):
+            width = len(conversions.space(len(kind[0])).specs)
+            first[kind] = total, width
+            total += width * width
+        rows: dict[tuple[int, object], np.ndarray] = {}  # most values are made as others of their type are
+        numbers, shapes, places, small = [], [], [], []
+        for place, (number, there, here, kind) in enumerate(zip(table.edges, made, read, table.types, strict=True)):
+            shape = len(there), len(here)
+            if shape[0] * shape[1] > _AT_ONCE:
                 continue
-            kind, width = (slot.link.shape, slot.link.itemsize), len(conversions.space(len(slot.link.shape)).specs)
-            if kind not in first:
-                first[kind] = total
-                total += width * width
-            made = id(slot.producer.specs), kind
-            if made not in rows:
-                rows[made] = (slot.producer.specs * width + first[kind])[:, None]
-            places.append((rows[made] + slot.ends[0].specs).ravel())
+            row = rows.get((id(there), kind))
+            if row is None:
+                begin, width = first[kind]
+                row = rows[id(there), kind] = (there * width + begin)[:, None]
+            places.append((row + here).ravel())
             numbers.append(number)
             shapes.append(shape)
-            weights.append(slot.link.weight)
-        sizes = [a * b for a, b in shapes]
+            small.append(place)
+        sizes = np.array([a * b for a, b in shapes], dtype=np.int64)
         return cls(
             numbers=numbers,
             shapes=shapes,
             types=list(first),
             place=np.concatenate(places) if places else np.zeros(0, dtype=np.int64),
-            weight=np.repeat(np.array(weights, dtype=np.float64), np.array(sizes, dtype=np.int64)),
+            weight=np.repeat(table.edge_weight[small], sizes),
         )
 
     def costs(self, conversions: Conversions) -> dict[int, np.ndarray]:

@@ -6,6 +6,7 @@ is one price per slot (``pricing.py``).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,7 @@ from alpa_lite.costs.fusion import dims_read_across, fused_values, moved_bytes_w
 from alpa_lite.intraop.decision_graph import DecisionGraph, End, Link, Node
 
 if TYPE_CHECKING:
-    from alpa_lite.intraop.slot_arrays import EdgeArrays, OpArrays
+    from alpa_lite.intraop.slot_arrays import EdgeArrays, OpArrays, SlotTable
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,12 +62,16 @@ class EdgeSlot:
 
 @dataclass(eq=False, slots=True)
 class Slots:
-    """All of one graph: a slot number per node, and (node, node, slot number) per edge; ``arrays`` for ``pricing.py``."""
+    """All of one graph: a slot number per node, and (node, node, slot number) per edge.
+
+    ``table`` and ``arrays`` are for ``pricing.py`` (``slot_arrays.py``).
+    """
 
     nodes: list[int] = field(default_factory=list)
     edges: list[tuple[int, int, int]] = field(default_factory=list)
-    node_slots: list[NodeSlot] = field(default_factory=list)
-    edge_slots: list[EdgeSlot] = field(default_factory=list)
+    node_slots: Sequence[NodeSlot] = ()
+    edge_slots: Sequence[EdgeSlot] = ()
+    table: SlotTable | None = None
     arrays: tuple[OpArrays, EdgeArrays] | None = None
     _columns: tuple[np.ndarray, np.ndarray] | None = None
 
@@ -102,16 +107,14 @@ def slots_of(
             key = ("op", node.op.key, moved[node.name], id(node.strategies), node.weight)
             if sorter.is_new(key):
                 reads, writes, patches, across = moved[node.name]
-                sorter.slots.node_slots.append(
-                    NodeSlot(node, reads=reads, writes=writes, patches=patches, across=across)
-                )
+                sorter.node_slots.append(NodeSlot(node, reads=reads, writes=writes, patches=patches, across=across))
         elif node.kind == "port":
             if sorter.is_new(("port", id(node.specs), index in penalised)):
-                sorter.slots.node_slots.append(NodeSlot(node, index in penalised))
+                sorter.node_slots.append(NodeSlot(node, index in penalised))
         else:
             link = copies[index]
             if sorter.is_new(("copy", node.shape, id(node.specs), id(node.pairs), node.weight, link.itemsize)):
-                sorter.slots.node_slots.append(NodeSlot(node, link=link))
+                sorter.node_slots.append(NodeSlot(node, link=link))
     for link in graph.links:
         sorter.link(link)
     return sorter.slots
@@ -131,21 +134,23 @@ def _moved(program: Program) -> dict[str, tuple[tuple[float, ...], tuple[float, 
 class _Sorter:
     def __init__(self, graph: DecisionGraph, placed: frozenset[tuple[str, int]]) -> None:
         self.graph, self.placed = graph, placed
-        self.slots = Slots()
+        self.node_slots: list[NodeSlot] = []
+        self.edge_slots: list[EdgeSlot] = []
+        self.slots = Slots(node_slots=self.node_slots, edge_slots=self.edge_slots)
         self.node_numbers: dict[tuple[object, ...], int] = {}
         self.edge_numbers: dict[tuple[object, ...], int] = {}
 
     def is_new(self, key: tuple[object, ...]) -> bool:
         """Gives the next node its slot; whether that is one that is still to be made."""
-        number = self.node_numbers.setdefault(key, len(self.slots.node_slots))
+        number = self.node_numbers.setdefault(key, len(self.node_slots))
         self.slots.nodes.append(number)
-        return number == len(self.slots.node_slots)
+        return number == len(self.node_slots)
 
     def is_new_edge(self, u: int, v: int, key: tuple[object, ...]) -> bool:
         """The same for the edge between two nodes."""
-        number = self.edge_numbers.setdefault(key, len(self.slots.edge_slots))
+        number = self.edge_numbers.setdefault(key, len(self.edge_slots))
         self.slots.edges.append((u, v, number))
-        return number == len(self.slots.edge_slots)
+        return number == len(self.edge_slots)
 
     def link(self, link: Link) -> None:
         by_node: dict[int, list[End]] = {}
@@ -159,7 +164,7 @@ class _Sorter:
         if node.pairs is not None:
             key = ("made", link.producer.key, id(node.pairs))
             if self.is_new_edge(link.producer.node, link.copy, key):
-                self.slots.edge_slots.append(EdgeSlot(link, link.producer, pairs=node.pairs))
+                self.edge_slots.append(EdgeSlot(link, link.producer, pairs=node.pairs))
             handed = End(link.copy, self.graph.handed(node.pairs), ("copy", id(node.pairs)))
         else:
             assert node.specs is not None
@@ -178,4 +183,4 @@ class _Sorter:
         kept = (link.region, link.value) in self.placed
         key = (kept, looped, link.shape, link.itemsize, link.weight, producer.key, *unique)
         if self.is_new_edge(producer.node, node, key):
-            self.slots.edge_slots.append(EdgeSlot(link, producer, tuple(unique.values()), kept, looped))
+            self.edge_slots.append(EdgeSlot(link, producer, tuple(unique.values()), kept, looped))

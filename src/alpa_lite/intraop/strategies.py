@@ -113,6 +113,7 @@ class _Axes:
         self._met: dict[tuple[int, ...], np.ndarray] = {}
         self._numbers: dict[tuple[int, tuple[int, ...]], np.ndarray] = {}
         self._among: dict[tuple[tuple[str, ...], int], np.ndarray] = {}
+        self._there: dict[DeviceMesh, tuple[tuple[str, ...], list[bool], bool]] = {}
 
     def demand(self, size: int, *, complete: bool = False) -> int:
         """The number of a demand, to which a set of axes is added: that it divides the size, or splits it completely.
@@ -120,6 +121,14 @@ class _Axes:
         Number 0 is always met.
         """
         return self._demands.setdefault((size, complete), len(self._demands)) << len(self.names)
+
+    def there(self, mesh: DeviceMesh) -> tuple[tuple[str, ...], list[bool], bool]:
+        """The axes of more than one device on a mesh, which of all they are, and whether all."""
+        found = self._there.get(mesh)
+        if found is None:
+            columns = [mesh.axis_size(a) > 1 for a in self.names]
+            found = self._there[mesh] = tuple(itertools.compress(self.names, columns)), columns, all(columns)
+        return found
 
     def met(self, mesh: DeviceMesh) -> np.ndarray:
         """bool by number of a demand and its set of axes."""
@@ -181,9 +190,8 @@ class _Assignments:
 
     def _possible(self, mesh: DeviceMesh, sharded_contractions: bool) -> StrategySet:
         possible = self.axes.met(mesh)[self.demands].all(axis=0)
-        there = tuple(a for a in self.axes.names if mesh.axis_size(a) > 1)
-        columns = [a in there for a in self.axes.names]
-        if not all(columns):
+        there, columns, everywhere = self.axes.there(mesh)
+        if not everywhere:
             possible &= (self.rows[:, np.logical_not(columns)] == UNUSED).all(axis=1)
         if sharded_contractions:
             full = possible & (self.rows[:, columns] != UNUSED).all(axis=1)
@@ -194,11 +202,11 @@ class _Assignments:
         if key not in self._known:
             count = len(self.rule.operands)
             tensors = tuple(self.tensors.compress(possible, axis=1))
-            if not all(columns):
+            if not everywhere:
                 dims = (*self.rule.operands, *self.rule.results)
                 tensors = tuple(self.axes.numbers_among(there, len(d))[t] for d, t in zip(dims, tensors, strict=True))
             self._known[key] = StrategySet(
-                assignment=self.rows[possible][:, columns],
+                assignment=self.rows[possible] if everywhere else self.rows[possible][:, columns],
                 operands=tensors[:count],
                 results=tensors[count:],
                 used=tuple(itertools.compress(self.used, mask)),

@@ -97,7 +97,7 @@ def test_a_core_too_wide_at_first_is_proven_by_its_rest(monkeypatch: pytest.Monk
     nodes = tuple(rng.random(states) for _ in range(side * side))
     pairs = [(i, i + 1) for i in range(side * side) if i % side < side - 1]
     pairs += [(i, i + side) for i in range(side * (side - 1))]
-    edges = tuple(Edge(u=u, v=v, costs=0.5 * rng.random((states, states))) for u, v in pairs)
+    edges = tuple(Edge(u=u, v=v, costs=0.6 * rng.random((states, states))) for u, v in pairs)
     problem = IntraOpProblem(node_costs=nodes, edges=edges)
     expected = solve(problem)
     calls = []

@@ -9,8 +9,13 @@ import numpy as np
 import pytest
 
 from alpa_lite.intraop import search
+from alpa_lite.intraop.graph import CostGraph
+from alpa_lite.intraop.messages import Messages
+from alpa_lite.intraop.presolve import presolve
 from alpa_lite.intraop.problem import Edge, IntraOpProblem
-from alpa_lite.intraop.solve import solve
+from alpa_lite.intraop.solve import _is_wide, solve
+from alpa_lite.intraop.state import Search
+from tests.intraop.problems import brute_force
 
 
 def cliques(kinds: list[int]) -> IntraOpProblem:
@@ -69,3 +74,74 @@ def test_layers_are_tied_where_most_have_copies(copies: int, tied: bool, started
     found = solve(problem)
     assert found.status == "optimal"
     assert ("_start_tied" in started) == tied
+
+
+def test_the_bound_of_a_tied_start_holds(started: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is as high as it may be, so that the next higher one is wrong."""
+    bounds = []
+    settle = search._settle_tied
+
+    def recorded(of: Search, *args: object, **options: object) -> object:
+        found = settle(of, *args, **options)  # type: ignore[arg-type]
+        bounds.append(of.bound)
+        return found
+
+    monkeypatch.setattr(search, "_settle_tied", recorded)
+    solve(cliques([0] * 42))
+    best = 42 * brute_force(replace(cliques([0]), classes=None))[0]
+    (bound,) = bounds
+    assert bound <= best * (1 + 1e-12)
+    assert bound == pytest.approx(best, rel=1e-9)
+
+
+def grid(rows: int, columns: int, states: int = 5) -> IntraOpProblem:
+    """Nodes that differ, joined to those beside and below them."""
+    rng = np.random.default_rng(0)
+    pairs = [(i, i + 1) for i in range(rows * columns) if i % columns < columns - 1]
+    pairs += [(i, i + columns) for i in range((rows - 1) * columns)]
+    return IntraOpProblem(
+        node_costs=tuple(rng.random(states) for _ in range(rows * columns)),
+        edges=tuple(Edge(u=u, v=v, costs=0.6 * rng.random((states, states))) for u, v in pairs),
+    )
+
+
+@pytest.mark.parametrize(
+    ("shape", "compared"),
+    [((8, 8), False), ((3, 20), True), ((8, 26), True), ((8, 8, 9), True)],
+    ids=["wide", "narrow", "many nodes", "edges of many entries"],
+)
+def test_states_are_compared_but_for_what_messages_exclude(
+    shape: tuple[int, ...], compared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = []
+    monkeypatch.setattr("alpa_lite.intraop.presolve._dominated", lambda *_: looks.append(None) or set())
+    graph = CostGraph(grid(*shape), memory=False)
+    wide = presolve(graph, _is_wide)
+    assert (bool(looks), wide) == (compared, not compared)
+    looks.clear()
+    presolve(CostGraph(grid(*shape), memory=False))
+    assert looks
+
+
+def test_no_choice_is_looked_for_while_the_bound_rises_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    bounds: list[float] = []
+    tries: list[int] = []
+    sweep, try_from = Messages.sweep, Search.try_from
+
+    def swept(messages: Messages) -> float:
+        bounds.append(sweep(messages))
+        return bounds[-1]
+
+    def tried(of: Search, start: list[int], **options: bool) -> None:
+        tries.append(len(bounds))
+        try_from(of, start, **options)
+
+    monkeypatch.setattr(Messages, "sweep", swept)
+    monkeypatch.setattr(Search, "try_from", tried)
+    monkeypatch.setattr(search, "_STEEP", 1e-3)  # as of a larger core
+    assert solve(grid(8, 8)).status == "optimal"
+    first = tries[0]
+    rises = [(bounds[n - 1] - bounds[n - 6]) / bounds[n - 1] for n in range(10, first + 1, 5)]
+    assert len(rises) > 1
+    assert all(rise > search._STEEP for rise in rises[:-1])
+    assert rises[-1] <= search._STEEP

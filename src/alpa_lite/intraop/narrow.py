@@ -52,14 +52,7 @@ def solve_narrow(
         left, right, costs: end points and matrices of the edges.
         max_entries: of all different tables together. Tables of the same arrays in the same places are one.
     """
-    tables: list[Array] = []
-    numbers: dict[int, int] = {}
-    given = []
-    for array in (*unary, *costs):
-        if id(array) not in numbers:
-            numbers[id(array)] = len(tables)
-            tables.append(array)
-        given.append(numbers[id(array)])
+    tables, given = _told_apart([*unary, *costs])
     order = _order([len(c) for c in unary], left, right, given, max_entries)
     if order is None:
         return None
@@ -81,6 +74,27 @@ def solve_narrow(
     for node, scope, number in reversed(order.steps):
         picks[node] = int(sums[number][(slice(None), *[picks[i] for i in scope])].argmin())
     return picks
+
+
+def is_narrow(
+    unary: Sequence[Array], left: Sequence[int], right: Sequence[int], costs: Sequence[Array], max_entries: float
+) -> bool:
+    """Whether ``solve_narrow`` with this limit has an answer."""
+    _, given = _told_apart([*unary, *costs])
+    return _order([len(c) for c in unary], left, right, given, max_entries) is not None
+
+
+def _told_apart(arrays: Sequence[Array]) -> tuple[list[Array], list[int]]:
+    """The different ones, by identity, and which of them each is."""
+    different: list[Array] = []
+    numbers: dict[int, int] = {}
+    given = []
+    for array in arrays:
+        number = numbers.setdefault(id(array), len(different))
+        if number == len(different):
+            different.append(array)
+        given.append(number)
+    return different, given
 
 
 def _aligned(part: Array, dims: Sequence[int], num_dims: int) -> Array:

@@ -17,6 +17,7 @@ the same arrays and the tables answer from memory.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import chain
 
 import numpy as np
@@ -28,8 +29,15 @@ _JOIN_CAP = 8_000_000  # work of one elimination, k_i * k_j * k_l
 _SMALL_EDGE = 4096  # an edge of this many entries may always arise
 
 
-def presolve(graph: CostGraph) -> None:
+def presolve(graph: CostGraph, enough: Callable[[CostGraph], bool] | None = None) -> bool:
     """Shrinks the graph in place until nothing applies.
+
+    Args:
+        graph: changed in place.
+        enough: asked before states are first compared, whether what is left by then will do.
+
+    Returns:
+        Whether ``enough`` said so.
 
     Raises:
         InfeasibleError: a domain became empty.
@@ -43,12 +51,16 @@ def presolve(graph: CostGraph) -> None:
             dirty = _round(graph, dirty)
             changed |= dirty
         dirty = trim_usages(graph) if graph.limit is not None else set()
+        if not dirty and enough is not None:
+            if enough(graph):
+                return True
+            enough = None
         if not dirty:
             # Usages may have been trimmed of nodes that keep others.
             dirty = _dominated(graph, changed if graph.limit is None else set(graph.alive()))
             changed = set(dirty)
         if not dirty:
-            return
+            return False
 
 
 def _filter(graph: CostGraph, dirty: set[int]) -> None:

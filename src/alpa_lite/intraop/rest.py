@@ -17,10 +17,10 @@ from alpa_lite.intraop.narrow import solve_narrow
 from alpa_lite.intraop.problem import Array
 from alpa_lite.intraop.state import Search
 
-_SHRUNK = 0.62  # of the entries of all edges, below which elimination is tried
+_SHRUNK = 0.6  # of the entries of all edges, below which elimination is tried
 _AGAIN = 0.85  # the same, of those at the last try
 _GAP = 1e-2  # from which on a gap excludes much
-_CLOSER = 0.7  # of the gap when that was looked at last, from which on it is again
+_CLOSER = 0.85  # of the gap when that was looked at last, from which on it is again
 _ENTRIES = 1_000_000  # of all tables; to make so many takes as long as some thirty sweeps over a core of 150 nodes
 
 

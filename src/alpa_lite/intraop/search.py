@@ -9,6 +9,7 @@ import numpy as np
 from alpa_lite.intraop.core import Core
 from alpa_lite.intraop.frontier import Frontier
 from alpa_lite.intraop.messages import Messages
+from alpa_lite.intraop.narrow import is_narrow
 from alpa_lite.intraop.prices import price_memory
 from alpa_lite.intraop.problem import IntraOpProblem
 from alpa_lite.intraop.proof import prove, prove_narrow, shifted
@@ -17,7 +18,7 @@ from alpa_lite.intraop.state import Search, is_small
 from alpa_lite.intraop.tie import Tie, tie, tied_core
 
 _LARGE_GAP = 1.5e-3  # good enough where a proof is out of reach
-_TIED_FROM = 200  # core nodes from which on copies are treated alike
+FEW_NODES = 200  # of a core; copies are treated alike where there are more
 _ROUGH_GAP = 1e-2  # for answers without proof
 _FEW_COPIES = 0.75  # groups per node above which the tied problem takes as long as the untied one
 _PROOF_COPIES = 0.5  # the same where a proof of a small core is wanted; that of a large one needs its incumbent
@@ -32,13 +33,28 @@ _BEAM = 100
 _BEAM_GAP = 0.1  # above it a beam finds nothing better than what is known
 _ANYTHING = 1e300  # a slack that keeps out what is forbidden alone
 _LATE = 60  # sweeps after which thin cores are searched along the frontier as well
+_STEEP = 6e-3  # what five sweeps add to a bound that soon excludes much more: no choice is looked for yet in thin cores
 _QUICK_ENTRIES = 8_000_000  # of the tables of an elimination that takes less time than a search
 _NODE_ENTRIES = 6000  # the same per node: sweeps over small cores, and what they leave, take less time still
 _NARROW_EDGE = 64  # mean entries of an edge, above which large cores are not narrow, and to find that out takes a while
 
 
-def search_core(search: Search, problem: IntraOpProblem, seed: int, rel_gap: float, *, proof: bool = True) -> None:
-    """An answer and a bound; without ``proof`` a gap of ``_ROUGH_GAP`` will do, and what sweeps leave is not closed."""
+def is_wide(core: Core) -> bool:
+    """Whether messages are soon better at a core than elimination is at once, and than comparing its states beforehand.
+
+    It has few nodes, so that few of them are copies which are compared once, and edges of few entries.
+    """
+    few = core.memory is None and 0 < core.num_nodes <= FEW_NODES and _is_thin(core)
+    return few and not is_narrow(core.unary, core.left, core.right, core.costs, _most_entries(core))
+
+
+def search_core(
+    search: Search, problem: IntraOpProblem, seed: int, rel_gap: float, *, proof: bool = True, wide: bool = False
+) -> None:
+    """An answer and a bound.
+
+    Without ``proof`` a gap of ``_ROUGH_GAP`` will do, and what sweeps leave is not closed. ``wide``: as ``is_wide`` found.
+    """
     core, rel_gap = search.core, rel_gap if proof else max(rel_gap, _ROUGH_GAP)
     if not core.num_nodes:
         search.bound = core.constant
@@ -47,13 +63,16 @@ def search_core(search: Search, problem: IntraOpProblem, seed: int, rel_gap: flo
         else:
             search.proven_infeasible = True
         return
-    if core.memory is None and (core.num_nodes <= _TIED_FROM or _is_thin(core)):
+    if core.memory is None and not wide and (core.num_nodes <= FEW_NODES or _is_thin(core)):
         kept = [np.arange(len(c)) for c in core.unary]
-        if prove_narrow(search, core, kept, min(_QUICK_ENTRIES, _NODE_ENTRIES * core.num_nodes)):
+        if prove_narrow(search, core, kept, _most_entries(core)):
             return
-    tied = tie(core, problem.classes if core.num_nodes > _TIED_FROM else None)
+    tied = tie(core, problem.classes if core.num_nodes > FEW_NODES else None)
     small = is_small(core)
-    if len(tied.members) > (_FEW_COPIES if not proof else _PROOF_COPIES if small else 1.0) * core.num_nodes:
+    if (
+        not tied.is_trivial
+        and len(tied.members) > (_FEW_COPIES if not proof else _PROOF_COPIES if small else 1.0) * core.num_nodes
+    ):
         tied = tie(core, None)
     if tied.is_trivial:
         messages = Messages.zero(core, search.unary, search.costs, tied)
@@ -171,6 +190,11 @@ def _close(search: Search, messages: Messages, count: int) -> None:
         _search_frontier(search, messages)
 
 
+def _most_entries(core: Core) -> int:
+    """Of the tables of a core that is eliminated at once."""
+    return min(_QUICK_ENTRIES, _NODE_ENTRIES * core.num_nodes)
+
+
 def _is_thin(core: Core) -> bool:
     return core.num_pairs <= _NARROW_EDGE * len(core.costs)
 
@@ -181,8 +205,9 @@ def _sweep(
     """Sweeps until the gap is closed or further sweeps do not pay; ``beams``: with searches along the frontier."""
     wanted, every = (rel_gap, 5) if small else (_LARGE_GAP, 4)
     before = -math.inf
+    waits = beams and small and search.core.memory is None and _is_thin(search.core) and search.picks is None
     for count in range(1, most + 1):
-        tries = not count % every and (count >= 3 * every or search.picks is None)
+        tries = not waits and not count % every and (count >= 3 * every or search.picks is None)
         back = tries and (search.picks is None or count // every % 2 == 1)  # in turn; a first choice either way
         if back:
             messages.forward()
@@ -192,6 +217,10 @@ def _sweep(
             value = messages.sweep() + search.core.constant
         search.bound = max(search.bound, value)
         if count % every and not search.out_of_time:
+            continue
+        waits = waits and (before == -math.inf or value - before > _STEEP * abs(value))
+        if waits and count < most and not search.out_of_time:
+            before = value
             continue
         if (tries and not back) or search.picks is None or search.out_of_time:
             search.try_from(messages.pick())

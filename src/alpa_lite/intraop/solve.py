@@ -35,7 +35,7 @@ from alpa_lite.intraop.problem import (
     evaluate,
     greedy_choice,
 )
-from alpa_lite.intraop.search import search_core
+from alpa_lite.intraop.search import FEW_NODES, is_wide, search_core
 from alpa_lite.intraop.state import Search, is_small, tolerance_of
 from alpa_lite.plan.records import SearchStep
 
@@ -79,7 +79,7 @@ def solve(
     for memory in (False, True):
         graph = CostGraph(problem, memory=memory)
         try:
-            presolve(graph)
+            wide = presolve(graph, None if memory else _is_wide)
         except InfeasibleError as error:
             names = tuple(problem.name(i) for i in error.path)
             return _no_answer("infeasible", f"no strategy of {names[0]} fits its neighbours", start, conflict=names)
@@ -87,7 +87,7 @@ def solve(
         if progress is not None:
             progress(f"core of {core.num_nodes} nodes, {len(core.costs)} edges")
         search = Search.of(core, start + time_limit_s, math.inf if is_small(core) else cutoff, unit)
-        search_core(search, problem, seed, rel_gap, proof=proof)
+        search_core(search, problem, seed, rel_gap, proof=proof, wide=wide)
         floor = max(floor, search.bound)
         if search.proven_infeasible:
             message = "the memory limit cannot be kept" if memory else "every choice contains a forbidden combination"
@@ -99,6 +99,10 @@ def solve(
             progress("the cheapest choice does not fit the memory limit")
     assert search is not None
     return _answer(problem, search, choice, incumbent, floor, start, rel_gap)
+
+
+def _is_wide(graph: CostGraph) -> bool:
+    return len(graph.alive()) <= FEW_NODES and is_wide(extract_core(graph))
 
 
 def _only_choice(problem: IntraOpProblem, start: float) -> Solution | None:

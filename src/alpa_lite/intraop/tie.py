@@ -52,14 +52,12 @@ def tie(core: Core, classes: Array | None) -> Tie:
         core: the core.
         classes: per original node; None = every node is alone.
     """
+    if classes is None:
+        return _alone(core)
     around: list[list[int]] = [[] for _ in core.unary]
     for a, b in zip(core.left, core.right, strict=True):
         around[b].append(a)
-    kinds = (
-        range(-1, -1 - core.num_nodes, -1)
-        if classes is None
-        else classes[np.array(core.nodes, dtype=np.int64)].tolist()
-    )
+    kinds = classes[np.array(core.nodes, dtype=np.int64)].tolist()
     keys: dict[tuple[int, int, int], int] = {}
     group: list[int] = []
     for near, kind, number in zip(around, kinds, core.unary_ids, strict=True):
@@ -83,6 +81,23 @@ def tie(core: Core, classes: Array | None) -> Tie:
         edge_slot=edge_slot,
         edge_members=edge_members,
         ends=[(min(pair), max(pair)) for pair in ends],
+        flipped=[a > b for a, b in ends],
+    )
+
+
+def _alone(core: Core) -> Tie:
+    """Every node and every edge is a group."""
+    nodes, edges = range(core.num_nodes), range(len(core.costs))
+    group = list(nodes)
+    ends = [(group[a], group[b]) for a, b in zip(core.left, core.right, strict=True)]
+    return Tie(
+        group=group,
+        slot=[0] * len(nodes),
+        members=[[i] for i in nodes],
+        edge_group=list(edges),
+        edge_slot=[0] * len(edges),
+        edge_members=[[e] for e in edges],
+        ends=[(a, b) if a < b else (b, a) for a, b in ends],
         flipped=[a > b for a, b in ends],
     )
 

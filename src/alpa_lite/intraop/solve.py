@@ -2,7 +2,7 @@
 
 The answer is scored on the problem as given.
 
-1. Presolve without memory (``presolve.py``); what is left is the *core*.
+1. Presolve without memory (``presolve.py``); what is left is the *core*. States are not compared in small cores that go to 3.
 2. Repeated layers tied (``tie.py``) give an incumbent that costs the same whatever the depth, and messages to start from.
 3. Message passing on the untied core (``messages.py``) gives the lower bound; where that is good, a search along a frontier
    (``frontier.py``) gives incumbents and proofs.

@@ -24,7 +24,7 @@ from examples.example import Example, use_virtual_devices
 from examples.registry import EXAMPLES
 
 CASES = ("gpt_linen", "moe", "resnet18")
-NUM_ROUNDS = 60  # steps of some 10 ms differ by a fifth from one to the next where devices share cores
+NUM_ROUNDS = 150  # steps of some 10 ms differ by a fifth from one to the next where devices share cores
 
 
 def repeated(step: Callable[..., Any], state: Any, batch: Any) -> Callable[[], Any]:

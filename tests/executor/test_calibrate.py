@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from alpa_lite.cluster import Calibration, Cluster
+from alpa_lite.cluster.calibration import MeasuredCollective
 from alpa_lite.core.collective import CollectiveKind
 from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.costs.collectives import MeshCosts
@@ -93,6 +94,21 @@ def test_reading_across_rows_is_what_the_flops_leave_of_the_time():
     flops_s, ramp_s = 2 * 100 * 50 * 50 / 1e9, 1e-4
     assert calibrate._across(sizes, probe, 1e9, ramp_s) == pytest.approx((3e-3 - ramp_s - flops_s) / (4 * 100 * 50))
     assert calibrate._across(sizes, types.SimpleNamespace(round_s=1e-4), 1e9, ramp_s) == 0.0
+
+
+def test_kinds_of_one_group_size_start_alike_but_permutes_and_inner_dims():
+    def took(kind: CollectiveKind, num_devices: int, alpha_us: float, *, inner: bool = False) -> MeasuredCollective:
+        return MeasuredCollective(
+            kind=kind, num_devices=num_devices, alpha_s=alpha_us * 1e-6, beta_s_per_byte=alpha_us * 1e-12, inner=inner
+        )
+
+    gather, reduce, scatter = CollectiveKind.ALL_GATHER, CollectiveKind.ALL_REDUCE, CollectiveKind.REDUCE_SCATTER
+    kept = (took(CollectiveKind.COLLECTIVE_PERMUTE, 4, 120), took(gather, 4, 0, inner=True))
+    found = calibrate._alike(
+        (took(gather, 2, 9), took(gather, 4, 46), took(reduce, 4, 79), took(scatter, 4, 50), *kept)
+    )
+    assert [c.alpha_s for c in found] == pytest.approx([9e-6, 50e-6, 50e-6, 50e-6, 120e-6, 0])
+    assert [c.beta_s_per_byte for c in found] == pytest.approx([9e-12, 46e-12, 79e-12, 50e-12, 120e-12, 0])
 
 
 def test_local_cluster_is_this_process():

@@ -14,9 +14,10 @@ from __future__ import annotations
 import datetime
 import itertools
 import math
+import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -104,6 +105,7 @@ def measure(sizes: Sizes | None = None) -> Calibration:
     probes.repeat()
     fits = {name: _matmul_fit(sizes, small, large) for name, (small, large) in matmuls.items()}
     ramp_s = min(ramp for _, ramp in fits.values())
+    fitted = tuple(found.fitted() for found in collectives)
     return Calibration(
         device_kind=devices[0].device_kind,
         num_devices=len(devices),
@@ -112,7 +114,7 @@ def measure(sizes: Sizes | None = None) -> Calibration:
         memory_bandwidth_bytes_per_s=float(moved_bytes / np.exp(np.mean(np.log([p.round_s for p in loops])))),
         launch_s=chain.round_s / links,
         across_s_per_byte=0.0 if across is None else _across(sizes, across, fits["f32"][0], ramp_s),
-        collectives=tuple(found.fitted() for found in collectives),
+        collectives=_alike(fitted) if on_cpu else fitted,
         date=datetime.datetime.now(datetime.UTC).date().isoformat(),
         jax_version=jax.__version__,
     )
@@ -264,6 +266,21 @@ def _across(sizes: Sizes, probe: _Probe, flops_per_s: float, ramp_s: float) -> f
     """Seconds per byte of the first operand that reading it across its rows adds to the FLOPs of the product."""
     rows, columns = sizes.tall
     return max(probe.round_s - ramp_s - 2.0 * rows * columns**2 / flops_per_s, 0.0) / (4.0 * rows * columns)
+
+
+def _alike(collectives: tuple[MeasuredCollective, ...]) -> tuple[MeasuredCollective, ...]:
+    """The same with one alpha for all kinds of a group size, the median: on CPU it is the time in which a group of threads meet.
+
+    That differs more from one compiled program to the next than between kinds. Permutes, for which all devices meet, and
+    what is copied along an inner dim keep their own.
+    """
+
+    def meets(measured: MeasuredCollective) -> bool:
+        return not measured.inner and measured.kind is not CollectiveKind.COLLECTIVE_PERMUTE
+
+    sizes = {measured.num_devices for measured in collectives}
+    alpha_s = {n: statistics.median(m.alpha_s for m in collectives if m.num_devices == n and meets(m)) for n in sizes}
+    return tuple(replace(m, alpha_s=alpha_s[m.num_devices]) if meets(m) else m for m in collectives)
 
 
 def _square(count: int, group: int) -> tuple[int, int]:

@@ -128,10 +128,8 @@ class LevelSweeps:
         theta = np.add.reduceat(values[own.parts], own.parts_from)
         least = _minimum(theta, own.nodes)
         bound = float(least.sum())
-        more, over = (
-            np.zeros_like(values),
-            np.zeros_like(values),
-        )  # by place: of the state alone, of the edge it hears of
+        more = np.zeros_like(values)  # by place: of the state alone, and of the edge that it hears of
+        over = np.zeros_like(values)
         place = own.parts[own.parts_from]
         more[place] = theta - _repeated(least, own.nodes, len(theta))
         for forward, direction in self._directions.items():

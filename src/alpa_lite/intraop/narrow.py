@@ -15,6 +15,7 @@ from itertools import pairwise
 import numpy as np
 
 from alpa_lite.intraop.problem import Array
+from alpa_lite.intraop.repeated import repeated
 
 _TABLE_CAP = 4_000_000  # entries of one table, the eliminated node included
 _MAX_DIMS = 30
@@ -52,8 +53,9 @@ def solve_narrow(
         left, right, costs: end points and matrices of the edges.
         max_entries: of all different tables together. Tables of the same arrays in the same places are one.
     """
-    tables, given = _told_apart([*unary, *costs])
-    order = _order([len(c) for c in unary], left, right, given, max_entries)
+    given = repeated([*unary, *costs])
+    tables = list(given.different)
+    order = _order([len(c) for c in unary], left, right, given.numbers.tolist(), max_entries)
     if order is None:
         return None
     sums: list[Array] = []
@@ -80,21 +82,8 @@ def is_narrow(
     unary: Sequence[Array], left: Sequence[int], right: Sequence[int], costs: Sequence[Array], max_entries: float
 ) -> bool:
     """Whether ``solve_narrow`` with this limit has an answer."""
-    _, given = _told_apart([*unary, *costs])
+    given = repeated([*unary, *costs]).numbers.tolist()
     return _order([len(c) for c in unary], left, right, given, max_entries) is not None
-
-
-def _told_apart(arrays: Sequence[Array]) -> tuple[list[Array], list[int]]:
-    """The different ones, by identity, and which of them each is."""
-    different: list[Array] = []
-    numbers: dict[int, int] = {}
-    given = []
-    for array in arrays:
-        number = numbers.setdefault(id(array), len(different))
-        if number == len(different):
-            different.append(array)
-        given.append(number)
-    return different, given
 
 
 def _aligned(part: Array, dims: Sequence[int], num_dims: int) -> Array:

@@ -369,3 +369,15 @@ def short_plugin_errors() -> Iterator[None]:
         yield
     finally:
         log.removeFilter(shorten)
+
+
+def start_transfer_server(address: str, transport_addresses: Sequence[str]) -> Any:
+    """JAX's transfer server over all local devices; experimental in JAX 0.10 to 0.12.
+
+    Args:
+        address: "host:port" of control messages; port 0 = any.
+        transport_addresses: of data, a socket each.
+    """
+    from jax.experimental import transfer
+
+    return transfer.start_transfer_server(jax.local_devices()[0].client, address, list(transport_addresses))

@@ -111,3 +111,15 @@ class ScheduleError(AlpaLiteError):
 
 class SlicingError(AlpaLiteError):
     """A table of stages or layers is malformed, its pins contradict each other, or nothing fits."""
+
+
+class WorkerError(AlpaLiteError):
+    """A worker cannot do what it was asked for: another version, a damaged parcel, no such device."""
+
+
+class WorkerLost(AlpaLiteError):
+    """A worker died, hangs or lost its host. ``position`` is the number of steps that had ended before, from where to resume."""
+
+    def __init__(self, message: str, position: int = 0) -> None:
+        super().__init__(message)
+        self.position = position

@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from alpa_lite.executor.stage_run import StageRunner
 from alpa_lite.lowering.segments import Pair
 from alpa_lite.lowering.stage import LoweredStage, StagePart
 from alpa_lite.plan.plan import Plan
+from alpa_lite.trace.program import value_of
 from alpa_lite.trace.staged import StagedStep
 
 _COLUMNS = ("call", "stage", "program", "microbatch", "reads", "writes", "spec", "value")
@@ -38,7 +39,8 @@ class Call:
         program, microbatch: of "run".
         reads, writes: names, in the order of the program's arguments and results.
         spec: how what is written lies, where the program does not say; "" also for a constant that lies anywhere.
-        value: of a constant: type and number as JSON. Of "return": the position among the results.
+        value: of a constant: type and number as JSON. Of "return": the position among the results. Of "send": what is read, as
+            ``sent_value`` takes it.
     """
 
     kind: str
@@ -81,6 +83,21 @@ def parse_calls(text: str) -> tuple[Call, ...]:
     )
 
 
+class SentValue(NamedTuple):
+    """What a "send" reads: so that a process that does not hold it knows what arrives. ``stage`` is where it lies."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    spec: str
+    stage: int
+
+
+def sent_value(call: Call) -> SentValue:
+    """What a "send" reads."""
+    dtype, shape, spec, stage = json.loads(call.value)
+    return SentValue(dtype, tuple(shape), spec, stage)
+
+
 def constant_of(call: Call) -> np.ndarray:
     """The value of a "constant"."""
     dtype, value = json.loads(call.value)
@@ -89,7 +106,7 @@ def constant_of(call: Call) -> np.ndarray:
 
 def driver_calls(staged: StagedStep, plan: Plan, stages: Sequence[LoweredStage]) -> tuple[PipelinedStep, list[Call]]:
     """The step of a plan over names, and everything that its driver does in one step, in order."""
-    notes = _Notes()
+    notes = _Notes(plan)
     meshes = [None] * len(stages)  # where things are is written down as a stage
     step = pipelined_step(staged, plan, stages, meshes, make_runner=_NotingRunner, transfers=notes)
     for position, name in enumerate(step([f"a{number}" for number in range(len(plan.inputs))])):
@@ -100,9 +117,12 @@ def driver_calls(staged: StagedStep, plan: Plan, stages: Sequence[LoweredStage])
 class _Notes:
     """In place of ``Transfers``: takes names, gives new ones, and writes down what was asked. A layout is a stage and a spec."""
 
-    def __init__(self) -> None:
+    def __init__(self, plan: Plan) -> None:
         self.calls: list[Call] = []
         self.count = 0
+        values = (leaf.value for leaf in plan.inputs)
+        self.types: dict[str, tuple[str, tuple[int, ...]]] = {f"a{i}": (v.dtype, v.shape) for i, v in enumerate(values)}
+        self.lies: dict[str, tuple[str, int]] = {}  # spec and stage of what is put somewhere
 
     def note(self, kind: str, stage: int, reads: Sequence[str] = (), num_results: int = 1, **rest: Any) -> list[str]:
         names = tuple(f"v{self.count + k}" for k in range(num_results))
@@ -112,21 +132,37 @@ class _Notes:
 
     def place(self, value: Any, layout: tuple[int, str]) -> str:
         if isinstance(value, str):
-            return self.note("place", layout[0], (value,), spec=layout[1])[0]
+            return self.like(self.note("place", layout[0], (value,), spec=layout[1])[0], value, layout)
         return self.constant(value, *layout)
+
+    def like(self, name: str, value: str, layout: tuple[int, str]) -> str:
+        """The name of what has the type of another value, in a layout."""
+        self.types[name], self.lies[name] = self.types[value], (layout[1], layout[0])
+        return name
+
+    def made(self, names: Sequence[str], parts: Sequence[tuple[Any, ShardingSpec]], avals: Any, stage: int) -> None:
+        """What a program of a stage made: values of a region, in layouts."""
+        for name, (value, spec) in zip(names, parts, strict=True):
+            found = value_of(avals[value])
+            self.types[name], self.lies[name] = (found.dtype, found.shape), (str(spec), stage)
 
     def constant(self, value: Any, stage: int, spec: str = "") -> str:
         array = np.asarray(value)
-        return self.note("constant", stage, spec=spec, value=json.dumps([array.dtype.name, array.tolist()]))[0]
+        name = self.note("constant", stage, spec=spec, value=json.dumps([array.dtype.name, array.tolist()]))[0]
+        self.types[name], self.lies[name] = (array.dtype.name, array.shape), (spec, stage)
+        return name
 
     def move(self, value: str, layout: tuple[int, str]) -> str:
         return self.receive(self.send(value, layout))
 
     def send(self, value: str, layout: tuple[int, str]) -> tuple[str, int]:
-        return self.note("send", layout[0], (value,), spec=layout[1])[0], layout[0]
+        read = json.dumps([*self.types[value], *self.lies[value]])
+        name = self.note("send", layout[0], (value,), spec=layout[1], value=read)[0]
+        return self.like(name, value, layout), layout[0]
 
     def receive(self, sent: tuple[str, int]) -> str:
-        return self.note("receive", sent[1], (sent[0],))[0]
+        spec, stage = self.lies[sent[0]]
+        return self.like(self.note("receive", sent[1], (sent[0],))[0], sent[0], (stage, spec))
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +185,9 @@ class _NotedPart:
         count = len(self.results)
         if not count:
             return []
-        return self.notes.note("run", self.stage, given, count, program=self.part.name, microbatch=index)
+        names = self.notes.note("run", self.stage, given, count, program=self.part.name, microbatch=index)
+        self.notes.made(names, self.results, self.part.region.flat.avals, self.stage)
+        return names
 
 
 class _NotingRunner(StageRunner):
@@ -169,7 +207,8 @@ class _NotingRunner(StageRunner):
         return self.number, str(spec)
 
     def copy(self, array: str) -> str:
-        return self.notes.note("copy", self.number, (array,))[0]
+        spec, stage = self.notes.lies[array]
+        return self.notes.like(self.notes.note("copy", self.number, (array,))[0], array, (stage, spec))
 
     def literal(self, value: Any) -> str:
         return self.notes.constant(value, self.number)
@@ -180,4 +219,7 @@ class _NotingRunner(StageRunner):
         return {j: partial(self._stack, str(spec)) for j, spec in enumerate(specs)}
 
     def _stack(self, spec: str, rows: Sequence[str]) -> str:
-        return self.notes.note("stack", self.number, rows, spec=spec)[0]
+        name = self.notes.note("stack", self.number, rows, spec=spec)[0]
+        dtype, shape = self.notes.types[rows[0]]
+        self.notes.types[name], self.notes.lies[name] = (dtype, (len(rows), *shape)), (spec, self.number)
+        return name

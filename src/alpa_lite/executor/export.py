@@ -126,14 +126,17 @@ def _lowered(plan: Plan, traced: Traced) -> dict[str, bytes]:
     return lowered_for(plan, lambda platform: serialize_step(step, args, platform))
 
 
-def lowered_for(plan: Plan, lower: Callable[[str], Lowered]) -> dict[str, Lowered]:
-    """What ``lower`` makes for the cluster's platform, and for CPU, where an export can be tried, unless that lacks an op.
+def lowered_for(
+    plan: Plan, lower: Callable[[str], Lowered], platforms: tuple[str, ...] | None = None
+) -> dict[str, Lowered]:
+    """What ``lower`` makes for the cluster's platform, and for CPU, where an export can be tried, unless that lacks an op;
+    or for ``platforms``.
 
     One artefact per platform: JAX puts a choice by platform around every all-gather of a common one, which XLA keeps.
     """
     own = Cluster.parse(plan.identity.cluster).device.platform
     found: dict[str, Lowered] = {}
-    for platform in dict.fromkeys((own, "cpu")):
+    for platform in dict.fromkeys(platforms or (own, "cpu")):
         try:
             found[platform] = lower(platform)
         except ImportError as error:

@@ -34,8 +34,8 @@ def write_stages(
     stages = lowered_stages(staged, plan)
     first = first_equal(stages)
     step, calls = driver_calls(staged, plan, stages)
-    programs = lowered_for(plan, lambda platform: _programs(stages, first, platform))
-    rows = [_row(number, first[number], part) for number in range(len(stages)) for part in _run(stages[first[number]])]
+    programs = lowered_for(plan, lambda platform: distinct_programs(stages, first, platform))
+    rows = program_rows(stages, first)
     files: dict[str, str | bytes] = {
         PROGRAMS: json_text([msgspec.to_builtins(row) for row in rows]),
         PIPELINE: calls_csv(calls),
@@ -67,7 +67,12 @@ def _stem(stage: int, name: str) -> str:
     return f"stage_{stage}/{name.replace(', ', '_').replace(' ', '_')}"
 
 
-def _programs(stages: Sequence[LoweredStage], first: Sequence[int], platform: str) -> dict[str, bytes]:
+def program_rows(stages: Sequence[LoweredStage], first: Sequence[int]) -> list[ProgramRow]:
+    """Of every stage; ``first`` says which stage's programs it shares."""
+    return [_row(number, first[number], part) for number in range(len(stages)) for part in _run(stages[first[number]])]
+
+
+def distinct_programs(stages: Sequence[LoweredStage], first: Sequence[int], platform: str) -> dict[str, bytes]:
     """Each distinct program once, by the name of its file."""
     return {
         _stem(number, part.name): serialize_step(part.function, (part_index(part), *part.structs(part.mesh)), platform)

@@ -137,7 +137,7 @@ class Transfer:
             ValueError: a spec does not divide the shape.
         """
         before, after = _placement(source_spec, source_mesh), _placement(target_spec, target_mesh)
-        plan = _plan(shape, np.dtype(dtype).itemsize, before, after, gather_bytes)
+        plan = transfer_plan(shape, np.dtype(dtype).itemsize, before, after, gather_bytes)
         wanted = zip(plan.after.spec.dims, target_spec.dims, strict=True)
         gathered = tuple(landed[len(kept) :] for landed, kept in wanted)
         target = NamedSharding(target_mesh, partition_spec(target_spec))
@@ -153,7 +153,7 @@ class Transfer:
             cuts=cuts,
             waves=waves,
             joins=joins,
-            gather=functions.get(_gatherer, gathered, landing, target) if any(gathered) else None,
+            gather=functions.get(gatherer, gathered, landing, target) if any(gathered) else None,
         )
 
     def __call__(self, array: Any) -> Any:
@@ -274,7 +274,7 @@ def _placement(spec: ShardingSpec, mesh: Mesh) -> Placement:
 # -- what to do -----------------------------------------------------------------------------------------------------
 
 
-def _plan(shape: tuple[int, ...], itemsize: int, before: Placement, after: Placement, gather_bytes: int) -> TilePlan:
+def transfer_plan(shape: tuple[int, ...], itemsize: int, before: Placement, after: Placement, gather_bytes: int) -> TilePlan:
     """The tile plan to the layout in which the tensor lands; what the target repeats may be split there and gathered after.
 
     Of the ways to split it, and that not to, the cheapest in bytes, pieces and programs; then that with the fewest axes.
@@ -307,7 +307,7 @@ def _cuts(plan: TilePlan, functions: Functions) -> tuple[tuple[_Cut, ...], dict[
             cuts.append(_Cut(source=index, function=None))
         if boxes:
             numbers.update({(device, box): len(numbers) + k for k, box in enumerate(boxes)})
-            cuts.append(_Cut(source=index, function=functions.get(_cutter, tuple(boxes))))
+            cuts.append(_Cut(source=index, function=functions.get(cutter, tuple(boxes))))
     return tuple(cuts), numbers
 
 
@@ -339,7 +339,7 @@ def _waves(
     joins = []
     for index, transfers in enumerate(arriving.values()):
         boxes = tuple(t.target_box for t in transfers)
-        function = functions.get(_joiner, boxes) if len(boxes) > 1 else None
+        function = functions.get(joiner, boxes) if len(boxes) > 1 else None
         pieces = tuple((order[group], place) for group, place in where[index])
         joins.append(_Join(pieces=pieces, function=function))
     return tuple(waves), tuple(joins)
@@ -348,14 +348,14 @@ def _waves(
 # -- what runs on devices -------------------------------------------------------------------------------------------
 
 
-def _cutter(boxes: tuple[Box, ...]) -> Callable[[Any], Sequence[Any]]:
+def cutter(boxes: tuple[Box, ...]) -> Callable[[Any], Sequence[Any]]:
     def cut(tile: Any) -> list[Any]:
         return [lax.slice(tile, [lo for lo, _ in box], [hi for _, hi in box]) for box in boxes]
 
     return jax.jit(cut)
 
 
-def _joiner(boxes: tuple[Box, ...]) -> Callable[..., Any]:
+def joiner(boxes: tuple[Box, ...]) -> Callable[..., Any]:
     """Joins pieces that fill a tile as a grid, given in row-major order."""
     counts = [len({box[dim] for box in boxes}) for dim in range(len(boxes[0]))]
     assert math.prod(counts) == len(boxes), f"{boxes} are no grid"
@@ -371,7 +371,7 @@ def _joiner(boxes: tuple[Box, ...]) -> Callable[..., Any]:
     return jax.jit(join)
 
 
-def _gatherer(
+def gatherer(
     gathered: tuple[tuple[str, ...], ...], landing: NamedSharding, target: NamedSharding
 ) -> Callable[[Any], Any]:
     def local(tile: Any) -> Any:

@@ -1,0 +1,324 @@
+"""One process of a step that runs on several: the programs of its stages, its part of the state, and its place in the order.
+
+In: a parcel, then per step what the driver gives. Out: per step the small results, and what it keeps of the others. Nothing here
+knows who started the process (``ray/actor.py`` does so for Ray).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from alpa_lite.core.spec import ShardingSpec
+from alpa_lite.errors import WorkerError
+from alpa_lite.executor.calls import Call, sent_value
+from alpa_lite.executor.host_tiles import HostTiles, local_tiles
+from alpa_lite.executor.local import local_mesh
+from alpa_lite.executor.parcel import Parcel
+from alpa_lite.executor.replay import Replay, exported_function
+from alpa_lite.executor.transport import Transport
+from alpa_lite.lowering.lower import partition_spec
+from alpa_lite.lowering.remote_transfer import RemoteTransfer
+from alpa_lite.lowering.transfer import Functions, Transfers
+from alpa_lite.plan.answers import KEY_TYPES
+
+TOLD_BYTES = 1024  # results up to this size go to the driver with the step's answer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOrder:
+    """What the driver asks of one process for one step.
+
+    Attributes:
+        number: of the step; rises by one, equal in all processes.
+        given: argument -> its parts that this process's devices hold.
+        kept: argument -> the name of a value that this process keeps.
+        names: result -> the name under which this process keeps it.
+        dropped: names of values that nobody wants any more.
+        timed: wait for every program, and tell how long they took.
+    """
+
+    number: int
+    given: Mapping[int, HostTiles] = field(default_factory=dict)
+    kept: Mapping[int, int] = field(default_factory=dict)
+    names: Mapping[int, int] = field(default_factory=dict)
+    dropped: Sequence[int] = ()
+    timed: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepAnswer:
+    """What a process says of a step: small results by position, and how long it worked on it."""
+
+    told: Mapping[int, np.ndarray]
+    step_s: float
+    busy_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """How far a process has come: steps begun, calls issued in the current one, and a word on what it does."""
+
+    steps: int
+    calls: int
+    doing: str
+
+
+class Worker:
+    """A process's part of a step.
+
+    Args:
+        parcel: the step.
+        site: number of the process among the parcel's sites.
+        transport: to the other processes.
+    """
+
+    def __init__(self, parcel: Parcel, site: int, transport: Transport) -> None:
+        self.parcel, self.site, self.transport = parcel, parcel.sites[site], transport
+        self.process_of = {device: s.number for s in parcel.sites for device in s.devices}
+        self.alone = self.site.num_processes == 1
+        self.kept: dict[int, Any] = {}
+        self.steps, self.calls, self.doing = 0, 0, "loading"
+        self.functions = Functions()
+        self.meshes = {k: local_mesh(parcel.stages[k].logical) for k in self.site.stages}
+        self.all_calls = parcel.read_calls()
+        self.given_away = _given_away(self.all_calls, parcel)
+        self.programs = self._programs()
+        self.replay = Replay(self.all_calls, self.meshes, self.programs, _Mover(self.alone), self._crossing)
+        self.timed = Replay(self.all_calls, self.meshes, self._timed_programs(), _Mover(self.alone), self._crossing)
+        self.busy_s = 0.0
+        self.doing = "waiting"
+
+    def _programs(self) -> dict[tuple[int, str], Any]:
+        """This process's programs, compiled: what is wrong shows now, and the first step takes no longer than others."""
+        made: dict[tuple[str, Any], Any] = {}
+        found = {}
+        for row in self.parcel.rows:
+            if row.stage not in self.meshes:
+                continue
+            mesh = self.meshes[row.stage]
+            key = (row.file, mesh, tuple(row.donated))
+            if key not in made:
+                self.doing = f"compiling {row.program} of stage {row.stage}"
+                program = jax.export.deserialize(bytearray(self.parcel.programs[row.file]))
+                function = exported_function(program, mesh, row.donated)
+                shardings = program.in_shardings_jax(mesh)
+                pairs = zip(program.in_avals, shardings, strict=True)
+                types = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s) for a, s in pairs]
+                made[key] = function.lower(*types).compile()
+            found[row.stage, row.program] = made[key]
+        return found
+
+    def _timed_programs(self) -> dict[tuple[int, str], Any]:
+        def timed(function: Any) -> Any:
+            def run(*args: Any) -> Any:
+                jax.block_until_ready(args)
+                start = time.perf_counter()
+                made = jax.block_until_ready(function(*args))
+                self.busy_s += time.perf_counter() - start
+                return made
+
+            return run
+
+        return {key: timed(function) for key, function in self.programs.items()}
+
+    def step(self, order: StepOrder) -> StepAnswer:
+        """Run a step to its end.
+
+        Raises:
+            WorkerError: a value that it should keep is not here.
+        """
+        start = time.perf_counter()
+        self.steps, self.calls, self.doing, self.busy_s = order.number, 0, "step", 0.0
+        for name in order.dropped:
+            self.kept.pop(name, None)
+        given: dict[str, Any] = {f"a{position}": tiles for position, tiles in order.given.items()}
+        given |= {f"a{position}": self.value(name) for position, name in order.kept.items()}
+        results = (self.timed if order.timed else self.replay)(given, self._issued)
+        del given
+        self.doing = "waiting for devices"
+        jax.block_until_ready(results)
+        self.kept |= {order.names[position]: array for position, array in results.items() if position in order.names}
+        told = {position: self._tell(array) for position, array in results.items() if self._tells(position, array)}
+        self.doing = "waiting"
+        return StepAnswer(told=told, step_s=time.perf_counter() - start, busy_s=self.busy_s)
+
+    def _issued(self, number: int) -> None:
+        self.calls = number
+
+    def progress(self) -> Progress:
+        """Read by another thread."""
+        return Progress(steps=self.steps, calls=self.calls, doing=self.doing)
+
+    # -- values that stay ---------------------------------------------------------------------------------------------
+
+    def value(self, name: int) -> Any:
+        """A value that this process keeps."""
+        if name not in self.kept:
+            raise WorkerError(
+                f"process {self.site.number} was asked for value {name}, which it does not keep. A value that was donated or "
+                "dropped is gone. Use the results of the last step."
+            )
+        return self.kept[name]
+
+    def fetch(self, name: int) -> HostTiles:
+        """What this process can tell of a value that it keeps."""
+        return local_tiles(self.value(name))
+
+    def drop(self, names: Sequence[int]) -> None:
+        for name in names:
+            self.kept.pop(name, None)
+
+    def put(self, name: int, tiles: HostTiles, spec: str, stage: int) -> None:
+        """Keep a value of the driver in a layout."""
+        self.kept[name] = tiles.array(self.sharding(spec, stage))
+
+    def sharding(self, spec: str, stage: int) -> NamedSharding:
+        """A layout on the devices of a stage."""
+        return NamedSharding(self.meshes[stage], partition_spec(ShardingSpec.parse(spec)))
+
+    def create(self, program: bytes, args: Sequence[HostTiles], names: Sequence[int], stage: int) -> None:
+        """Run an exported program once and keep its results: state that is made where it lies."""
+        self.doing = "creating state"
+        mesh = self.meshes[stage]
+        exported = jax.export.deserialize(bytearray(program))
+        function = exported_function(exported, mesh, ())
+        given = [a.array(NamedSharding(mesh, partition_spec(ShardingSpec.replicated(len(a.shape))))) for a in args]
+        self.kept |= zip(names, jax.block_until_ready(function(*given)), strict=True)
+        self.doing = "waiting"
+
+    def _tells(self, position: int, array: Any) -> bool:
+        """The first process of a submesh tells what every device has whole."""
+        return self.site.process == 0 and array.nbytes <= TOLD_BYTES and array.is_fully_replicated
+
+    def _tell(self, array: Any) -> np.ndarray:
+        if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
+            array = jax.random.key_data(array)
+        return np.asarray(array.addressable_data(0))
+
+    # -- other processes ----------------------------------------------------------------------------------------------
+
+    def _crossing(self, number: int, call: Call) -> _RemoteCrossing:
+        return _RemoteCrossing(self, number, call)
+
+
+class _RemoteCrossing:
+    """One "send" between submeshes, in one of its processes."""
+
+    def __init__(self, worker: Worker, number: int, call: Call) -> None:
+        value, parcel = sent_value(call), worker.parcel
+        self.worker, self.number, self.call = worker, number, call
+        self.shape, self.dtype = value.shape, value.dtype
+        self.key = KEY_TYPES.get(value.dtype)
+        before, after = ShardingSpec.parse(value.spec), ShardingSpec.parse(call.spec)
+        self.spec = after
+        shape, dtype = value.shape, value.dtype
+        if self.key:  # keys travel as their words
+            shape, dtype = (*shape, self.key[1]), "uint32"
+            before, after = (ShardingSpec((*spec.dims, ())) for spec in (before, after))
+        self.empty = 0 in shape  # nothing to send
+        if self.empty:
+            self.sharding = worker.sharding(call.spec, call.stage) if call.stage in worker.meshes else None
+            return
+        source, target = parcel.stages[value.stage], parcel.stages[call.stage]
+        self.transfer = RemoteTransfer.between(
+            shape,
+            dtype,
+            (before, source.logical, source.devices),
+            (after, target.logical, target.devices),
+            worker.process_of,
+        )
+        here, functions = worker.site.number, worker.functions
+        if value.stage in worker.meshes:
+            self.sender = self.transfer.sender(here, functions, copied=call.reads[0] in worker.given_away)
+        else:
+            self.receiver = self.transfer.receiver(here, worker.meshes[call.stage], after, functions)
+
+    def send(self, array: Any) -> None:
+        if self.empty:
+            return
+        words = jax.random.key_data(array) if self.key else array
+        for target, pieces in self.sender(words).items():
+            self.worker.transport.post(self._name(target), pieces)
+
+    def expect(self) -> Any:
+        """The pieces are on their way; they are joined when the first reader is about to run."""
+        if self.empty:
+            return HostTiles(self.shape, self.dtype, {}).array(self.sharding)
+        pull = self.worker.transport.pull
+        here = self.worker.site.number
+        arrived = {p: pull(p, self._name(here), types) for p, types in self.receiver.expected.items()}
+        return _Arriving(self, arrived)
+
+    def _name(self, target: int) -> int:
+        """Of the pieces for a process: no other transfer of this or another step has the same."""
+        w = self.worker
+        return (w.steps * len(w.all_calls) + self.number) * len(w.parcel.sites) + target
+
+
+@dataclass(frozen=True, slots=True)
+class _Arriving:
+    crossing: _RemoteCrossing
+    pieces: Mapping[int, Sequence[Any]]
+
+    def array(self) -> Any:
+        made = self.crossing.receiver.join(dict(self.pieces))
+        if self.crossing.key is None:
+            return made
+        impl = self.crossing.key[0]
+        return jax.jit(lambda words: jax.random.wrap_key_data(words, impl=impl))(made)
+
+
+class _Mover:
+    """Within the process; where a mesh spans several, every process does the same in the same order."""
+
+    def __init__(self, alone: bool) -> None:
+        self.alone, self.transfers = alone, Transfers()
+
+    def place(self, value: Any, sharding: Any) -> Any:
+        if isinstance(value, HostTiles):
+            return value.array(sharding)
+        if self.alone:
+            return self.transfers.place(value, sharding)
+        if isinstance(value, jax.Array) and not value.is_fully_addressable:
+            return self._moved(value, sharding)
+        host = np.asarray(value)
+        return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+    def send(self, array: Any, sharding: Any) -> Any:
+        return self.transfers.send(array, sharding) if self.alone else self._moved(array, sharding)
+
+    def receive(self, sent: Any) -> Any:
+        return sent.array() if isinstance(sent, _Arriving) else self.transfers.receive(sent)
+
+    def _moved(self, array: Any, sharding: Any) -> Any:
+        if array.sharding.is_equivalent_to(sharding, array.ndim):
+            return array
+        return jax.jit(lambda x: x, out_shardings=sharding)(array)
+
+
+def _given_away(calls: Sequence[Call], parcel: Parcel) -> frozenset[str]:
+    """Names of values whose buffer some program takes over: what is sent of them must be copied first."""
+    donated = {(row.stage, row.program): row.donated for row in parcel.rows}
+    same: dict[str, str] = {}  # names of what may be the same array
+
+    def root(name: str) -> str:
+        while name in same:
+            name = same[name]
+        return name
+
+    for call in calls:
+        if call.kind in ("place", "send", "receive") and root(call.writes[0]) != root(call.reads[0]):
+            same[root(call.writes[0])] = root(call.reads[0])
+    gone = set()
+    for call in calls:
+        if call.kind == "run":
+            gone |= {root(call.reads[k - 1]) for k in donated.get((call.stage, call.program), ())}
+    return frozenset(name for call in calls for name in (*call.reads, *call.writes) if root(name) in gone)
+

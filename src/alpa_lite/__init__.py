@@ -23,12 +23,15 @@ if TYPE_CHECKING:
     from alpa_lite.api import Cluster as Cluster
     from alpa_lite.api import ParallelStep as ParallelStep
     from alpa_lite.api import PlanTarget as PlanTarget
+    from alpa_lite.api import RayExecutor as RayExecutor
     from alpa_lite.api import graph as graph
     from alpa_lite.api import load_export as load_export
     from alpa_lite.api import load_plan as load_plan
     from alpa_lite.api import parallelize as parallelize
     from alpa_lite.api import plan as plan
     from alpa_lite.errors import AlpaLiteError as AlpaLiteError
+    from alpa_lite.errors import WorkerLost as WorkerLost
+    from alpa_lite.executor.ray.remote_array import RemoteArray as RemoteArray
     from alpa_lite.lowering.reshard import conversion as conversion
     from alpa_lite.lowering.reshard import reshard as reshard
     from alpa_lite.plan.plan import Plan as Plan
@@ -51,6 +54,9 @@ _PUBLIC = {
     "Plan": "alpa_lite.plan.plan",
     "PlanOptions": "alpa_lite.planner.options",
     "PlanTarget": "alpa_lite.api",
+    "RayExecutor": "alpa_lite.api",
+    "RemoteArray": "alpa_lite.executor.ray.remote_array",
+    "WorkerLost": "alpa_lite.errors",
     "conversion": "alpa_lite.lowering.reshard",
     "grad": "alpa_lite.trace.microbatch",
     "graph": "alpa_lite.api",

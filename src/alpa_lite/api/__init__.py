@@ -8,7 +8,15 @@ from os import PathLike
 from typing import Any, overload
 
 from alpa_lite.api.bound import Trees, plain, traced_for
-from alpa_lite.api.given import argnames, argnums, check_function, check_keywords, checked_options, checked_plan
+from alpa_lite.api.given import (
+    argnames,
+    argnums,
+    check_function,
+    check_keywords,
+    checked_executor,
+    checked_options,
+    checked_plan,
+)
 from alpa_lite.api.request import Request, SymbolicPlan
 from alpa_lite.api.step import ParallelStep
 from alpa_lite.cluster.cluster import Cluster as ClusterData
@@ -18,6 +26,7 @@ from alpa_lite.errors import AlpaLiteError, ExportError
 from alpa_lite.executor.calibrate import local_cluster
 from alpa_lite.executor.load_export import ExportedPart, load_part
 from alpa_lite.executor.load_stages import ExportedStages
+from alpa_lite.executor.ray.settings import RayExecutor
 from alpa_lite.intraop.restrict import weight_positions
 from alpa_lite.plan.files import as_path
 from alpa_lite.plan.load import load_plan as read_plan
@@ -39,6 +48,24 @@ class Cluster(ClusterData):
                 figures; the record joins the identity of plans made with it.
         """
         return local_cluster(calibrate)
+
+    @staticmethod
+    def from_ray(
+        devices_per_host: int | None = None, *, address: str | None = None, device: str | None = None
+    ) -> ClusterData:
+        """The hosts of a running Ray cluster.
+
+        Args:
+            devices_per_host: GPUs of every host, or virtual CPU devices where there are no GPUs; None = all that it has.
+            address: as for ``parallelize``.
+            device: of the hardware table; None = by the name that Ray knows the GPUs by.
+
+        Raises:
+            ClusterError: there is no such cluster, or its hosts differ.
+        """
+        from alpa_lite.executor.ray.cluster import ray_cluster
+
+        return ray_cluster(address, devices_per_host, device)
 
     @staticmethod
     def symbolic(name: str, *, device: str, devices_per_host: int = 8, values: Iterable[int]) -> SymbolicCluster:
@@ -164,18 +191,21 @@ def parallelize(
     num_microbatches: int | None = None,
     options: PlanOptions | None = None,
     plan: Plan | None = None,
-    executor: str = "local",
+    executor: str | RayExecutor = "local",
+    address: str | None = None,
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (),
     donate_argnums: int | Sequence[int] = (),
 ) -> Any:
-    """Plan, compile and run a step on the devices of this process; usable as a bare decorator.
+    """Plan, compile and run a step on the devices of this process or of a Ray cluster; usable as a bare decorator.
 
     Args:
         fn: an ordinary JAX function; any pytrees in and out.
         cluster: what to plan for; None = the devices of this process.
         plan: a plan to run instead of making one (e.g. from ``load_plan``).
-        executor: "local".
+        executor: "local", or "ray" for actors on a Ray cluster, one per submesh and host; ``RayExecutor(...)`` for other settings
+            than the usual ones.
+        address: of the Ray cluster, "auto" for one on this host; None = RAY_ADDRESS, or a cluster of this machine's own.
         pins, pin_like, options, static_argnums, static_argnames, donate_argnums: as for ``plan``.
         num_microbatches: as in ``PlanOptions``; giving both, and different, is an error.
 
@@ -186,8 +216,7 @@ def parallelize(
         >>> @al.parallelize(pins={"0/params/*/kernel": P(None, "model")}, donate_argnums=0)
         ... def train_step(state, batch): ...
     """
-    if executor != "local":
-        raise AlpaLiteError(f"executor={executor!r} is not known; allowed is 'local'. Leave it out.")
+    ray = checked_executor(executor, address)
     if num_microbatches is not None:
         options = checked_options(options)
         if options.num_microbatches not in (1, num_microbatches):
@@ -200,7 +229,7 @@ def parallelize(
     def wrap(function: Callable[..., Any]) -> ParallelStep:
         settings = static_argnums, static_argnames, donate_argnums
         request = Request.of(check_function(function), pins, pin_like, options, *settings)
-        return ParallelStep(request, cluster, checked_plan(plan))
+        return ParallelStep(request, cluster, checked_plan(plan), ray)
 
     return wrap if fn is None else wrap(fn)
 
@@ -230,4 +259,4 @@ def load_export(out_dir: str | PathLike[str], rank: int) -> ExportedPart | Expor
     return replace(part, plan=replace(part.plan, trees=Trees()))
 
 
-__all__ = ["Cluster", "ParallelStep", "PlanTarget", "graph", "load_export", "load_plan", "parallelize", "plan"]
+__all__ = ["Cluster", "ParallelStep", "PlanTarget", "RayExecutor", "graph", "load_export", "load_plan", "parallelize", "plan"]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from difflib import get_close_matches
 from typing import Any
 
 from alpa_lite.errors import AlpaLiteError, user_line
+from alpa_lite.executor.ray.settings import RayExecutor
 from alpa_lite.plan.plan import Plan
 from alpa_lite.planner.options import PlanOptions
 
@@ -103,3 +105,29 @@ def _num_positional(fn: Callable[..., Any]) -> int | None:
     if any(p.kind is p.VAR_POSITIONAL for p in parameters):
         return None
     return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
+
+
+def checked_executor(executor: Any, address: str | None) -> RayExecutor | None:
+    """Settings of the Ray executor; None for the local one.
+
+    Raises:
+        AlpaLiteError: another executor, or an address for the local one; the extra ``ray`` is missing.
+    """
+    if executor == "local" and address is None:
+        return None
+    if not (isinstance(executor, RayExecutor) or executor in ("ray", "local")):
+        raise AlpaLiteError(
+            f"executor={executor!r} was given. It must be 'local', 'ray' or an al.RayExecutor(...). At {user_line()}. Leave it out "
+            "to run on the devices of this process."
+        )
+    if executor == "local":
+        raise AlpaLiteError(
+            f"address={address!r} was given without executor='ray'. It names a Ray cluster, which the local executor does not use. "
+            f"At {user_line()}. Give executor='ray' beside it, or leave it out."
+        )
+    if importlib.util.find_spec("ray") is None:
+        raise AlpaLiteError(
+            f"executor='ray' was given, and Ray is not installed. At {user_line()}. Install it: pip install 'alpa-lite[ray]'."
+        )
+    settings = RayExecutor() if executor == "ray" else executor
+    return settings if address is None else replace(settings, address=address)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
+import numpy as np
 from jax.sharding import NamedSharding
 
 from alpa_lite.api.bound import JIT_SETTINGS, Parallelized, Trees, staged_for, traced_for, verified
@@ -16,25 +17,33 @@ from alpa_lite.errors import ArgumentsError, user_line
 from alpa_lite.executor.calibrate import local_cluster
 from alpa_lite.executor.local import CompiledStep, RunnableStep, SignatureChanged, local_mesh, runnable
 from alpa_lite.executor.pipeline import CompiledPipeline, RunnablePipeline, runnable_pipeline
-from alpa_lite.executor.staged_array import StagedArray
+from alpa_lite.executor.state_rows import leaf_rows, rows_of, whole_leaves, whole_types
 from alpa_lite.executor.verify_plan import VerifyReport
 from alpa_lite.executor.verify_stages import StagesReport
 from alpa_lite.lowering.lower import partition_spec
-from alpa_lite.plan.leaf_rows import split_path
 from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.records import Leaf
 from alpa_lite.trace.program import Traced
+
+if TYPE_CHECKING:
+    from alpa_lite.executor.ray.remote_step import RemoteStep
+    from alpa_lite.executor.ray.settings import RayExecutor
+
+    Runnable = RunnableStep | RunnablePipeline | RemoteStep
 
 
 class ParallelStep(Parallelized):
     """A step that runs under a plan. Make one with ``parallelize``."""
 
-    def __init__(self, request: Request, cluster: ClusterData | None, given: Plan | None) -> None:
-        self._request, self._cluster, self._given = request, cluster, given
-        self._steps: dict[Any, tuple[Traced, RunnableStep | RunnablePipeline]] = {}
+    def __init__(
+        self, request: Request, cluster: ClusterData | None, given: Plan | None, ray: RayExecutor | None = None
+    ) -> None:
+        self._request, self._cluster, self._given, self._ray = request, cluster, given, ray
+        self._steps: dict[Any, tuple[Traced, Runnable]] = {}
         self._planned: dict[Any, tuple[Traced, Plan]] = {}
-        self._last: RunnableStep | RunnablePipeline | None = None
+        self._last: Runnable | None = None
         self._last_key: Any = None
+        self._remotes: list[RemoteStep] = []
         self.__wrapped__ = request.fn
         self.__name__ = getattr(request.fn, "__name__", "step")
         self.__doc__ = request.fn.__doc__
@@ -55,7 +64,7 @@ class ParallelStep(Parallelized):
         step = self._step(args, kwargs)
         return self._run(step, self._dynamic(args, kwargs))
 
-    def _run(self, step: RunnableStep | RunnablePipeline, dynamic: tuple[Any, ...]) -> Any:
+    def _run(self, step: Runnable, dynamic: tuple[Any, ...]) -> Any:
         try:
             return step.run(*dynamic)
         except ValueError as error:
@@ -70,8 +79,8 @@ class ParallelStep(Parallelized):
 
     def compile(self, *args: Any, **kwargs: Any) -> CompiledStep | CompiledPipeline:
         """Compile for these arguments without running; ``.audit()`` compares the result with the plan."""
-        _, planned = self._traced_plan(args, kwargs)
-        step = self._step(args, kwargs)
+        traced, planned = self._traced_plan(args, kwargs)
+        step = self._step(args, kwargs) if self._ray is None else self._local(traced, planned, args)
         if isinstance(step, RunnablePipeline):
             return step.compile()
         shapes = jax.tree.map(
@@ -101,7 +110,7 @@ class ParallelStep(Parallelized):
         leaves, tree = jax.tree_util.tree_flatten(shape)
         prefix = f"{argnum}"
         chosen = [leaf for leaf in planned.inputs if leaf.path == prefix or leaf.path.startswith(prefix + "/")]
-        want = _whole_types(chosen)
+        want = whole_types(chosen)
         got = [(tuple(x.shape), str(x.dtype)) for x in leaves]
         if list(want.values()) != got:
             pairs = enumerate(zip(want.values(), got, strict=False))
@@ -111,7 +120,11 @@ class ParallelStep(Parallelized):
                 f"init_fn returns {len(got)} leaves, argument {argnum} of the plan has {len(want)}; first difference at "
                 f"{path}. It must return exactly what the step takes there. At {user_line()}. Check init_fn and argnum."
             )
-        return jax.tree_util.tree_unflatten(tree, _created(init_fn, init_args, planned, chosen))
+        if self._ray is None:
+            return jax.tree_util.tree_unflatten(tree, _created(init_fn, init_args, planned, chosen))
+        from alpa_lite.executor.ray.create import created
+
+        return jax.tree_util.tree_unflatten(tree, created(self._remote(known), init_fn, init_args, chosen))
 
     # -- planning and lowering, once per signature ------------------------------------------------------------------
 
@@ -120,7 +133,7 @@ class ParallelStep(Parallelized):
         named = tuple((k, kwargs[k]) for k in self._request.static_argnames if k in kwargs)
         dynamic = self._dynamic(args, kwargs)
         leaves, tree = jax.tree_util.tree_flatten(dynamic)
-        shapes = tuple((jax.numpy.shape(x), str(_dtype(x))) for x in leaves)
+        shapes = tuple((np.shape(x), str(_dtype(x))) for x in leaves)
         return static, named, tuple(sorted(k for k in kwargs)), tree, shapes
 
     def _dynamic(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
@@ -130,41 +143,74 @@ class ParallelStep(Parallelized):
     def _traced_plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Traced, Plan]:
         key = self._key(args, kwargs)
         if key not in self._planned:
+            args, kwargs = jax.tree.map(_shape_of_remote, (args, kwargs))
             if self._given is not None:
                 own = {name: getattr(self._request, name) for name in JIT_SETTINGS}
                 traced = traced_for(self._given, self._request.fn, args, kwargs, own)
                 given = replace(self._given, trees=Trees.of(traced))
                 self._planned[key] = (traced, given)
             else:
-                cluster = self._cluster or local_cluster(False)
+                cluster = self._cluster or self._found_cluster()
                 self._planned[key] = self._request.plan(args, kwargs, cluster)
         return self._planned[key]
 
-    def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RunnableStep | RunnablePipeline:
+    def _found_cluster(self) -> ClusterData:
+        """What is planned for unless the user says so: the devices of this process, or those of the Ray cluster."""
+        if self._ray is None:
+            return local_cluster(False)
+        from alpa_lite.executor.ray.cluster import ray_cluster
+
+        return ray_cluster(self._ray.address)
+
+    def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Runnable:
         key = self._key(args, kwargs)
         if key not in self._steps:
             traced, planned = self._traced_plan(args, kwargs)
-            positions = [i for i in range(len(args)) if i not in self._request.static_argnums]
-            donate = tuple(positions.index(i) for i in self._request.donate_argnums if i in positions)
-            self._steps[key] = (traced, _runnable(traced, planned, donate))
+            made = self._remote((traced, planned)) if self._ray is not None else self._local(traced, planned, args)
+            self._steps[key] = (traced, made)
         self._last, self._last_key = self._steps[key][1], key
         return self._last
 
+    def _local(self, traced: Traced, planned: Plan, args: tuple[Any, ...]) -> RunnableStep | RunnablePipeline:
+        positions = [i for i in range(len(args)) if i not in self._request.static_argnums]
+        donate = tuple(positions.index(i) for i in self._request.donate_argnums if i in positions)
+        return _runnable(traced, planned, donate)
 
-def _whole_types(leaves: list[Leaf]) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Path -> (shape, type) of the leaves that these are, or are parts of."""
-    found = {}
-    for leaf in leaves:
-        path, rows = split_path(leaf.path)
-        shape = leaf.value.shape if rows is None else (rows[1], *leaf.value.shape[1:])
-        found[path] = shape, leaf.value.dtype
-    return found
+    def _remote(self, known: tuple[Traced, Plan] | None) -> RemoteStep:
+        """The step on workers, once per plan; they are started by what first needs them."""
+        from alpa_lite.executor.parcel import make_parcel
+        from alpa_lite.executor.ray.remote_step import RemoteStep
+
+        assert self._ray is not None
+        if known is None:
+            raise ArgumentsError(
+                f"the layout of the state is known from a plan file, and executor='ray' also needs the step itself to start its "
+                f"workers. At {user_line()}. Call step.plan(*shapes) first."
+            )
+        traced, planned = known
+        for step in self._remotes:
+            if step.plan is planned:
+                return step
+        staged = None if planned.pipeline is None else staged_for(planned, traced)
+        made = RemoteStep(planned, traced, make_parcel(planned, traced, staged), self._ray)
+        self._remotes.append(made)
+        return made
+
+    def close(self) -> None:
+        """Stop what runs elsewhere for this step; a later call starts it again, without the state that lay there."""
+        for step in self._remotes:
+            step.close()
+
+    def __enter__(self) -> ParallelStep:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 def _created(init_fn: Callable[..., Any], init_args: tuple[Any, ...], plan: Plan, leaves: list[Leaf]) -> list[Any]:
     """Leaves of ``init_fn``'s result, each (or its rows) computed on the devices of its stage alone."""
-    position = {path: i for i, path in enumerate(_whole_types(leaves))}
-    of_leaf = [(position[path], rows) for path, rows in (split_path(leaf.path) for leaf in leaves)]
+    of_leaf = leaf_rows(leaves)
     made: dict[int, Any] = {}
     for number in sorted({leaf.stage for leaf in leaves}):
         stage = plan.stages[number]
@@ -174,17 +220,10 @@ def _created(init_fn: Callable[..., Any], init_args: tuple[Any, ...], plan: Plan
 
         def part(*args: Any, own: list[int] = own) -> list[Any]:
             found = jax.tree_util.tree_leaves(init_fn(*args))
-            return [_rows(found[of_leaf[i][0]], of_leaf[i][1]) for i in own]
+            return [rows_of(found[of_leaf[i][0]], of_leaf[i][1]) for i in own]
 
         made.update(zip(own, jax.jit(part, out_shardings=shardings)(*init_args), strict=True))
-    parts: list[list[Any]] = [[] for _ in position]
-    for i, (leaf, _) in enumerate(of_leaf):
-        parts[leaf].append(made[i])
-    return [found[0] if len(found) == 1 else StagedArray(found) for found in parts]
-
-
-def _rows(array: Any, rows: tuple[int, int] | None) -> Any:
-    return array if rows is None else array[slice(*rows)]
+    return whole_leaves(of_leaf, made)
 
 
 def _runnable(traced: Traced, plan: Plan, donate: tuple[int, ...]) -> RunnableStep | RunnablePipeline:
@@ -195,3 +234,9 @@ def _runnable(traced: Traced, plan: Plan, donate: tuple[int, ...]) -> RunnableSt
 
 def _dtype(x: Any) -> Any:
     return x.dtype if hasattr(x, "dtype") else jax.dtypes.canonicalize_dtype(jax.numpy.result_type(x))
+
+
+def _shape_of_remote(x: Any) -> Any:
+    """What is traced in place of an array that no ``jax.Array`` can be."""
+    foreign = hasattr(x, "shape") and hasattr(x, "dtype") and not isinstance(x, (jax.Array, np.ndarray, np.generic))
+    return jax.ShapeDtypeStruct(x.shape, x.dtype) if foreign else x

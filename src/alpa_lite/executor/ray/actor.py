@@ -1,0 +1,80 @@
+"""The actor that holds one worker. Importing this imports no JAX: ``setup`` sets the platform first.
+
+Calls run one after the other; ``ping`` has a thread of its own, so that a worker that is busy can be told from one that hangs.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ray
+
+
+@ray.remote(concurrency_groups={"watch": 1}, max_restarts=0, max_task_retries=0)
+class WorkerActor:
+    """One process: see ``executor.worker.Worker`` for what the calls mean."""
+
+    def __init__(self) -> None:
+        self.worker: Any = None
+        self.writers: dict[int, Any] = {}
+        self.doing = "starting"
+
+    def where(self) -> tuple[str, int]:
+        """(address of this host, process id)."""
+        return ray.util.get_node_ip_address(), os.getpid()
+
+    def free_port(self, host: str) -> int:
+        """A port that nobody listens at now."""
+        with socket.socket() as probe:
+            probe.bind((host, 0))
+            return int(probe.getsockname()[1])
+
+    def setup(self, platform: str, num_devices: int, wide: bool, cache: str, world: Mapping[str, Any] | None) -> None:
+        """Configure JAX before its backends start; ``world``: arguments of ``jax.distributed.initialize``."""
+        self.doing = "importing JAX"
+        import jax
+
+        jax.config.update("jax_platforms", platform)
+        if platform == "cpu":
+            jax.config.update("jax_num_cpu_devices", num_devices)
+        jax.config.update("jax_enable_x64", wide)
+        jax.config.update("jax_enable_preemption_service", False)  # it swallows SIGTERM (JAX 0.10.2)
+        if cache:
+            folder = os.path.expanduser(cache)
+            os.makedirs(folder, exist_ok=True)
+            jax.config.update("jax_compilation_cache_dir", folder)
+            jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+            jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+        if world is not None:
+            self.doing = "joining the processes of its submesh"
+            jax.distributed.initialize(**world)
+        self.doing = "set up"
+
+    def load(self, parcel: bytes, site: int, host: str) -> str:
+        """Read the parcel and compile its programs; returns the address of the transport."""
+        from alpa_lite.executor.parcel import read_parcel
+        from alpa_lite.executor.transport import PullTransport
+        from alpa_lite.executor.worker import Worker
+
+        self.doing = "compiling"
+        transport = PullTransport(host)
+        self.worker = Worker(read_parcel(parcel), site, transport)
+        return transport.address
+
+    def connect(self, addresses: Sequence[str]) -> None:
+        self.worker.transport.connect(addresses)
+
+    def call(self, method: str, *args: Any) -> Any:
+        """A method of the worker."""
+        return getattr(self.worker, method)(*args)
+
+    @ray.method(concurrency_group="watch")
+    def ping(self) -> Any:
+        """How far the worker has come."""
+        if self.worker is None:
+            return (0, 0, self.doing)
+        progress = self.worker.progress()
+        return (progress.steps, progress.calls, progress.doing)

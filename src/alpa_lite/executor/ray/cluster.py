@@ -1,0 +1,150 @@
+"""The Ray cluster: which one, what it has, and the place of every host of a plan in it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+
+from alpa_lite.cluster.cluster import Cluster
+from alpa_lite.cluster.hardware import device_names
+from alpa_lite.errors import ClusterError, user_line
+from alpa_lite.executor.sites import Site
+
+_OBJECT_STORE_BYTES = 512 * 2**20
+
+
+def connect(address: str | None, num_cpus: int) -> bool:
+    """Join the cluster at ``address``, or the one that is joined already, or start one here.
+
+    Args:
+        address: as in ``RayExecutor``.
+        num_cpus: what a cluster that is started here offers at least.
+
+    Returns:
+        Whether all hosts of the cluster are this machine, started by this process.
+
+    Raises:
+        ClusterError: there is no cluster at the address, or it refuses the token.
+    """
+    if ray.is_initialized():
+        return _is_local()
+    address = address or os.environ.get("RAY_ADDRESS")
+    if address is None:
+        # Loopback alone, no dashboard: nothing of a laptop's session can be reached from elsewhere. Token authentication is
+        # what the user's Ray says (on by default since 2.59).
+        ray.init(
+            address="local",
+            num_cpus=max(num_cpus, os.cpu_count() or 1),
+            include_dashboard=False,
+            _node_ip_address="127.0.0.1",
+            object_store_memory=_OBJECT_STORE_BYTES,
+            log_to_driver=False,
+            logging_level="warning",
+        )
+        return True
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level="warning")
+    except Exception as error:  # Ray's own kinds: ConnectionError, RuntimeError, AuthenticationError, ValueError
+        raise ClusterError(
+            f"no Ray cluster answers at {address!r}: {_first_line(error)}. It must be the address of a running cluster whose "
+            f"token this process has ('ray get-auth-token' shows it). It was given as address= or RAY_ADDRESS, at {user_line()}. "
+            "Start one (ray start --head), correct the address or the token, or leave both out to start one on this machine."
+        ) from error
+    return _is_local()
+
+
+def _is_local() -> bool:
+    return {node["NodeManagerAddress"] for node in alive_nodes()} == {"127.0.0.1"}
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def alive_nodes() -> list[dict[str, Any]]:
+    return [node for node in ray.nodes() if node["Alive"]]
+
+
+def ray_cluster(address: str | None = None, devices_per_host: int | None = None, device: str | None = None) -> Cluster:
+    """The hosts of a Ray cluster as something to plan for.
+
+    Args:
+        address: as in ``RayExecutor``.
+        devices_per_host: GPUs of every host, or virtual CPU devices; None = as many as every host has.
+        device: of the hardware table; None = by the name that Ray knows the GPUs by, or "cpu".
+
+    Raises:
+        ClusterError: no host has so many, hosts differ, or the GPU is not in the table.
+    """
+    connect(address, devices_per_host or 1)
+    hosts = [node["Resources"] for node in alive_nodes()]
+    gpus = [int(r.get("GPU", 0)) for r in hosts if r.get("GPU", 0)]
+    counts = gpus or [int(r.get("CPU", 0)) for r in hosts if r.get("CPU", 0)]
+    if not counts:
+        raise ClusterError(
+            f"the Ray cluster has {len(hosts)} hosts without GPUs or CPUs to work on. At least one is needed. At {user_line()}. "
+            "Start its nodes with --num-gpus or --num-cpus."
+        )
+    if devices_per_host is None and len(set(counts)) > 1:
+        raise ClusterError(
+            f"the hosts of the Ray cluster have {', '.join(map(str, sorted(set(counts))))} devices each. A plan is for hosts of "
+            f"equal make. At {user_line()}. Say how many of each to use: Cluster.from_ray(devices_per_host={min(counts)})."
+        )
+    per_host = devices_per_host or counts[0]
+    fitting = sum(count >= per_host for count in counts)
+    if not fitting:
+        raise ClusterError(
+            f"devices_per_host={per_host} was asked of a Ray cluster whose hosts have {max(counts)} at most. At {user_line()}. Ask "
+            "for fewer, or start larger nodes."
+        )
+    return Cluster.of(device or (_gpu_name(hosts) if gpus else "cpu"), num_hosts=fitting, devices_per_host=per_host)
+
+
+def _gpu_name(hosts: Sequence[dict[str, float]]) -> str:
+    """The hardware table's name of the GPUs; Ray lists them as "accelerator_type:H100"."""
+    found = {key.split(":")[1].lower() for r in hosts for key in r if key.startswith("accelerator_type:")}
+    names = [n for n in device_names() if any(n == f or n.startswith(f"{f}-") for f in found)]
+    if len(found) != 1 or len(names) != 1:
+        raise ClusterError(
+            f"the GPUs of the Ray cluster are {', '.join(sorted(found)) or 'of no known kind'}, which is not one device of the "
+            f"hardware table: {', '.join(device_names())}. At {user_line()}. Name it: Cluster.from_ray(device='h100-sxm')."
+        )
+    return names[0]
+
+
+def bundles(sites: Sequence[Site], platform: str) -> list[dict[str, float]]:
+    """What every host of a plan needs, in the order of the hosts."""
+    found = []
+    for host in sorted({site.host for site in sites}):
+        own = [site for site in sites if site.host == host]
+        devices = sum(len(site.devices) for site in own)
+        found.append({"CPU": float(devices)} if platform == "cpu" else {"GPU": float(devices), "CPU": float(len(own))})
+    return found
+
+
+def check_room(wanted: Sequence[dict[str, float]]) -> None:
+    """Refuse what does not fit the cluster even if nobody else used it.
+
+    Raises:
+        ClusterError: there are fewer devices than the plan has.
+    """
+    nodes = alive_nodes()
+    free = sorted(({k: v for k, v in n["Resources"].items() if k in ("CPU", "GPU")} for n in nodes), key=str)
+    for bundle in wanted:
+        node = next((f for f in free if all(f.get(k, 0) >= v for k, v in bundle.items())), None)
+        if node is None:
+            has = ", ".join(f"{_resources(n['Resources'])} on {n['NodeManagerAddress']}" for n in nodes)
+            raise ClusterError(
+                f"the plan needs {' and '.join(map(_resources, wanted))} on its {len(wanted)} hosts, the Ray cluster has {has}. "
+                f"Every host of the plan must fit on a node; a virtual CPU device takes one CPU. At {user_line()}. Plan for "
+                "al.Cluster.from_ray(), or start more nodes (ray start --address=... --num-cpus or --num-gpus)."
+            )
+        for key, value in bundle.items():
+            node[key] -= value
+
+
+def _resources(resources: dict[str, float]) -> str:
+    return " + ".join(f"{int(resources[key])} {key}" for key in ("GPU", "CPU") if resources.get(key)) or "nothing"

@@ -1,0 +1,251 @@
+"""The actors of one step, and what the driver does when one of them is lost.
+
+In: a parcel and settings. Out: calls that go to all actors at once, and either all answers or ``WorkerLost`` after every actor of the
+group was killed. A group is never mended: a new one is started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from alpa_lite.errors import AlpaLiteError, ClusterError, WorkerLost, user_line
+from alpa_lite.executor.parcel import Parcel
+from alpa_lite.executor.ray.actor import WorkerActor
+from alpa_lite.executor.ray.cluster import alive_nodes, bundles, check_room, connect
+from alpa_lite.executor.ray.settings import RayExecutor
+from alpa_lite.executor.sites import Site
+
+DEFAULT_CACHE = "~/.cache/alpa_lite/compiled"
+
+
+class WorkerGroup:
+    """One actor per site of a parcel, loaded and connected.
+
+    Args:
+        parcel: what they run.
+        settings: how they are started and watched.
+
+    Raises:
+        ClusterError: the cluster has no room for them.
+        WorkerLost: one was lost while it started.
+        WorkerError: one has other versions.
+
+    Attributes:
+        steps: that have ended.
+        lost: why the group is dead, "" while it lives.
+    """
+
+    def __init__(self, parcel: Parcel, settings: RayExecutor) -> None:
+        self.parcel, self.settings = parcel, settings
+        self.sites = parcel.sites
+        self.steps = 0
+        self.lost = ""
+        self.actors: list[Any] = []
+        self.hosts: list[str] = []
+        self.group: PlacementGroup | None = None
+        needed = bundles(self.sites, parcel.platform)
+        self.local = connect(settings.address, int(sum(b["CPU"] for b in needed)))
+        check_room(needed)
+        try:
+            self._place(needed)
+            self._load()
+        except BaseException:
+            self.kill()
+            raise
+
+    def _place(self, needed: Sequence[dict[str, float]]) -> None:
+        spread = len(alive_nodes()) >= len(needed) > 1
+        self.group = placement_group(list(needed), strategy="STRICT_SPREAD" if spread else "PACK")
+        if not self.group.wait(self.settings.start_timeout_s):
+            raise ClusterError(
+                f"the Ray cluster did not give {len(needed)} hosts to this step within {self.settings.start_timeout_s:g} s: it "
+                f"has {ray.available_resources()} free. Others may hold them. At {user_line()}. Wait for them, or plan for fewer "
+                "devices."
+            )
+        order = sorted({site.host for site in self.sites})
+        gpu = self.parcel.platform != "cpu"
+        env = {"env_vars": dict(self.settings.env_vars)} if self.settings.env_vars else None
+        for site in self.sites:
+            strategy = PlacementGroupSchedulingStrategy(
+                placement_group=self.group, placement_group_bundle_index=order.index(site.host)
+            )
+            count = len(site.devices)
+            resources: dict[str, Any] = {"num_gpus": count, "num_cpus": 1} if gpu else {"num_cpus": count}
+            options = WorkerActor.options(  # ty: ignore
+                scheduling_strategy=strategy, **resources, **({"runtime_env": env} if env else {})
+            )
+            self.actors.append(options.remote())
+
+    def _load(self) -> None:
+        limit = self.settings.start_timeout_s
+        self.places = self.wait([actor.where.remote() for actor in self.actors], limit)
+        self.hosts = ["127.0.0.1" if self.local else host for host, _ in self.places]
+        cache = DEFAULT_CACHE if self.settings.compile_cache is None else self.settings.compile_cache
+        worlds = self._worlds()
+        platform, wide = self.parcel.platform, self.parcel.wide
+        each = zip(self.actors, self.sites, worlds, strict=True)
+        self.wait([a.setup.remote(platform, len(s.devices), wide, cache, world) for a, s, world in each], limit)
+        data = ray.put(msgspec.msgpack.encode(self.parcel))
+        sites = zip(self.actors, self.sites, self.hosts, strict=True)
+        addresses = self.wait([actor.load.remote(data, site.number, host) for actor, site, host in sites])
+        self.wait([actor.connect.remote(addresses) for actor in self.actors], limit)
+
+    def _worlds(self) -> list[dict[str, Any] | None]:
+        """Per site how it joins the processes of its submesh, if there are others."""
+        first = {site.submesh: site.number for site in reversed(self.sites)}
+        shared = sorted({site.submesh for site in self.sites if site.num_processes > 1})
+        starts = [first[submesh] for submesh in shared]
+        ports = self.wait([self.actors[k].free_port.remote(self.hosts[k]) for k in starts], self.settings.start_timeout_s)
+        coordinators = {m: f"{self.hosts[k]}:{port}" for m, k, port in zip(shared, starts, ports, strict=True)}
+        return [
+            None
+            if site.num_processes == 1
+            else {
+                "coordinator_address": coordinators[site.submesh],
+                "num_processes": site.num_processes,
+                "process_id": site.process,
+                "heartbeat_timeout_seconds": max(10, int(self.settings.hang_timeout_s)),
+                "initialization_timeout": int(self.settings.start_timeout_s),
+            }
+            for site in self.sites
+        ]
+
+    # -- calls --------------------------------------------------------------------------------------------------------
+
+    def each(self, method: str, args_of: Callable[[Site], tuple[Any, ...] | None]) -> list[Any]:
+        """A method of the workers, all at once; ``args_of`` says what each is given, None for one that is not asked."""
+        self.check()
+        refs = []
+        for site, actor in zip(self.sites, self.actors, strict=True):
+            args = args_of(site)
+            if args is not None:
+                refs.append(actor.call.remote(method, *args))
+        return self.wait(refs)
+
+    def check(self) -> None:
+        if self.lost:
+            raise WorkerLost(self.lost, self.steps)
+
+    def wait(self, refs: Sequence[Any], limit_s: float | None = None) -> list[Any]:
+        """The answers, in order; while they take long, workers are asked whether they live.
+
+        Raises:
+            WorkerLost: one is lost; all were killed.
+        """
+        answers: dict[Any, Any] = {}
+        rest = list(refs)
+        start = time.monotonic()
+        watch = _Watch(self)
+        while rest:
+            ready, rest = ray.wait(rest, timeout=self.settings.heartbeat_s)
+            for ref in ready:
+                answers[ref] = self._answer(ref)
+            if not ready:
+                watch.look()
+                if limit_s is not None and time.monotonic() - start > limit_s:
+                    self._lose(f"{len(rest)} of {len(refs)} workers did not start within {limit_s:g} s")
+        return [answers[ref] for ref in refs]
+
+    def _answer(self, ref: Any) -> Any:
+        try:
+            return ray.get(ref)
+        except RayActorError as error:
+            self._lose(f"a worker died: {_reason(error)}")
+        except RayTaskError as error:
+            cause = error.cause
+            if isinstance(cause, AlpaLiteError):
+                self.kill(f"a worker refused: {cause}")
+                raise cause from None
+            dead = self.dead()
+            what = f"{dead[0]} died" if dead else f"a worker failed: {type(cause).__name__}: {cause}"
+            self._lose(what)
+        except RayError as error:
+            self._lose(f"a worker's answer was lost: {_reason(error)}")
+        raise AssertionError
+
+    def dead(self) -> list[str]:
+        """The workers that are no more."""
+        found = []
+        for site, actor in zip(self.sites, self.actors, strict=True):
+            try:
+                ray.get(actor.ping.remote(), timeout=self.settings.heartbeat_s)
+            except GetTimeoutError:
+                continue
+            except RayError:
+                found.append(describe(site))
+        return found
+
+    def _lose(self, what: str) -> None:
+        position = self.steps
+        text = (
+            f"{what}. All workers of the step were stopped; {position} steps had ended. Their state is gone. Restore the newest "
+            "checkpoint and go on from its position, or let al.fit do so."
+        )
+        self.kill(text)
+        raise WorkerLost(text, position)
+
+    def kill(self, why: str = "the step was closed") -> None:
+        """Ends all actors and gives back what they held; never raises."""
+        self.lost = self.lost or why
+        with contextlib.suppress(Exception):
+            if ray.is_initialized():
+                for actor in self.actors:
+                    ray.kill(actor, no_restart=True)
+                if self.group is not None:
+                    remove_placement_group(self.group)
+        self.actors, self.group = [], None
+
+
+class _Watch:
+    """Asks workers how they are, over one wait."""
+
+    def __init__(self, group: WorkerGroup) -> None:
+        self.group = group
+        now = time.monotonic()
+        self.asked: dict[int, Any] = {}
+        self.heard = [now] * len(group.actors)
+        self.moved = [now] * len(group.actors)
+        self.last: list[Any] = [None] * len(group.actors)
+
+    def look(self) -> None:
+        """Take what was answered since the last look, ask again, and give up on those that were silent or idle for too long."""
+        group, now = self.group, time.monotonic()
+        for k, actor in enumerate(group.actors):
+            ref = self.asked.get(k)
+            if ref is not None and ray.wait([ref], timeout=0)[0]:
+                try:
+                    found = ray.get(ref)
+                except RayError as error:
+                    group._lose(f"{describe(group.sites[k])} died: {_reason(error)}")
+                del self.asked[k]
+                self.heard[k] = now
+                if found != self.last[k]:
+                    self.last[k], self.moved[k] = found, now
+            if k not in self.asked:
+                self.asked[k] = actor.ping.remote()
+            if now - self.heard[k] > group.settings.hang_timeout_s:
+                group._lose(f"{describe(group.sites[k])} has not answered for {now - self.heard[k]:.0f} s")
+        idle = min(now - moved for moved in self.moved)
+        if idle > group.settings.progress_timeout_s:
+            doing = "; ".join(f"{describe(s)}: {last[2]}" for s, last in zip(group.sites, self.last, strict=True) if last)
+            group._lose(f"no worker has gone on for {idle:.0f} s ({doing})")
+
+
+def describe(site: Site) -> str:
+    """For messages: which worker."""
+    stages = ", ".join(map(str, site.stages))
+    return f"worker {site.number} (host {site.host}, stage{'s' * (len(site.stages) > 1)} {stages})"
+
+
+def _reason(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0].rstrip(".") if lines else type(error).__name__

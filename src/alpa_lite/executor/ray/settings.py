@@ -1,0 +1,47 @@
+"""How the Ray executor starts and watches its workers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from alpa_lite.errors import AlpaLiteError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RayExecutor:
+    """``executor="ray"`` with other settings than the usual ones.
+
+    Attributes:
+        address: of a Ray cluster, "auto" for one that runs on this host, None for the one that RAY_ADDRESS names or, if it names
+            none, one that is started on this machine and ends with this process.
+        heartbeat_s: how often workers are asked whether they live, while a step takes longer than that.
+        hang_timeout_s: a worker that has not answered for so long is taken for lost.
+        progress_timeout_s: one that answers, but has issued no call for so long, as well; longer than the longest compilation.
+        start_timeout_s: within which all workers must have started.
+        env_vars: of the workers, set before JAX is imported there, e.g. {"XLA_FLAGS": "..."}.
+        compile_cache: folder for compiled programs on every host; None = ``~/.cache/alpa_lite/compiled``, "" = no cache.
+    """
+
+    address: str | None = None
+    heartbeat_s: float = 2.0
+    hang_timeout_s: float = 20.0
+    progress_timeout_s: float = 600.0
+    start_timeout_s: float = 120.0
+    env_vars: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    compile_cache: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("heartbeat_s", "hang_timeout_s", "progress_timeout_s", "start_timeout_s"):
+            value = getattr(self, name)
+            if not isinstance(value, (int, float)) or value <= 0:
+                raise AlpaLiteError(
+                    f"{name}={value!r} was given. It must be a positive number of seconds. It stands in RayExecutor(...); give, "
+                    "e.g., 20.0."
+                )
+        if self.hang_timeout_s < self.heartbeat_s:
+            raise AlpaLiteError(
+                f"hang_timeout_s={self.hang_timeout_s} is shorter than heartbeat_s={self.heartbeat_s}. A worker must be asked at "
+                "least once before it counts as lost. They stand in RayExecutor(...); raise the former or lower the latter."
+            )

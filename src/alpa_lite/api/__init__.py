@@ -259,4 +259,14 @@ def load_export(out_dir: str | PathLike[str], rank: int) -> ExportedPart | Expor
     return replace(part, plan=replace(part.plan, trees=Trees()))
 
 
-__all__ = ["Cluster", "ParallelStep", "PlanTarget", "RayExecutor", "graph", "load_export", "load_plan", "parallelize", "plan"]
+__all__ = [
+    "Cluster",
+    "ParallelStep",
+    "PlanTarget",
+    "RayExecutor",
+    "graph",
+    "load_export",
+    "load_plan",
+    "parallelize",
+    "plan",
+]

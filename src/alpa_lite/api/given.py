@@ -117,12 +117,12 @@ def checked_executor(executor: Any, address: str | None) -> RayExecutor | None:
         return None
     if not (isinstance(executor, RayExecutor) or executor in ("ray", "local")):
         raise AlpaLiteError(
-            f"executor={executor!r} was given. It must be 'local', 'ray' or an al.RayExecutor(...). At {user_line()}. Leave it out "
-            "to run on the devices of this process."
+            f"executor={executor!r} was given. It must be 'local', 'ray' or an al.RayExecutor(...). At {user_line()}. "
+            "Leave it out to run on the devices of this process."
         )
     if executor == "local":
         raise AlpaLiteError(
-            f"address={address!r} was given without executor='ray'. It names a Ray cluster, which the local executor does not use. "
+            f"address={address!r} was given without executor='ray'. It names a Ray cluster, which no other executor uses. "
             f"At {user_line()}. Give executor='ray' beside it, or leave it out."
         )
     if importlib.util.find_spec("ray") is None:

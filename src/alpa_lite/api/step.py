@@ -83,6 +83,7 @@ class ParallelStep(Parallelized):
         step = self._step(args, kwargs) if self._ray is None else self._local(traced, planned, args)
         if isinstance(step, RunnablePipeline):
             return step.compile()
+        assert isinstance(step, RunnableStep)
         shapes = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(jax.numpy.shape(x), _dtype(x)), self._dynamic(args, kwargs)
         )

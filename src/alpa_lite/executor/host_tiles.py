@@ -44,10 +44,14 @@ class HostTiles:
         """On devices; of those of other processes nothing is needed."""
         key = KEY_TYPES.get(self.dtype)
         spec = sharding.spec
-        raw = NamedSharding(sharding.mesh, PartitionSpec(*spec, *[None] * (len(self.shape) - len(spec)), None)) if key else sharding
+        raw = (
+            NamedSharding(sharding.mesh, PartitionSpec(*spec, *[None] * (len(self.shape) - len(spec)), None))
+            if key
+            else sharding
+        )
         shape = raw_shape(self.shape, self.dtype)
 
-        def tile(index: tuple[slice, ...]) -> np.ndarray:
+        def tile(index: Any) -> np.ndarray:
             box = tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True))
             found = self.tiles.get(box)
             return self.whole()[index] if found is None else found

@@ -24,6 +24,7 @@ from alpa_lite.plan.plan import Plan
 
 PROGRAMS = "programs.json"
 
+
 class ProgramRow(msgspec.Struct, forbid_unknown_fields=True):
     """A program of a stage: its file without platform, and which arguments it is given for good."""
 

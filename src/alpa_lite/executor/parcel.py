@@ -164,7 +164,7 @@ def check_version(driver: str, worker: str, package: str) -> None:
 
 
 def digest_text(data: bytes) -> str:
-    """"sha256:" and 64 hex digits."""
+    """ "sha256:" and 64 hex digits."""
     return f"sha256:{hashlib.sha256(data).hexdigest()}"
 
 

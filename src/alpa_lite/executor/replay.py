@@ -69,7 +69,9 @@ class Replay:
         self.steps: list[tuple[Callable[[Values], None], tuple[str, ...]]] = []
         for number, (do, call) in enumerate(mine):
             names = (*call.reads, *call.writes)
-            self.steps.append((do, tuple(sorted({n for n in names if last.get(n, -1) <= number} - self.constants.keys()))))
+            self.steps.append(
+                (do, tuple(sorted({n for n in names if last.get(n, -1) <= number} - self.constants.keys())))
+            )
 
     def __call__(self, given: Values, done: Callable[[int], None] | None = None) -> dict[int, Any]:
         """One step; waits for nothing.

@@ -97,7 +97,7 @@ class Worker:
 
     def _programs(self) -> dict[tuple[int, str], Any]:
         """This process's programs, compiled: what is wrong shows now, and the first step takes no longer than others."""
-        made: dict[tuple[str, Any], Any] = {}
+        made: dict[Any, Any] = {}
         found = {}
         for row in self.parcel.rows:
             if row.stage not in self.meshes:
@@ -224,7 +224,6 @@ class _RemoteCrossing:
             before, after = (ShardingSpec((*spec.dims, ())) for spec in (before, after))
         self.empty = 0 in shape  # nothing to send
         if self.empty:
-            self.sharding = worker.sharding(call.spec, call.stage) if call.stage in worker.meshes else None
             return
         source, target = parcel.stages[value.stage], parcel.stages[call.stage]
         self.transfer = RemoteTransfer.between(
@@ -250,7 +249,10 @@ class _RemoteCrossing:
     def expect(self) -> Any:
         """The pieces are on their way; they are joined when the first reader is about to run."""
         if self.empty:
-            return HostTiles(self.shape, self.dtype, {}).array(self.sharding)
+            nothing = HostTiles(
+                self.shape, self.dtype, {tuple((0, n) for n in self.shape): np.zeros(self.shape, self.dtype)}
+            )
+            return nothing.array(self.worker.sharding(self.call.spec, self.call.stage))
         pull = self.worker.transport.pull
         here = self.worker.site.number
         arrived = {p: pull(p, self._name(here), types) for p, types in self.receiver.expected.items()}
@@ -265,10 +267,10 @@ class _RemoteCrossing:
 @dataclass(frozen=True, slots=True)
 class _Arriving:
     crossing: _RemoteCrossing
-    pieces: Mapping[int, Sequence[Any]]
+    pieces: dict[int, Sequence[Any]]
 
     def array(self) -> Any:
-        made = self.crossing.receiver.join(dict(self.pieces))
+        made = self.crossing.receiver.join(self.pieces)
         if self.crossing.key is None:
             return made
         impl = self.crossing.key[0]
@@ -321,4 +323,3 @@ def _given_away(calls: Sequence[Call], parcel: Parcel) -> frozenset[str]:
         if call.kind == "run":
             gone |= {root(call.reads[k - 1]) for k in donated.get((call.stage, call.program), ())}
     return frozenset(name for call in calls for name in (*call.reads, *call.writes) if root(name) in gone)
-

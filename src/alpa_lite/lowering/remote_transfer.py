@@ -23,7 +23,7 @@ from alpa_lite.costs.tiles import Box, Placement, TilePlan, Transfer
 from alpa_lite.lowering.lower import partition_spec
 from alpa_lite.lowering.transfer import GATHER_BYTES, Functions, cutter, gatherer, joiner, transfer_plan
 
-Pieces = dict[int, list[Any]]  # of another process's number
+Pieces = Mapping[int, Sequence[Any]]  # of another process's number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +76,9 @@ class RemoteTransfer:
         boxes: dict[int, dict[Box, None]] = defaultdict(dict)
         for transfer in itertools.chain(*wanted.values()):
             boxes[transfer.source][transfer.source_box] = None
-        cuts = {d: (tuple(found), functions.get(cutter, tuple(found))) for d, found in boxes.items() if [*found] != [whole]}
+        cuts = {
+            d: (tuple(found), functions.get(cutter, tuple(found))) for d, found in boxes.items() if [*found] != [whole]
+        }
 
         def send(array: Any) -> Pieces:
             tiles = [shard.data for shard in array.addressable_shards]

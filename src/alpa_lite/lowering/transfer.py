@@ -274,7 +274,9 @@ def _placement(spec: ShardingSpec, mesh: Mesh) -> Placement:
 # -- what to do -----------------------------------------------------------------------------------------------------
 
 
-def transfer_plan(shape: tuple[int, ...], itemsize: int, before: Placement, after: Placement, gather_bytes: int) -> TilePlan:
+def transfer_plan(
+    shape: tuple[int, ...], itemsize: int, before: Placement, after: Placement, gather_bytes: int
+) -> TilePlan:
     """The tile plan to the layout in which the tensor lands; what the target repeats may be split there and gathered after.
 
     Of the ways to split it, and that not to, the cheapest in bytes, pieces and programs; then that with the fewest axes.

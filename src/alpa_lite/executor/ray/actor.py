@@ -13,7 +13,10 @@ from typing import Any
 import ray
 
 
-@ray.remote(concurrency_groups={"watch": 1}, max_restarts=0, max_task_retries=0)
+_OPTIONS: dict[str, Any] = {"concurrency_groups": {"watch": 1}, "max_restarts": 0, "max_task_retries": 0}
+
+
+@ray.remote(**_OPTIONS)
 class WorkerActor:
     """One process: see ``executor.worker.Worker`` for what the calls mean."""
 

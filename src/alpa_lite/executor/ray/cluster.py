@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,18 +37,16 @@ def connect(address: str | None, num_cpus: int) -> bool:
     if address is None:
         # Loopback alone, no dashboard: nothing of a laptop's session can be reached from elsewhere. Token authentication is
         # what the user's Ray says (on by default since 2.59).
-        ray.init(
+        _init(
             address="local",
             num_cpus=max(num_cpus, os.cpu_count() or 1),
             include_dashboard=False,
             _node_ip_address="127.0.0.1",
             object_store_memory=_OBJECT_STORE_BYTES,
-            log_to_driver=False,
-            logging_level="warning",
         )
         return True
     try:
-        ray.init(address=address, log_to_driver=False, logging_level="warning")
+        _init(address=address)
     except Exception as error:  # Ray's own kinds: ConnectionError, RuntimeError, AuthenticationError, ValueError
         raise ClusterError(
             f"no Ray cluster answers at {address!r}: {_first_line(error)}. It must be the address of a running cluster whose "
@@ -54,6 +54,13 @@ def connect(address: str | None, num_cpus: int) -> bool:
             "Start one (ray start --head), correct the address or the token, or leave both out to start one on this machine."
         ) from error
     return _is_local()
+
+
+def _init(**settings: Any) -> None:
+    """``ray.init`` without a warning that JAX has threads: what Ray starts here are programs of their own, not Python."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=r"os\.fork\(\) was called", category=RuntimeWarning)
+        ray.init(log_to_driver=False, logging_level=logging.ERROR, **settings)
 
 
 def _is_local() -> bool:
@@ -97,8 +104,8 @@ def ray_cluster(address: str | None = None, devices_per_host: int | None = None,
     fitting = sum(count >= per_host for count in counts)
     if not fitting:
         raise ClusterError(
-            f"devices_per_host={per_host} was asked of a Ray cluster whose hosts have {max(counts)} at most. At {user_line()}. Ask "
-            "for fewer, or start larger nodes."
+            f"devices_per_host={per_host} was asked of a Ray cluster whose hosts have {max(counts)} at most. At {user_line()}. "
+            "Ask for fewer, or start larger nodes."
         )
     return Cluster.of(device or (_gpu_name(hosts) if gpus else "cpu"), num_hosts=fitting, devices_per_host=per_host)
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from alpa_lite.executor.export import lowered_for
@@ -16,7 +17,9 @@ from alpa_lite.lowering.lower import partition_spec
 from alpa_lite.plan.records import Leaf
 
 
-def created(step: RemoteStep, init_fn: Callable[..., Any], init_args: tuple[Any, ...], leaves: Sequence[Leaf]) -> list[Any]:
+def created(
+    step: RemoteStep, init_fn: Callable[..., Any], init_args: tuple[Any, ...], leaves: Sequence[Leaf]
+) -> list[Any]:
     """Leaves of ``init_fn``'s result in the layout of a step's arguments.
 
     Args:
@@ -33,19 +36,20 @@ def created(step: RemoteStep, init_fn: Callable[..., Any], init_args: tuple[Any,
         auto = (AxisType.Auto,) * len(logical.shape)
         mesh = AbstractMesh(logical.shape, logical.axis_names, axis_types=auto)
         whole = NamedSharding(mesh, PartitionSpec())
-        shapes = jax.tree.map(lambda x, s=whole: _struct(x, s), init_args)
+        # First a number, whose devices are those that the program runs on: an init function may have no arguments.
+        shapes = jax.tree.map(lambda x, s=whole: _struct(x, s), (np.int32(0), *init_args))
 
-        def part(*args: Any, own: list[int] = own) -> list[Any]:
+        def part(_: Any, *args: Any, own: list[int] = own) -> list[Any]:
             found = jax.tree_util.tree_leaves(init_fn(*args))
             return [rows_of(found[of_leaf[i][0]], of_leaf[i][1]) for i in own]
 
         function = jax.jit(part, out_shardings=[NamedSharding(mesh, partition_spec(leaves[i].spec)) for i in own])
         platform = step.parcel.platform
-        program = lowered_for(
-            step.plan, lambda p, f=function, s=shapes: serialize_step(f, tuple(s), p), (platform,)
-        )[platform]
-        given = jax.tree_util.tree_leaves(init_args)
-        made.update(zip(own, step.created(number, program, given, [position[leaves[i].path] for i in own]), strict=True))
+        program = lowered_for(step.plan, lambda p, f=function, s=shapes: serialize_step(f, s, p), (platform,))[platform]
+        given = [np.int32(0), *jax.tree_util.tree_leaves(init_args)]
+        made.update(
+            zip(own, step.created(number, program, given, [position[leaves[i].path] for i in own]), strict=True)
+        )
     return whole_leaves(of_leaf, made)
 
 

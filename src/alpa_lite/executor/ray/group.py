@@ -1,7 +1,7 @@
 """The actors of one step, and what the driver does when one of them is lost.
 
-In: a parcel and settings. Out: calls that go to all actors at once, and either all answers or ``WorkerLost`` after every actor of the
-group was killed. A group is never mended: a new one is started.
+In: a parcel and settings. Out: calls that go to all actors at once, and either all answers or ``WorkerLost`` after every actor of
+the group was killed. A group is never mended: a new one is started.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 import ray
@@ -80,9 +80,8 @@ class WorkerGroup:
             )
             count = len(site.devices)
             resources: dict[str, Any] = {"num_gpus": count, "num_cpus": 1} if gpu else {"num_cpus": count}
-            options = WorkerActor.options(  # ty: ignore
-                scheduling_strategy=strategy, **resources, **({"runtime_env": env} if env else {})
-            )
+            actor: Any = WorkerActor
+            options = actor.options(scheduling_strategy=strategy, **resources, **({"runtime_env": env} if env else {}))
             self.actors.append(options.remote())
 
     def _load(self) -> None:
@@ -104,7 +103,9 @@ class WorkerGroup:
         first = {site.submesh: site.number for site in reversed(self.sites)}
         shared = sorted({site.submesh for site in self.sites if site.num_processes > 1})
         starts = [first[submesh] for submesh in shared]
-        ports = self.wait([self.actors[k].free_port.remote(self.hosts[k]) for k in starts], self.settings.start_timeout_s)
+        ports = self.wait(
+            [self.actors[k].free_port.remote(self.hosts[k]) for k in starts], self.settings.start_timeout_s
+        )
         coordinators = {m: f"{self.hosts[k]}:{port}" for m, k, port in zip(shared, starts, ports, strict=True)}
         return [
             None
@@ -166,11 +167,12 @@ class WorkerGroup:
                 self.kill(f"a worker refused: {cause}")
                 raise cause from None
             dead = self.dead()
-            what = f"{dead[0]} died" if dead else f"a worker failed: {type(cause).__name__}: {cause}"
-            self._lose(what)
+            if not dead and not isinstance(cause, RuntimeError):  # neither lost nor JAX's: a mistake in what was asked
+                self.kill(f"a worker failed: {type(cause).__name__}: {cause}")
+                raise cause from None
+            self._lose(f"{dead[0]} died" if dead else f"a worker failed: {_reason(cause)}")
         except RayError as error:
             self._lose(f"a worker's answer was lost: {_reason(error)}")
-        raise AssertionError
 
     def dead(self) -> list[str]:
         """The workers that are no more."""
@@ -184,7 +186,7 @@ class WorkerGroup:
                 found.append(describe(site))
         return found
 
-    def _lose(self, what: str) -> None:
+    def _lose(self, what: str) -> NoReturn:
         position = self.steps
         text = (
             f"{what}. All workers of the step were stopped; {position} steps had ended. Their state is gone. Restore the newest "
@@ -236,7 +238,9 @@ class _Watch:
                 group._lose(f"{describe(group.sites[k])} has not answered for {now - self.heard[k]:.0f} s")
         idle = min(now - moved for moved in self.moved)
         if idle > group.settings.progress_timeout_s:
-            doing = "; ".join(f"{describe(s)}: {last[2]}" for s, last in zip(group.sites, self.last, strict=True) if last)
+            doing = "; ".join(
+                f"{describe(s)}: {last[2]}" for s, last in zip(group.sites, self.last, strict=True) if last
+            )
             group._lose(f"no worker has gone on for {idle:.0f} s ({doing})")
 
 

@@ -33,7 +33,13 @@ class RemoteArray:
     __slots__ = ("__weakref__", "_mesh", "_spec", "_told", "_values", "dtype", "name", "shape", "stage", "submesh")
 
     def __init__(
-        self, values: RemoteValues, name: int, kind: ValueType, mesh: StageMesh, submesh: int, told: np.ndarray | None = None
+        self,
+        values: RemoteValues,
+        name: int,
+        kind: ValueType,
+        mesh: StageMesh,
+        submesh: int,
+        told: np.ndarray | None = None,
     ) -> None:
         self._values, self.name, self.submesh, self._told = values, name, submesh, told
         self._spec, self._mesh, self.stage = kind.spec, mesh, kind.stage
@@ -87,7 +93,7 @@ class RemoteArray:
     def key(self) -> jax.Array:
         """The keys that this array holds, on this process's default device."""
         name = next(impl for text, (impl, _) in KEY_TYPES.items() if key_dtype(text) == self.dtype)
-        return jax.random.wrap_key_data(np.asarray(self), impl=name)
+        return jax.random.wrap_key_data(jax.numpy.asarray(np.asarray(self)), impl=name)
 
     def __getitem__(self, index: Any) -> Any:
         """On the host."""

@@ -1,14 +1,15 @@
 """A planned step on a Ray cluster, called like a local one: state stays on the workers between steps.
 
-In: arguments, of which arrays of the last step are on the workers already. Out: results as ``RemoteArray``s. A call returns when the
-step has ended on all workers, so that a lost worker shows in the call that it belongs to.
+In: arguments, of which arrays of the last step are on the workers already. Out: results as ``RemoteArray``s. A call returns when
+the step has ended on all workers, so that a lost worker shows in the call that it belongs to.
 """
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,9 +41,9 @@ class _Argument:
 
 @dataclass(slots=True)
 class StepTimes:
-    """Of the last step: seconds that the driver waited for the workers, and per worker its own and, if it was timed, its programs'."""
+    """Of the last step, in seconds: the driver's call, and per worker its own part and, if it was timed, its programs."""
 
-    wait_s: float = 0.0
+    call_s: float = 0.0
     step_s: list[float] = field(default_factory=list)
     busy_s: list[float] = field(default_factory=list)
 
@@ -122,6 +123,7 @@ class RemoteStep:
         return [(leaf.value.shape, leaf.value.dtype) for leaf in self.plan.inputs]
 
     def __call__(self, leaves: Sequence[Any]) -> list[Any]:
+        start = time.perf_counter()
         values = self.start()
         group = values.group
         group.check()
@@ -143,7 +145,7 @@ class RemoteStep:
 
         answers: list[StepAnswer] = group.each("step", order)
         group.steps += 1
-        self.times = StepTimes(0.0, [a.step_s for a in answers], [a.busy_s for a in answers])
+        self.times = StepTimes(time.perf_counter() - start, [a.step_s for a in answers], [a.busy_s for a in answers])
         values.alive.difference_update(a.name for p, a in held.items() if p in self.donated)
         told = {position: value for answer in answers for position, value in answer.told.items()}
         return [self._result(values, p, names[p], told.get(p)) for p in names]
@@ -174,8 +176,8 @@ class RemoteStep:
         if array._values is not values:
             array._values.group.check()
             raise ArgumentsError(
-                f"the argument {path!r} is a RemoteArray of another step. It must be a host array or come from this step. Read it "
-                "with np.asarray(...) first."
+                f"the argument {path!r} is a RemoteArray of another step. It must be a host array or come from this step. Read "
+                "it with np.asarray(...) first."
             )
         if array.is_deleted():
             raise ArgumentsError(
@@ -187,8 +189,8 @@ class RemoteStep:
         if position not in self.moved:
             self.moved.add(position)
             warnings.warn(
-                f"alpa_lite: the argument {self.plan.inputs[position].path!r} is a result that lies on other devices than the step "
-                "wants it on, so it goes through the driver in every step. Pass it from the host, or pin both to one layout.",
+                f"alpa_lite: the argument {self.plan.inputs[position].path!r} is a result that lies on other devices than "
+                "the step wants it on: it goes through the driver in every step. Pass it from the host, or pin both alike.",
                 stacklevel=6,
             )
 
@@ -255,5 +257,3 @@ def _type(x: Any) -> tuple[tuple[int, ...], str]:
     elif not jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
         dtype = jax.dtypes.canonicalize_dtype(dtype)
     return tuple(np.shape(x)), str(dtype)
-
-

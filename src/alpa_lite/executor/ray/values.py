@@ -15,8 +15,8 @@ from alpa_lite.executor.sites import Site
 class RemoteValues:
     """Of one group of workers.
 
-    A value whose ``RemoteArray`` is gone is dropped with the next step: ``forget`` may be called by Python's collector at any time,
-    so it only notes the name.
+    A value whose ``RemoteArray`` is gone is dropped with the next step: ``forget`` may be called by Python's collector at any
+    time, so it only notes the name.
     """
 
     def __init__(self, group: WorkerGroup) -> None:

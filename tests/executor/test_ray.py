@@ -1,0 +1,244 @@
+"""The Ray executor beside the local one, on virtual CPU devices."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import alpa_lite as al
+from alpa_lite.errors import AlpaLiteError, ArgumentsError, ClusterError, WorkerError
+from alpa_lite.executor.ray.settings import RayExecutor
+from tests.executor import exported_steps, pipeline_steps
+
+pytestmark = [pytest.mark.ray, pytest.mark.medium, pytest.mark.usefixtures("ray_session")]
+
+TWO_STAGES = {
+    "cluster": "1x4:cpu",
+    "options": al.PlanOptions(num_stages=2, num_microbatches=pipeline_steps.MICROBATCHES),
+}
+WATCHED = RayExecutor(heartbeat_s=0.5, hang_timeout_s=3.0)
+
+
+def steps(loss: Callable[..., Any] = pipeline_steps.loss_fn, executor: Any = "ray", **settings: Any) -> tuple[Any, Any]:
+    """The local executor's step and the Ray executor's, with one plan."""
+    given = TWO_STAGES | settings
+    kwargs = given | {"cluster": al.Cluster.parse(given["cluster"]), "donate_argnums": 0}
+    fn = pipeline_steps.step_of(loss)
+    return al.parallelize(fn, **kwargs), al.parallelize(fn, executor=executor, **kwargs)
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Any, Any]]:
+    local, remote = steps(executor=WATCHED)
+    yield local, remote
+    remote.close()
+
+
+def copied(tree: Any) -> Any:
+    return jax.tree.map(lambda x: x.copy(), tree)
+
+
+def run(step: Any, state: Any, batch: Any, count: int) -> tuple[Any, list[float]]:
+    losses = []
+    for _ in range(count):
+        state, loss = step(state, batch)
+        losses.append(float(loss))
+    return state, losses
+
+
+def assert_equal(one: Any, other: Any) -> None:
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(one), jax.tree.leaves(other), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b), err_msg=jax.tree_util.keystr(path))
+
+
+def workers(step: Any) -> list[int]:
+    """Process ids of a step's workers."""
+    (remote,) = step._remotes
+    return [pid for _, pid in remote.group.places]
+
+
+def is_gone(pid: int) -> bool:
+    """Whether a process has ended, waiting for it a little."""
+    for _ in range(100):
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def test_stages_of_one_host_are_bit_equal_to_the_local_executor(pair: tuple[Any, Any]) -> None:
+    local, remote = pair
+    state, batch = pipeline_steps.arguments()
+    expected, losses = run(local, copied(state), batch, 4)
+    made, found = run(remote, state, batch, 4)
+    assert found == losses
+    assert_equal(expected, made)
+    leaf = jax.tree.leaves(made)[0]
+    assert isinstance(leaf, al.RemoteArray)
+    assert (leaf.shape, str(leaf.dtype), leaf.sharding.spec) == (
+        (48, 16),
+        "float32",
+        jax.sharding.PartitionSpec(None, None),
+    )
+    assert "RemoteArray(float32[48, 16]" in repr(leaf)
+
+
+def test_a_stage_that_spans_two_hosts() -> None:
+    """Hosts 0 and 1 share stage 0 in a world of their own, host 2 is stage 1."""
+    options = al.PlanOptions(num_stages=2, num_microbatches=4, submeshes=((2, 2), (1, 2)))
+    local, remote = steps(cluster="3x2:cpu", options=options)
+    state, batch = pipeline_steps.arguments()
+    expected, losses = run(local, copied(state), batch, 20)
+    with remote:
+        made, found = run(remote, state, batch, 20)
+        assert [(s.submesh, s.host, s.devices) for s in remote._remotes[0].parcel.sites] == [
+            (0, 0, (0, 1)),
+            (0, 1, (2, 3)),
+            (1, 2, (4, 5)),
+        ]
+        np.testing.assert_allclose(found, losses, rtol=1e-5)
+        for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(made), strict=True):
+            np.testing.assert_allclose(np.linalg.norm(np.asarray(a)), np.linalg.norm(np.asarray(b)), rtol=1e-5)
+
+
+def test_stacked_layers_lie_on_their_stages() -> None:
+    """Rows of one leaf on two submeshes, and state that is made by the workers themselves."""
+    local, remote = steps(pipeline_steps.scanned_loss_fn, options=al.PlanOptions(num_stages=2, num_microbatches=4))
+    state, batch = pipeline_steps.arguments(stacked=True)
+    expected, losses = run(local, copied(state), batch, 3)
+    with remote:
+        remote.plan(state, batch)
+        made = remote.init(lambda: pipeline_steps.arguments(stacked=True)[0])
+        assert_equal(state, made)
+        made, found = run(remote, made, batch, 3)
+        assert found == losses
+        assert_equal(expected, made)
+
+
+def test_one_mesh_with_keys_and_half_precision() -> None:
+    plan = exported_steps.plan(4)
+    state, batch = exported_steps.state(), exported_steps.batch()
+    local = al.parallelize(exported_steps.step, plan=plan, donate_argnums=0)
+    with al.parallelize(exported_steps.step, plan=plan, executor="ray", donate_argnums=0) as remote:
+        made = remote(state, batch)
+        expected = local(copied(state), batch)
+        key = made[0]["key"]
+        assert str(key.dtype) == "key<fry>"
+        np.testing.assert_array_equal(jax.random.key_data(key.key()), jax.random.key_data(expected[0]["key"]))
+        assert_equal((expected[0]["params"], expected[1]), (made[0]["params"], made[1]))
+        assert_equal(local(expected[0], batch)[1], remote(made[0], batch)[1])
+
+
+def test_donated_results_are_gone_and_say_so(pair: tuple[Any, Any]) -> None:
+    _, remote = pair
+    state, batch = pipeline_steps.arguments()
+    first, _ = remote(state, batch)
+    leaf = jax.tree.leaves(first)[0]
+    second, loss = remote(first, batch)
+    assert leaf.is_deleted() and not jax.tree.leaves(second)[0].is_deleted()
+    with pytest.raises(ArgumentsError, match="'0/0/emb' was donated to an earlier call"):
+        remote(first, batch)
+    with pytest.raises(ArgumentsError, match="was donated to a step"):
+        np.asarray(leaf)
+    assert float(loss) == loss.item() and f"{loss:.3f}" == f"{float(loss):.3f}"
+
+
+def test_values_that_nobody_holds_are_dropped(pair: tuple[Any, Any]) -> None:
+    _, remote = pair
+    state, batch = pipeline_steps.arguments()
+    for _ in range(4):
+        state, loss = remote(state, batch)
+        del loss
+    values = remote._remotes[0].values
+    count = len(jax.tree.leaves(state))
+    assert len(values.alive) <= count + 2  # the state, and the losses that the next step drops
+
+
+def test_a_killed_worker_is_told_at_once_and_takes_the_others_with_it(pair: tuple[Any, Any]) -> None:
+    _, remote = pair
+    state, batch = pipeline_steps.arguments()
+    made, losses = run(remote, state, batch, 2)
+    pids = workers(remote)
+    os.kill(pids[1], signal.SIGKILL)
+    with pytest.raises(al.WorkerLost, match="2 steps had ended") as lost:
+        remote(made, batch)
+    assert lost.value.position == 2
+    assert all(is_gone(pid) for pid in pids)
+    with pytest.raises(al.WorkerLost):  # until it is closed, so that nobody goes on with other state by mistake
+        remote(made, batch)
+    remote.close()
+    _, found = run(remote, pipeline_steps.arguments()[0], batch, 2)
+    assert found == losses
+
+
+def test_a_stopped_worker_is_taken_for_lost(pair: tuple[Any, Any]) -> None:
+    _, remote = pair
+    state, batch = pipeline_steps.arguments()
+    state, _ = remote(state, batch)
+    pids = workers(remote)
+    os.kill(pids[0], signal.SIGSTOP)
+    with pytest.raises(al.WorkerLost, match=r"worker 0 \(host 0, stage 0\) has not answered for \d+ s"):
+        remote(state, batch)
+    assert all(is_gone(pid) for pid in pids)
+
+
+def test_closing_gives_everything_back(pair: tuple[Any, Any]) -> None:
+    import ray
+
+    _, remote = pair
+    free = ray.available_resources().get("CPU")
+    remote(*pipeline_steps.arguments())
+    assert ray.available_resources().get("CPU", 0) <= free - 4
+    pids = workers(remote)
+    remote.close()
+    assert all(is_gone(pid) for pid in pids)
+    for _ in range(50):
+        if ray.available_resources().get("CPU") == free:
+            return
+        time.sleep(0.1)
+    raise AssertionError(ray.available_resources())
+
+
+# -- bad input --------------------------------------------------------------------------------------------------------
+
+
+def test_more_devices_than_the_cluster_has() -> None:
+    _, remote = steps(cluster="2x8:cpu")
+    with pytest.raises(ClusterError, match=r"the plan needs 8 CPU and 8 CPU on its 2 hosts, the Ray cluster has 8 CPU"):
+        remote(*pipeline_steps.arguments())
+
+
+def test_a_worker_with_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, remote = steps()
+    monkeypatch.setattr("alpa_lite.executor.parcel.__version__", "0.0.7")
+    with pytest.raises(WorkerError, match=r"the driver has alpa_lite 0\.0\.7, a worker has alpa_lite"):
+        remote(*pipeline_steps.arguments())
+
+
+def test_other_executors_are_refused() -> None:
+    with pytest.raises(
+        AlpaLiteError, match=r"executor='dask' was given. It must be 'local', 'ray' or an al.RayExecutor"
+    ):
+        al.parallelize(pipeline_steps.loss_fn, executor="dask")
+    with pytest.raises(AlpaLiteError, match="address='auto' was given without executor='ray'"):
+        al.parallelize(pipeline_steps.loss_fn, address="auto")
+    with pytest.raises(AlpaLiteError, match=r"hang_timeout_s=1\.0 is shorter than heartbeat_s=2\.0"):
+        RayExecutor(hang_timeout_s=1.0)
+    with pytest.raises(AlpaLiteError, match=r"heartbeat_s=0 was given\. It must be a positive number"):
+        RayExecutor(heartbeat_s=0)
+
+
+def test_a_cluster_to_plan_for() -> None:
+    assert str(al.Cluster.from_ray()) == "1x8:cpu"
+    assert str(al.Cluster.from_ray(4)) == "1x4:cpu"
+    with pytest.raises(ClusterError, match="devices_per_host=9 was asked of a Ray cluster whose hosts have 8 at most"):
+        al.Cluster.from_ray(9)

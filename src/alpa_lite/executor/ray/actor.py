@@ -12,7 +12,6 @@ from typing import Any
 
 import ray
 
-
 _OPTIONS: dict[str, Any] = {"concurrency_groups": {"watch": 1}, "max_restarts": 0, "max_task_retries": 0}
 
 

@@ -267,7 +267,7 @@ def test_options_that_the_cost_convention_does_not_know():
 
 
 def test_settings_of_parallelize_that_cannot_be():
-    with pytest.raises(AlpaLiteError, match="executor='carrier pigeon' is not known; allowed is 'local'"):
+    with pytest.raises(AlpaLiteError, match=r"executor='carrier pigeon' was given\. It must be 'local', 'ray'"):
         al.parallelize(step, executor="carrier pigeon")
 
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from alpa_lite import analysis as analysis
     from alpa_lite import interop as interop
     from alpa_lite import schedule as schedule
+    from alpa_lite.api import Checkpoint as Checkpoint
     from alpa_lite.api import Cluster as Cluster
     from alpa_lite.api import ParallelStep as ParallelStep
     from alpa_lite.api import PlanTarget as PlanTarget
@@ -49,6 +50,7 @@ __version__ = "0.1.0"
 # Public names are loaded on first use, so that `import alpa_lite` does not import JAX or the solver.
 _PUBLIC = {
     "AlpaLiteError": "alpa_lite.errors",
+    "Checkpoint": "alpa_lite.api",
     "Cluster": "alpa_lite.api",
     "ParallelStep": "alpa_lite.api",
     "Plan": "alpa_lite.plan.plan",

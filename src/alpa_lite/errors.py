@@ -9,8 +9,14 @@ _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 
 def is_user_file(name: str) -> bool:
-    """Whether a source file belongs neither to this package and what starts its commands nor to JAX."""
-    ours = name.startswith((_PACKAGE, "<frozen ")) or os.path.basename(name) in ("contextlib.py", "alpa-lite")
+    """Whether a source file belongs neither to this package and what starts its commands nor to JAX.
+
+    "<string>" is where a dataclass has its ``__init__``, and the text of ``python -c``.
+    """
+    ours = name.startswith((_PACKAGE, "<frozen ", "<string>")) or os.path.basename(name) in (
+        "contextlib.py",
+        "alpa-lite",
+    )
     return not ours and not any(f"/{package}/" in name for package in ("jax", "jaxlib", "typer", "click"))
 
 
@@ -95,6 +101,10 @@ class RuleError(AlpaLiteError):
 
 class ExportError(AlpaLiteError):
     """A folder cannot be exported to, or is no whole export of this version."""
+
+
+class CheckpointError(AlpaLiteError):
+    """A checkpoint cannot be written, or what is there cannot be restored as asked."""
 
 
 class LaunchError(AlpaLiteError):

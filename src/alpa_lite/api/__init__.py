@@ -1,4 +1,5 @@
-"""The public surface: ``plan``, ``parallelize``, ``graph``, ``Cluster``, ``PlanTarget``, ``load_plan``, ``load_export``."""
+"""The public surface: ``plan``, ``parallelize``, ``graph``, ``Cluster``, ``PlanTarget``, ``Checkpoint``, ``load_plan``,
+``load_export``."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from os import PathLike
 from typing import Any, overload
 
 from alpa_lite.api.bound import Trees, plain, traced_for
+from alpa_lite.api.checkpoint import Checkpoint as Checkpoint
 from alpa_lite.api.given import (
     argnames,
     argnums,

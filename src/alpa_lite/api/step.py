@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from os import PathLike
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -11,12 +13,14 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from alpa_lite.api.bound import JIT_SETTINGS, Parallelized, Trees, staged_for, traced_for, verified
+from alpa_lite.api.checkpoint import argument_tree, check_saved, checked_step, checkpoint_folder
 from alpa_lite.api.request import Request
 from alpa_lite.cluster.cluster import Cluster as ClusterData
 from alpa_lite.errors import ArgumentsError, user_line
 from alpa_lite.executor.calibrate import local_cluster
 from alpa_lite.executor.local import CompiledStep, RunnableStep, SignatureChanged, local_mesh, runnable
 from alpa_lite.executor.pipeline import CompiledPipeline, RunnablePipeline, runnable_pipeline
+from alpa_lite.executor.save_restore import Saving, restored
 from alpa_lite.executor.state_rows import leaf_rows, rows_of, whole_leaves, whole_types
 from alpa_lite.executor.verify_plan import VerifyReport
 from alpa_lite.executor.verify_stages import StagesReport
@@ -100,13 +104,7 @@ class ParallelStep(Parallelized):
         Raises:
             ArgumentsError: there is no plan yet, or the result is not shaped like that argument.
         """
-        known = next(iter(self._planned.values()), None)
-        planned = known[1] if known else self._given
-        if planned is None:
-            raise ArgumentsError(
-                "step.init needs a plan to know the layout, and there is none yet. A plan exists after step.plan(...), a "
-                f"call, or with parallelize(plan=...). At {user_line()}. Call step.plan(*shapes) first."
-            )
+        known, planned = self._known_plan("step.init")
         shape = jax.eval_shape(init_fn, *init_args)
         leaves, tree = jax.tree_util.tree_flatten(shape)
         prefix = f"{argnum}"
@@ -126,6 +124,56 @@ class ParallelStep(Parallelized):
         from alpa_lite.executor.ray.create import created
 
         return jax.tree_util.tree_unflatten(tree, created(self._remote(known), init_fn, init_args, chosen))
+
+    def save(self, dir: str | PathLike[str], state: Any, *, step: int = 0, argnum: int = 0) -> Path:
+        """Write ``state`` as the checkpoint of a number of steps, to be restored under this plan or any other.
+
+        Args:
+            dir: folder of all checkpoints; none of them is removed (``al.Checkpoint`` keeps the last few).
+            state: a value of argument ``argnum``, e.g. as the step returned it.
+            step: how many steps it has seen.
+
+        Returns:
+            The checkpoint's own folder, which is there whole or not at all.
+
+        Raises:
+            ArgumentsError: there is no plan yet.
+            CheckpointError: ``state`` is not what the step takes, or it cannot be written.
+
+        Example:
+            >>> step.save("checkpoints", state, step=200)
+            >>> state = al.parallelize(train_step, plan=other_plan).restore("checkpoints")  # after .plan(*shapes)
+        """
+        _, planned = self._known_plan("step.save")
+        check_saved(state, planned, argnum)
+        return Saving(checkpoint_folder(dir, "step.save(dir, state)"), checked_step(step), state, planned).wait()
+
+    def restore(self, dir: str | PathLike[str], step: int | None = None, argnum: int = 0) -> Any:
+        """The state of a checkpoint in the planned layout of argument ``argnum``, each leaf on the devices of its stage alone.
+
+        Args:
+            dir: folder of all checkpoints.
+            step: which one; None for the newest.
+
+        Raises:
+            ArgumentsError: there is no plan yet.
+            CheckpointError: there is no such checkpoint, it is damaged, or holds another state.
+        """
+        _, planned = self._known_plan("step.restore")
+        tree = argument_tree(planned, argnum)
+        leaves, _ = restored(checkpoint_folder(dir, "step.restore(dir)"), step, planned, argnum)
+        return jax.tree_util.tree_unflatten(tree, leaves)
+
+    def _known_plan(self, call: str) -> tuple[tuple[Traced, Plan] | None, Plan]:
+        """The plan, with the step that was traced for it if one was."""
+        known = next(iter(self._planned.values()), None)
+        planned = known[1] if known else self._given
+        if planned is None:
+            raise ArgumentsError(
+                f"{call} needs a plan to know the layout, and there is none yet. A plan exists after step.plan(...), a "
+                f"call, or with parallelize(plan=...). At {user_line()}. Call step.plan(*shapes) first."
+            )
+        return known, planned
 
     # -- planning and lowering, once per signature ------------------------------------------------------------------
 

@@ -32,12 +32,12 @@ def folder_at_once(target: Path) -> Iterator[Path]:
     target = target.resolve()
     _clear_leftovers(target)
     folder = _sibling(target, _PARTIAL)
-    with _lock(folder) as mine:
+    with locked(folder) as mine:
         assert mine, f"{folder} is new"
         try:
             folder.chmod(0o755)  # mkdtemp's folders are private to the user
             yield folder
-            _sync_tree(folder)
+            sync_tree(folder)
             _swap(folder, target)
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
@@ -75,7 +75,7 @@ def _finish_swap(old: Path, target: Path) -> None:
 def _clear_leftovers(target: Path) -> None:
     for kind in (_REPLACED, _PARTIAL):
         for left in target.parent.glob(f".{glob.escape(target.name)}.*.{kind}"):
-            with _lock(left) as free:
+            with locked(left) as free:
                 if free and kind == _PARTIAL:
                     shutil.rmtree(left, ignore_errors=True)
                 elif free and target.exists():
@@ -85,7 +85,7 @@ def _clear_leftovers(target: Path) -> None:
 
 
 @contextlib.contextmanager
-def _lock(folder: Path) -> Iterator[bool]:
+def locked(folder: Path) -> Iterator[bool]:
     """Whether this process now holds the folder; the lock ends with the block, or with the process."""
     import fcntl  # not on Windows, where everything else can be imported
 
@@ -101,7 +101,7 @@ def _lock(folder: Path) -> Iterator[bool]:
         os.close(descriptor)
 
 
-def _sync_tree(folder: Path) -> None:
+def sync_tree(folder: Path) -> None:
     for place, _, names in os.walk(folder, topdown=False):
         for name in names:
             sync(Path(place, name))

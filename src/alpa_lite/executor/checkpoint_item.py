@@ -1,0 +1,346 @@
+"""Arrays to and from one item of a checkpoint, by Orbax.
+
+In: leaves by path, each an array of any layout, which need not lie in one process. Out: a folder in Orbax's own form, which Orbax
+alone can read too, and an ``ItemRecord`` of it; and back: leaves in any other layout, on any mesh, by reading of every stored
+array only what this process's devices hold.
+
+All processes that hold parts of an item's arrays write it together, each its own parts. Items of one checkpoint that have no
+process in common are written without knowing of each other. Typed keys are stored as their words.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from alpa_lite.errors import CheckpointError
+from alpa_lite.plan.answers import KEY_TYPES
+from alpa_lite.plan.checkpoint import CheckpointManifest, ItemLeaf, ItemRecord, StoredLeaf, check_files
+from alpa_lite.plan.leaf_rows import rows_path, split_path
+from alpa_lite.plan.manifest import digests
+
+_WINDOW_BYTES = 2**30  # of host memory, for what is read and not yet on its device
+_CACHE_BYTES = 2**28  # a stored chunk that several tiles need is decoded once
+_INSTALL = "pip install 'alpa-lite[checkpoint]'"
+
+
+def orbax() -> Any:
+    """Orbax, on first use.
+
+    Raises:
+        CheckpointError: it is not installed.
+    """
+    try:
+        import orbax.checkpoint
+    except ImportError as error:
+        raise CheckpointError(
+            f"checkpoints need Orbax, which cannot be imported: {error}. It is an extra of alpa_lite. Install it: {_INSTALL}."
+        ) from error
+    return orbax.checkpoint
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+
+class ItemWriter:
+    """Writes items, one after the other, while the program goes on.
+
+    Args:
+        timeout_s: after which processes that write an item together give up on each other.
+    """
+
+    def __init__(self, *, timeout_s: float = 1200.0) -> None:
+        self._timeout_s = timeout_s
+        self._running: Future[ItemRecord] | None = None
+
+    def start(self, folder: Path, leaves: Mapping[str, jax.Array]) -> None:
+        """Begins to write an item; when this returns, the arrays may be donated or deleted.
+
+        In a ``jax.distributed`` world, all processes that hold parts of the arrays call it with the same leaves.
+
+        Args:
+            folder: of the item, in the unfinished folder of a checkpoint; not there yet.
+            leaves: path -> array, where a path may name rows, "params/w[0:4]".
+
+        Raises:
+            CheckpointError: it cannot be begun, or Orbax is not installed.
+        """
+        assert self._running is None or self._running.done(), "the last item is not written yet"
+        self._running = None
+        ocp = orbax()
+        described = tuple(_described(path, array) for path, array in leaves.items())
+        together = _processes(leaves.values())
+        processes = ocp.options.MultiprocessingOptions()
+        if jax.process_count() > 1:
+            # The processes meet at barriers of the job's own service, which run no collectives on devices: a save may start
+            # between any two steps.
+            processes = ocp.options.MultiprocessingOptions(
+                primary_host=min(together), active_processes=together, barrier_sync_key_prefix=str(folder)
+            )
+        try:
+            saver = ocp.AsyncCheckpointer(
+                ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=False, multiprocessing_options=processes),
+                # Folders are made at once: if they cannot be, other threads of Orbax would wait for them in vain.
+                async_options=ocp.options.AsyncOptions(
+                    timeout_secs=max(1, int(self._timeout_s)), create_directories_asynchronously=False
+                ),
+                multiprocessing_options=processes,
+            )
+            saver.save(folder.resolve(), args=ocp.args.PyTreeSave({path: _words(x) for path, x in leaves.items()}))
+        except Exception as error:  # Orbax and TensorStore raise what they like
+            raise _not_saved(folder, error) from error
+        finish = partial(_finish, saver, folder, described, first=jax.process_index() == min(together))
+        pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")  # a program that ends waits for it
+        self._running = pool.submit(finish)
+        pool.shutdown(wait=False)
+
+    def poll(self) -> ItemRecord | None:
+        """What was written; None while it is being written.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        assert self._running is not None, "nothing was started"
+        return self._running.result() if self._running.done() else None
+
+    def wait(self) -> ItemRecord:
+        """What was written, when it is; raises as ``poll``."""
+        assert self._running is not None, "nothing was started"
+        return self._running.result()
+
+    def end(self) -> None:
+        """Waits until nothing is being written, whatever came of it."""
+        if self._running is not None:
+            self._running.exception()
+
+
+def _finish(saver: Any, folder: Path, leaves: tuple[ItemLeaf, ...], *, first: bool) -> ItemRecord:
+    """In a thread: until Orbax has renamed the item into its place, in which all processes take part."""
+    try:
+        saver.wait_until_finished()
+        saver.close()
+        return ItemRecord(name=folder.name, leaves=leaves, files=digests(folder) if first else {})
+    except Exception as error:  # as above
+        raise _not_saved(folder, error) from error
+
+
+def _not_saved(folder: Path, error: Exception) -> CheckpointError:
+    fact = (isinstance(error, OSError) and error.strerror) or f"{type(error).__name__}: {error!s:.500}"
+    return CheckpointError(
+        f"the item {folder.name!r} of a checkpoint could not be written to {str(folder.parent)!r}: {fact}. The folder must be "
+        "writable and have room. Nothing of it is seen, older checkpoints are untouched. Correct the cause, or save elsewhere."
+    )
+
+
+def _described(path: str, array: jax.Array) -> ItemLeaf:
+    whole, rows = split_path(path)
+    assert rows is None or rows[1] - rows[0] == array.shape[0], f"{path} has {array.shape[0]} rows"
+    return ItemLeaf(path=whole, rows=rows, shape=tuple(array.shape), dtype=str(array.dtype))
+
+
+def _words(array: jax.Array) -> jax.Array:
+    return jax.jit(jax.random.key_data)(array) if str(array.dtype) in KEY_TYPES else array
+
+
+def _processes(arrays: Any) -> set[int]:
+    found = {device.process_index for array in arrays for device in array.sharding.device_set}
+    return found or {jax.process_index()}
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+def read_leaves(
+    folder: Path, manifest: CheckpointManifest, wanted: Mapping[str, jax.ShapeDtypeStruct], *, verified: bool = False
+) -> dict[str, jax.Array]:
+    """Leaves of a checkpoint in the layouts that are wanted.
+
+    In a ``jax.distributed`` world, the processes of a sharding's mesh all call it; each reads what its devices hold.
+
+    Args:
+        folder, manifest: of a complete checkpoint.
+        wanted: path -> shape, dtype and sharding (none: the first device); a path may name rows, whatever rows were stored.
+        verified: the files' digests were compared already (``CheckpointFolder.read(verify=True)``).
+
+    Raises:
+        CheckpointError: a leaf is missing, has other rows, shape or dtype, or a file is damaged.
+    """
+    orbax()  # brings TensorStore
+    requests = [_Request.of(path, struct, manifest, folder) for path, struct in wanted.items()]
+    if not verified:
+        check_files(folder, manifest, sorted({piece.item for request in requests for piece in request.stored.pieces}))
+    stores = _Stores(folder)
+    made: dict[str, jax.Array] = {}
+    for window in _windows(requests):
+        tiles = [request.start(stores) for request in window]
+        made.update({request.path: request.array(tile) for request, tile in zip(window, tiles, strict=True)})
+    return made
+
+
+Box = tuple[tuple[int, int], ...]  # per dim: first index and the one after the last
+
+
+class _Stores:
+    """TensorStore's view of the stored arrays, opened once each."""
+
+    def __init__(self, folder: Path) -> None:
+        import tensorstore as ts
+
+        self._folder, self._open = folder.resolve(), {}
+        self._context = ts.Context({"cache_pool": {"total_bytes_limit": _CACHE_BYTES}})
+        self._ts = ts
+
+    def __call__(self, item: str, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+        key = item, name
+        if key not in self._open:
+            kvstore = {"driver": "ocdbt", "base": f"file://{self._folder / item}/", "path": f"{name}/"}
+            try:
+                store = self._ts.open({"driver": "zarr", "kvstore": kvstore}, context=self._context, read=True).result()
+            except ValueError as error:
+                raise _unreadable(self._folder, item, name, str(error)) from error
+            if store.shape != shape or store.dtype.numpy_dtype != dtype:
+                found = f"it is {store.dtype.name}{list(store.shape)}, its manifest says {dtype}{list(shape)}"
+                raise _unreadable(self._folder, item, name, found)
+            self._open[key] = store
+        return self._open[key]
+
+
+def _unreadable(folder: Path, item: str, name: str, fact: str) -> CheckpointError:
+    return CheckpointError(
+        f"the checkpoint {str(folder)!r} is damaged: {name!r} in its item {item!r} cannot be read: {fact:.500}. All files must "
+        "be as they were written. Copy the folder again, or restore an older step."
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Request:
+    """A leaf that is wanted.
+
+    Attributes:
+        first_row: of the stored leaf, where what is wanted begins.
+        shape, dtype: of what is wanted, as it is stored: keys as words.
+    """
+
+    path: str
+    stored: StoredLeaf
+    folder: Path
+    first_row: int
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    struct: jax.ShapeDtypeStruct
+    sharding: Any
+
+    @classmethod
+    def of(cls, path: str, struct: jax.ShapeDtypeStruct, manifest: CheckpointManifest, folder: Path) -> _Request:
+        whole, rows = split_path(path)
+        stored = manifest.leaf(whole, folder)
+        available = stored.shape
+        if rows is not None and stored.shape and rows[1] <= stored.shape[0]:
+            available = (rows[1] - rows[0], *stored.shape[1:])
+        if (available, stored.dtype) != (tuple(struct.shape), str(struct.dtype)):
+            raise CheckpointError(
+                f"the leaf {whole!r} of the checkpoint {str(folder)!r} is {stored}, and {path!r} is wanted as "
+                f"{struct.dtype}{list(struct.shape)}. Leaves are restored as they were saved, on any mesh. Restore into the "
+                "shapes and types of the step that saved it, and convert then."
+            )
+        key = KEY_TYPES.get(stored.dtype)
+        dtype = np.dtype("uint32") if key else jnp.dtype(stored.dtype)
+        if (made := jax.dtypes.canonicalize_dtype(dtype)) != dtype:
+            raise CheckpointError(
+                f"the leaf {whole!r} of the checkpoint {str(folder)!r} is {stored}, of which JAX would make {made}. Types of 64 "
+                "bits exist only where they are enabled. Call jax.config.update('jax_enable_x64', True) first."
+            )
+        sharding = struct.sharding or SingleDeviceSharding(jax.devices()[0])
+        return cls(
+            path=path,
+            stored=stored,
+            folder=folder,
+            first_row=rows[0] if rows else 0,
+            shape=(*struct.shape, key[1]) if key else tuple(struct.shape),
+            dtype=dtype,
+            struct=struct,
+            sharding=_of_words(sharding) if key else sharding,
+        )
+
+    def boxes(self) -> dict[Any, Box]:
+        """Of the tiles of this process's devices."""
+        index = self.sharding.addressable_devices_indices_map(self.shape)
+        return {
+            device: tuple(s.indices(size)[:2] for s, size in zip(slices, self.shape, strict=True))
+            for device, slices in index.items()
+        }
+
+    def size_bytes(self) -> int:
+        """Of all distinct tiles."""
+        return sum(math.prod(hi - lo for lo, hi in box) for box in set(self.boxes().values())) * self.dtype.itemsize
+
+    def start(self, stores: _Stores) -> dict[Box, list[tuple[Any, Any]]]:
+        """Begins to read every distinct tile: its box -> (where in the tile, the future of a part of it)."""
+        return {box: list(self._parts(box, stores)) for box in set(self.boxes().values())}
+
+    def _parts(self, box: Box, stores: _Stores) -> Iterator[tuple[Any, Any]]:
+        for piece in self.stored.pieces:
+            name, shape = self.stored.path, (*self.stored.shape, *self.shape[len(self.stored.shape) :])
+            source, target = [slice(lo, hi) for lo, hi in box], [slice(None)] * len(box)
+            if box:
+                start, stop = piece.rows or (0, shape[0])
+                lo, hi = max(box[0][0] + self.first_row, start), min(box[0][1] + self.first_row, stop)
+                if lo >= hi:
+                    continue
+                source[0] = slice(lo - start, hi - start)
+                target[0] = slice(lo - self.first_row - box[0][0], hi - self.first_row - box[0][0])
+                if piece.rows is not None:
+                    name, shape = rows_path(name, start, stop), (stop - start, *shape[1:])
+            store = stores(piece.item, name, shape, self.dtype)
+            yield tuple(target), (piece.item, store[tuple(source)].read())
+
+    def array(self, tiles: Mapping[Box, Sequence[tuple[Any, Any]]]) -> jax.Array:
+        """The leaf, when its tiles are read."""
+        values = {box: self._tile(box, parts) for box, parts in tiles.items()}
+        on_devices = [jax.device_put(values[box], device) for device, box in self.boxes().items()]
+        array = jax.make_array_from_single_device_arrays(self.shape, self.sharding, on_devices, dtype=self.dtype)
+        key = KEY_TYPES.get(self.stored.dtype)
+        if key is None:
+            return array
+        return jax.jit(partial(jax.random.wrap_key_data, impl=key[0]), out_shardings=self.struct.sharding)(array)
+
+    def _tile(self, box: Box, parts: Sequence[tuple[Any, Any]]) -> np.ndarray:
+        tile = np.empty([hi - lo for lo, hi in box], self.dtype)
+        for where, (item, future) in parts:
+            try:
+                tile[where] = future.result()
+            except ValueError as error:
+                raise _unreadable(self.folder, item, self.path, str(error)) from error
+        return tile
+
+
+def _of_words(sharding: Any) -> Any:
+    """Of keys -> of their words, whose last dim is never split."""
+    if isinstance(sharding, NamedSharding):
+        return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec, None))
+    return sharding
+
+
+def _windows(requests: Sequence[_Request]) -> Iterator[list[_Request]]:
+    """Requests in order, as many at once as host memory is set aside for."""
+    window: list[_Request] = []
+    total = 0
+    for request in requests:
+        size = request.size_bytes()
+        if window and total + size > _WINDOW_BYTES:
+            yield window
+            window, total = [], 0
+        window.append(request)
+        total += size
+    if window:
+        yield window

@@ -1,0 +1,186 @@
+"""The state of a step on this process's devices to a checkpoint, and back in the layouts of any plan.
+
+In: a pytree of arrays, of which some may be ``StagedArray``s, whose parts lie on several submeshes. Out: one item per submesh.
+Back: each leaf, or its rows, read by the devices of its stage alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+
+from alpa_lite.errors import CheckpointError
+from alpa_lite.executor.checkpoint_item import ItemWriter, read_leaves
+from alpa_lite.executor.local import local_mesh
+from alpa_lite.executor.staged_array import StagedArray
+from alpa_lite.executor.state_rows import leaf_rows, whole_leaves, whole_types
+from alpa_lite.lowering.lower import partition_spec
+from alpa_lite.plan.answers import KEY_TYPES
+from alpa_lite.plan.checkpoint import ROOT_LEAF, CheckpointManifest, check_files, check_state
+from alpa_lite.plan.checkpoint_folder import CheckpointFolder
+from alpa_lite.plan.encode import encode_plan
+from alpa_lite.plan.leaf_rows import rows_path, split_path
+from alpa_lite.plan.plan import Plan
+from alpa_lite.plan.records import Leaf
+from alpa_lite.trace.paths import leaf_paths
+
+
+class Saving:
+    """A checkpoint that is being written while the program goes on.
+
+    Args:
+        state: its arrays may be donated once this is made.
+        folder, step: where to.
+        plan, position, extra: what goes along; see ``CheckpointManifest``.
+
+    Raises:
+        CheckpointError: it cannot be begun; nothing of it is left.
+    """
+
+    def __init__(
+        self,
+        folder: CheckpointFolder,
+        step: int,
+        state: Any,
+        plan: Plan,
+        *,
+        position: int = 0,
+        extra: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._folder, self._step, self._plan, self._position, self._extra = folder, step, plan, position, extra
+        self._done: Path | None = None
+        self._writers: list[ItemWriter] = []
+        unfinished = folder.begin(step)
+        try:
+            for number, leaves in enumerate(_by_submesh(state)):
+                writer = ItemWriter()
+                writer.start(unfinished / f"submesh_{number}", leaves)
+                self._writers.append(writer)
+        except BaseException:
+            self._give_up()
+            raise
+
+    def poll(self) -> Path | None:
+        """The checkpoint's folder; None while it is being written.
+
+        Raises:
+            CheckpointError: it could not be written; nothing of it is left, and older checkpoints stay.
+        """
+        if self._done is None:
+            try:
+                if any(writer.poll() is None for writer in self._writers):
+                    return None
+            except CheckpointError:
+                self._give_up()
+                raise
+        return self.wait()
+
+    def wait(self) -> Path:
+        """The checkpoint's folder, when it is complete; raises as ``poll``."""
+        if self._done is None:
+            try:
+                items = [writer.wait() for writer in self._writers]
+            except BaseException:
+                self._give_up()
+                raise
+            self._done = self._folder.commit(
+                self._step,
+                items,
+                plan_text=encode_plan(self._plan).decode(),
+                identity=self._plan.identity,
+                position=self._position,
+                extra=self._extra,
+            )
+        return self._done
+
+    def _give_up(self) -> None:
+        for writer in self._writers:  # none must still be writing when the folder goes
+            writer.end()
+        self._folder.abandon(self._step)
+
+
+def _by_submesh(state: Any) -> list[dict[str, jax.Array]]:
+    """Leaves, or parts of them, by their paths, one dict per set of devices, by first device."""
+    groups: dict[tuple[int, ...], dict[str, jax.Array]] = {}
+    for path, leaf in paths_of(state):
+        for name, array in _parts(path, leaf):
+            devices = tuple(sorted(device.id for device in array.devices()))
+            groups.setdefault(devices, {})[name] = array
+    if not groups:
+        raise CheckpointError(
+            "a state without any leaf was given to be saved. A checkpoint holds at least one array. Pass the state that the step "
+            "returned."
+        )
+    return [groups[devices] for devices in sorted(groups)]
+
+
+def _parts(path: str, leaf: Any) -> list[tuple[str, jax.Array]]:
+    if not isinstance(leaf, StagedArray):
+        return [(path, leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf))]
+    parts, start = [], 0
+    for part in leaf.parts:
+        parts.append((rows_path(path, start, start + len(part)), part))
+        start += len(part)
+    return parts
+
+
+def paths_of(state: Any) -> list[tuple[str, Any]]:
+    """(path, leaf) pairs of a state; paths as checkpoints name them, "params/w"."""
+    return [(path or ROOT_LEAF, leaf) for path, leaf in leaf_paths(state, "")]
+
+
+def type_of(leaf: Any) -> tuple[tuple[int, ...], str]:
+    """(global shape, dtype) of an array or a number, as a checkpoint has them."""
+    dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
+    if not jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+        dtype = jax.dtypes.canonicalize_dtype(dtype)
+    return tuple(jnp.shape(leaf)), str(dtype)
+
+
+def state_leaves(plan: Plan, argnum: int) -> list[Leaf]:
+    """The leaves of argument ``argnum`` of a plan, in order, with paths as checkpoints name them."""
+    prefix = f"{argnum}"
+    found = []
+    for leaf in plan.inputs:
+        whole, rows = split_path(leaf.path)
+        if whole == prefix or whole.startswith(prefix + "/"):
+            path = whole[len(prefix) + 1 :] or ROOT_LEAF
+            found.append(replace(leaf, path=path if rows is None else rows_path(path, *rows)))
+    return found
+
+
+def wanted_struct(leaf: Leaf, mesh: Mesh) -> jax.ShapeDtypeStruct:
+    """How a leaf of a plan is asked of ``read_leaves``, on the mesh of its stage."""
+    text = leaf.value.dtype
+    key = KEY_TYPES.get(text)
+    dtype = jax.eval_shape(lambda: jax.random.key(0, impl=key[0])).dtype if key else jnp.dtype(text)
+    return jax.ShapeDtypeStruct(leaf.value.shape, dtype, sharding=NamedSharding(mesh, partition_spec(leaf.spec)))
+
+
+def restored(
+    folder: CheckpointFolder, step: int | None, plan: Plan, argnum: int = 0
+) -> tuple[list[Any], CheckpointManifest]:
+    """The leaves of argument ``argnum`` in the layouts of ``plan``, on this process's devices, and what came along.
+
+    Args:
+        step: None for the newest.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, it is damaged, or holds another state.
+        ClusterError: there are fewer devices than the plan has.
+    """
+    path = folder.path(step)
+    manifest = folder.read(step)
+    leaves = state_leaves(plan, argnum)
+    check_state(manifest, path, whole_types(leaves))
+    check_files(path, manifest)
+    devices = jax.devices()
+    meshes = [local_mesh(stage.mesh, devices[stage.first_device :]) for stage in plan.stages]
+    made = read_leaves(path, manifest, {x.path: wanted_struct(x, meshes[x.stage]) for x in leaves}, verified=True)
+    return whole_leaves(leaf_rows(leaves), {i: made[leaf.path] for i, leaf in enumerate(leaves)}), manifest

@@ -1,0 +1,202 @@
+"""Items of checkpoints: exact round trips onto other meshes and other rows, saving beside the running program, damage."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from alpa_lite.errors import CheckpointError
+from alpa_lite.executor import checkpoint_item
+from alpa_lite.executor.checkpoint_item import ItemWriter, read_leaves
+from alpa_lite.plan.checkpoint_folder import CheckpointFolder
+from tests.executor.checkpoint_states import assert_equal, leaves, mesh, placed, saved, structs
+
+ocp = pytest.importorskip("orbax.checkpoint", reason="Orbax is not installed: pip install 'alpa-lite[checkpoint]'")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """One item with every kind of leaf."""
+    folder = CheckpointFolder(tmp_path_factory.mktemp("whole"))
+    saved(folder, 1, {"submesh_0": leaves(mesh())})
+    return folder
+
+
+def test_every_kind_of_leaf_comes_back_exactly_in_another_layout(whole):
+    arrays, other = leaves(mesh()), mesh(2, (4,), ("z",))
+    got = read_leaves(
+        whole.path(), whole.read(), structs(arrays, other, P("z")) | structs({"rbg": arrays["rbg"]}, other)
+    )
+    assert got.keys() == arrays.keys()
+    for path, array in arrays.items():
+        assert_equal(got[path], array)
+        assert got[path].devices() == set(jax.devices()[2:6])
+    assert got["w"].sharding.spec == P("z") and got["keys"].sharding.spec == P("z")
+
+
+def test_one_device_restores_all(whole):
+    arrays = leaves(mesh())
+    got = read_leaves(whole.path(), whole.read(), structs(arrays, None))
+    for path, array in arrays.items():
+        assert_equal(got[path], array)
+        assert got[path].devices() == {jax.devices()[0]}
+
+
+def test_what_was_restored_can_be_donated(whole):
+    arrays, on = {"w": leaves(mesh())["w"]}, mesh(4)
+    got = read_leaves(whole.path(), whole.read(), structs(arrays, on))  # replicated: four devices want one tile
+    replaced = jax.jit(lambda x: x * 0 - 1, donate_argnums=0)(got["w"])
+    again = read_leaves(whole.path(), whole.read(), structs(arrays, on))
+    assert_equal(again["w"], arrays["w"])
+    assert (np.asarray(replaced) == -1).all()
+
+
+def test_orbax_alone_reads_an_item(whole):
+    with ocp.PyTreeCheckpointer() as reader:
+        got = reader.restore(
+            whole.path() / "submesh_0",
+            restore_args=jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), leaves(mesh())),
+        )
+    assert_equal(got["w"], np.asarray(leaves(mesh())["w"]))
+    assert_equal(got["keys"], np.asarray(jax.random.key_data(leaves(mesh())["keys"])))
+
+
+CUTS = {"whole": (), "thirds": (2, 6), "one row": (1,), "as stored": (4,), "beside": (3, 4, 5)}
+
+
+@pytest.mark.parametrize("stored", CUTS)
+@pytest.mark.parametrize("wanted", CUTS)
+def test_rows_are_stored_and_wanted_in_any_cuts(tmp_path, stored, wanted):
+    values = np.arange(8 * 4, dtype=np.float32).reshape(8, 4)
+    keys = jax.random.split(jax.random.key(0), 8)
+
+    def parts(cuts, whole):
+        edges = [0, *CUTS[cuts], 8]
+        names = ["w"] if not CUTS[cuts] else [f"w[{a}:{b}]" for a, b in itertools.pairwise(edges)]
+        return {n: whole[a:b] for n, (a, b) in zip(names, itertools.pairwise(edges), strict=True)}
+
+    folder = CheckpointFolder(tmp_path)
+    items = {}
+    for number, (name, rows) in enumerate(parts(stored, values).items()):
+        key_rows = parts(stored, keys)[name]
+        items[f"submesh_{number}"] = {
+            name: placed(rows, mesh(number, (1, 2)), P(None, "y")),
+            name.replace("w", "keys", 1): placed(key_rows, mesh(number, (1, 2)), P()),
+        }
+    saved(folder, 0, items)
+    expected = parts(wanted, values) | {n.replace("w", "keys", 1): k for n, k in parts(wanted, keys).items()}
+    got = read_leaves(folder.path(), folder.read(), structs(expected, mesh(4, (1, 4)), P(None, "y")))
+    for name, array in expected.items():
+        assert_equal(got[name], array)
+
+
+def test_start_returns_while_it_writes_and_the_state_may_go(tmp_path, monkeypatch):
+    def slow_digests(folder, done=checkpoint_item.digests):
+        time.sleep(0.5)
+        return done(folder)
+
+    monkeypatch.setattr(checkpoint_item, "digests", slow_digests)
+    arrays = {"w": placed(np.arange(2**20, dtype=np.float32), mesh(), P("x")), "s": placed(jnp.int32(3), mesh(), P())}
+    expected = {path: np.array(array) for path, array in arrays.items()}
+    folder, writer = CheckpointFolder(tmp_path), ItemWriter()
+    writer.start(folder.begin(0) / "submesh_0", arrays)
+    assert writer.poll() is None
+    after = jax.jit(lambda tree: jax.tree.map(lambda x: x * 0 - 1, tree), donate_argnums=0)(arrays)
+    jax.block_until_ready(after)
+    for array in arrays.values():
+        array.delete()
+    assert writer.poll() is None and folder.steps() == ()
+    folder.commit(0, [writer.wait()], plan_text="")
+    assert writer.poll() == writer.wait()
+    got = read_leaves(folder.path(), folder.read(), structs(after, mesh(1, (1, 4)), P("y")))
+    for path, value in expected.items():
+        assert_equal(got[path], value)
+
+
+# -- damage ------------------------------------------------------------------------------------------------------------
+
+
+def refused(folder, wanted, *parts):
+    with pytest.raises(CheckpointError) as error:
+        read_leaves(folder.path(), folder.read(), wanted)
+    missing = [part for part in parts if part not in str(error.value)]
+    assert not missing, f"the message lacks {missing}:\n{error.value}"
+
+
+@pytest.mark.parametrize("damage", ["changed", "cut short", "gone"])
+def test_a_damaged_file_is_named(tmp_path, damage):
+    arrays = {"w": placed(np.random.default_rng(0).standard_normal((64, 64)), mesh(), P("x"))}
+    folder = CheckpointFolder(tmp_path)
+    path = saved(folder, 3, {"submesh_0": arrays})
+    victim = max((p for p in path.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    data = victim.read_bytes()
+    if damage == "changed":
+        victim.write_bytes(data[:-9] + bytes([data[-9] ^ 1]) + data[-8:])
+    elif damage == "cut short":
+        victim.write_bytes(data[:-1])
+    else:
+        victim.unlink()
+    said = {"changed": "was changed", "cut short": f"has {len(data) - 1} bytes", "gone": "No such file"}[damage]
+    refused(folder, structs(arrays, None), str(path), victim.name, said, "restore an older step")
+
+
+def test_a_missing_leaf_and_other_shapes_are_named(whole):
+    arrays = leaves(mesh())
+    refused(whole, {"wt": structs(arrays, None)["w"]}, "no leaf 'wt'", "'count'", "Restore it into")
+    refused(
+        whole, {"w": jax.ShapeDtypeStruct((8, 5), "float32")}, "'w'", "float32[8,4]", "float32[8, 5]", "convert then"
+    )
+    refused(whole, {"w": jax.ShapeDtypeStruct((8, 4), "bfloat16")}, "'w'", "float32[8,4]", "bfloat16[8, 4]")
+    refused(whole, {"w[6:9]": jax.ShapeDtypeStruct((3, 4), "float32")}, "'w[6:9]'", "float32[8,4]", "float32[3, 4]")
+    refused(whole, {"count[0:1]": jax.ShapeDtypeStruct((1,), "int32")}, "'count[0:1]'", "int32[]")
+
+
+def test_64_bits_need_to_be_enabled(tmp_path):
+    folder = CheckpointFolder(tmp_path)
+    with jax.enable_x64(True):
+        arrays = {"n": jnp.arange(4, dtype="int64")}
+        saved(folder, 0, {"submesh_0": arrays})
+        assert_equal(read_leaves(folder.path(), folder.read(), structs(arrays, None))["n"], arrays["n"])
+    refused(folder, {"n": jax.ShapeDtypeStruct((4,), np.dtype("int64"))}, "'n'", "int64[4]", "jax_enable_x64")
+
+
+def test_no_space_while_writing(tmp_path, monkeypatch):
+    """Whatever fails in the background is told by ``poll``, and what is complete stays."""
+    folder = CheckpointFolder(tmp_path)
+    arrays = {"w": placed(np.ones(8, np.float32), mesh(), P("x"))}
+    saved(folder, 1, {"submesh_0": arrays})
+
+    def full(folder):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(checkpoint_item, "digests", full)
+    writer = ItemWriter()
+    writer.start(folder.begin(2) / "submesh_0", arrays)
+    writer.end()
+    for ask in (writer.poll, writer.wait):
+        with pytest.raises(
+            CheckpointError, match=r"'submesh_0'.*No space left on device.*older checkpoints are untouched"
+        ):
+            ask()
+    folder.abandon(2)
+    assert folder.steps() == (1,) and [p.name for p in tmp_path.iterdir()] == ["step_00000001"]
+    assert_equal(read_leaves(folder.path(), folder.read(), structs(arrays, None))["w"], arrays["w"])
+
+
+def test_a_folder_that_cannot_be_written_to(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=r"'submesh_0'.*could not be written"):
+        ItemWriter().start(tmp_path / "file" / "submesh_0", {"w": jnp.ones(3)})
+
+
+def test_orbax_is_an_extra(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "orbax.checkpoint", None)
+    with pytest.raises(CheckpointError, match=r"need Orbax.*pip install 'alpa-lite\[checkpoint\]'"):
+        checkpoint_item.orbax()

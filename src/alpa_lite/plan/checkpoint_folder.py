@@ -19,7 +19,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from alpa_lite import __version__
 from alpa_lite.errors import CheckpointError
 from alpa_lite.plan.checkpoint import (
     MANIFEST,
@@ -128,7 +127,7 @@ class CheckpointFolder:
                 extra=dict(extra or {}),
                 files=_files(items) | {PLAN: digest_of(folder / PLAN)},
                 jax_version=importlib.metadata.version("jax"),
-                alpa_lite_version=__version__,
+                alpa_lite_version=importlib.metadata.version("alpa-lite"),
             )
             sync_tree(folder)
             (folder / MANIFEST).write_bytes(encode_manifest(manifest))

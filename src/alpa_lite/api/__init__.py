@@ -39,15 +39,15 @@ from alpa_lite.trace.program import trace
 
 
 class Cluster(ClusterData):
-    """Hosts, devices and links to plan for; pure data. ``parse`` reads a text, ``local`` looks at this process."""
+    """Hosts, devices and links to plan for; pure data. ``parse`` reads a text, ``local`` looks at this process or job."""
 
     @staticmethod
     def local(calibrate: bool = False) -> ClusterData:
-        """The devices of this process as one host.
+        """The devices of this process as one host; in a ``jax.distributed`` job those of all processes, each process a host.
 
         Args:
             calibrate: measure matmuls, memory and collectives for some seconds instead of taking the hardware table's
-                figures; the record joins the identity of plans made with it.
+                figures; the record joins the identity of plans made with it. In one process only.
         """
         return local_cluster(calibrate)
 
@@ -199,11 +199,11 @@ def parallelize(
     static_argnames: str | Sequence[str] = (),
     donate_argnums: int | Sequence[int] = (),
 ) -> Any:
-    """Plan, compile and run a step on the devices of this process or of a Ray cluster; usable as a bare decorator.
+    """Plan, compile and run a step on the devices of this process or job, or of a Ray cluster; usable as a bare decorator.
 
     Args:
         fn: an ordinary JAX function; any pytrees in and out.
-        cluster: what to plan for; None = the devices of this process.
+        cluster: what to plan for; None = the devices that the executor has, e.g. ``Cluster.local()``.
         plan: a plan to run instead of making one (e.g. from ``load_plan``).
         executor: "local", or "ray" for actors on a Ray cluster, one per submesh and host; ``RayExecutor(...)`` for other settings
             than the usual ones.

@@ -20,6 +20,7 @@ from alpa_lite.errors import ArgumentsError, user_line
 from alpa_lite.executor.calibrate import local_cluster
 from alpa_lite.executor.local import CompiledStep, RunnableStep, SignatureChanged, local_mesh, runnable
 from alpa_lite.executor.pipeline import CompiledPipeline, RunnablePipeline, runnable_pipeline
+from alpa_lite.executor.processes import JobStep, check_job, replicated
 from alpa_lite.executor.save_restore import Saving, restored
 from alpa_lite.executor.state_rows import leaf_rows, rows_of, whole_leaves, whole_types
 from alpa_lite.executor.verify_plan import VerifyReport
@@ -91,7 +92,7 @@ class ParallelStep(Parallelized):
         shapes = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(jax.numpy.shape(x), _dtype(x)), self._dynamic(args, kwargs)
         )
-        return CompiledStep(planned, step.run.lower(*shapes).compile())
+        return step.compile(*shapes)
 
     def verify(self, *args: Any, **kwargs: Any) -> VerifyReport | StagesReport:
         """Compile the planned step with the cluster's own compiler, without its devices; see ``Plan.verify``."""
@@ -120,6 +121,8 @@ class ParallelStep(Parallelized):
                 f"{path}. It must return exactly what the step takes there. At {user_line()}. Check init_fn and argnum."
             )
         if self._ray is None:
+            if jax.process_count() > 1:
+                check_job(planned, self.__name__)
             return jax.tree_util.tree_unflatten(tree, _created(init_fn, init_args, planned, chosen))
         from alpa_lite.executor.ray.create import created
 
@@ -204,7 +207,7 @@ class ParallelStep(Parallelized):
         return self._planned[key]
 
     def _found_cluster(self) -> ClusterData:
-        """What is planned for unless the user says so: the devices of this process, or those of the Ray cluster."""
+        """What is planned for unless the user says so: the devices of this process or job, or those of the Ray cluster."""
         if self._ray is None:
             return local_cluster(False)
         from alpa_lite.executor.ray.cluster import ray_cluster
@@ -223,7 +226,7 @@ class ParallelStep(Parallelized):
     def _local(self, traced: Traced, planned: Plan, args: tuple[Any, ...]) -> RunnableStep | RunnablePipeline:
         positions = [i for i in range(len(args)) if i not in self._request.static_argnums]
         donate = tuple(positions.index(i) for i in self._request.donate_argnums if i in positions)
-        return _runnable(traced, planned, donate)
+        return _runnable(traced, planned, donate, self.__name__)
 
     def _remote(self, known: tuple[Traced, Plan] | None) -> RemoteStep:
         """The step on workers, once per plan; they are started by what first needs them."""
@@ -271,11 +274,15 @@ def _created(init_fn: Callable[..., Any], init_args: tuple[Any, ...], plan: Plan
             found = jax.tree_util.tree_leaves(init_fn(*args))
             return [rows_of(found[of_leaf[i][0]], of_leaf[i][1]) for i in own]
 
-        made.update(zip(own, jax.jit(part, out_shardings=shardings)(*init_args), strict=True))
+        given = replicated(init_args, mesh) if jax.process_count() > 1 else init_args
+        made.update(zip(own, jax.jit(part, out_shardings=shardings)(*given), strict=True))
     return whole_leaves(of_leaf, made)
 
 
-def _runnable(traced: Traced, plan: Plan, donate: tuple[int, ...]) -> RunnableStep | RunnablePipeline:
+def _runnable(traced: Traced, plan: Plan, donate: tuple[int, ...], name: str) -> RunnableStep | RunnablePipeline:
+    if jax.process_count() > 1:
+        check_job(plan, name)
+        return JobStep.of(runnable(traced, plan, donate, local_mesh(plan.mesh)))
     if plan.pipeline is None:
         return runnable(traced, plan, donate, local_mesh(plan.mesh))
     return runnable_pipeline(traced, staged_for(plan, traced), plan, jax.devices())

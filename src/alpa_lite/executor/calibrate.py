@@ -31,7 +31,7 @@ from alpa_lite.cluster.calibration import Calibration, MeasuredCollective
 from alpa_lite.cluster.cluster import Cluster
 from alpa_lite.cluster.hardware import device_name_of_kind
 from alpa_lite.core.collective import CollectiveKind
-from alpa_lite.errors import ClusterError
+from alpa_lite.errors import ClusterError, user_line
 
 Round = Callable[[Any], Any]
 
@@ -65,15 +65,22 @@ ACCELERATOR_SIZES = Sizes(matmul=(1024, 8192), copy_bytes=2**30, collective_byte
 
 
 def local_cluster(calibrate: bool = False) -> Cluster:
-    """The cluster of this process: ``jax.devices()``, one host per JAX process.
+    """The cluster of this process, or of its ``jax.distributed`` job: ``jax.devices()``, one host per JAX process.
 
     Args:
-        calibrate: measure instead of taking the hardware table's figures.
+        calibrate: measure instead of taking the hardware table's figures; in one process only.
 
     Raises:
-        ClusterError: unknown devices, or hosts with different numbers of them.
+        ClusterError: unknown devices, hosts with different numbers of them, or a job that is to be measured.
     """
     devices = jax.devices()
+    if calibrate and jax.process_count() > 1:
+        raise ClusterError(
+            f"calibrate=True was given in a jax.distributed job of {jax.process_count()} processes. Only the devices of one "
+            "process are measured: links between hosts are not, and every process would measure other figures and plan "
+            f"otherwise. At {user_line()}. Leave it out, or plan in one process with measured figures, save the plan, and give "
+            "every process plan=al.load_plan(file)."
+        )
     counts = {sum(d.process_index == host for d in devices) for host in {d.process_index for d in devices}}
     if len(counts) != 1:
         raise ClusterError(

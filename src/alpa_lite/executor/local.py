@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
@@ -25,8 +26,16 @@ class SignatureChanged(Exception):
     """The arguments are not those of the plan; raised while ``jax.jit`` traces, before anything runs."""
 
 
+def leaf_type(x: Any) -> tuple[tuple[int, ...], str]:
+    """Shape and type of an argument as a plan has them."""
+    dtype = getattr(x, "dtype", None)
+    if dtype is None or not jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+        dtype = jnp.result_type(x if dtype is None else dtype)
+    return tuple(np.shape(x)), str(dtype)
+
+
 def local_mesh(mesh: DeviceMesh, devices: Sequence[Any] | None = None) -> Mesh:
-    """The first devices of this process as a mesh, row-major.
+    """The first devices of this process, or of its job, as a mesh, row-major.
 
     Raises:
         ClusterError: there are fewer devices than the mesh has.
@@ -62,6 +71,10 @@ class RunnableStep:
     def place(self, args: Sequence[Any]) -> tuple[Any, ...]:
         """The arguments in the plan's layouts."""
         return tuple(jax.device_put(a, s) for a, s in zip(args, self.in_shardings, strict=True))
+
+    def compile(self, *shapes: Any) -> CompiledStep:
+        """Compile for arguments of these shapes without running."""
+        return CompiledStep(self.plan, self.run.lower(*shapes).compile())
 
 
 def runnable(traced: Traced, plan: Plan, donate: tuple[int, ...], mesh: Mesh | AbstractMesh) -> RunnableStep:

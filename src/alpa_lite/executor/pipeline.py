@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from alpa_lite.core.collective import Collective
 from alpa_lite.executor.driver import Driver, StepState
-from alpa_lite.executor.local import SignatureChanged, local_mesh
+from alpa_lite.executor.local import SignatureChanged, leaf_type, local_mesh
 from alpa_lite.executor.loop_io import StageLoop, loop_step
 from alpa_lite.executor.measure import Recorder
 from alpa_lite.executor.stage_memory import StageMemory, program_bytes, stage_memory
@@ -145,7 +145,7 @@ class RunnablePipeline:
 
     def run(self, *args: Any) -> Any:
         leaves = jax.tree_util.tree_leaves(args)
-        if [_type(x) for x in leaves] != [_type(x) for x in self.parts.argument_types()]:
+        if [leaf_type(x) for x in leaves] != [leaf_type(x) for x in self.parts.argument_types()]:
             raise SignatureChanged
         made = self.step(self.parts.split(leaves))
         return jax.tree_util.tree_unflatten(self.out_tree, self.parts.join(made, StagedArray))
@@ -274,10 +274,3 @@ def _transfer_s(plan: Plan, staged: StagedStep, schedule: Schedule) -> TransferT
         if crossing.when == "loop":
             times.setdefault((f"x{crossing.value}", at[target]), planned.time_s)
     return lambda transfer: times[transfer.buffer.name, transfer.destination]
-
-
-def _type(x: Any) -> tuple[tuple[int, ...], str]:
-    dtype = getattr(x, "dtype", None)
-    if dtype is None or not jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
-        dtype = jnp.result_type(x if dtype is None else dtype)
-    return tuple(np.shape(x)), str(dtype)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -16,6 +17,7 @@ from alpa_lite.errors import ClusterError, user_line
 from alpa_lite.executor.sites import Site
 
 _OBJECT_STORE_BYTES = 512 * 2**20
+_CONNECT_S = 5.0
 
 
 def connect(address: str | None, num_cpus: int) -> bool:
@@ -46,14 +48,23 @@ def connect(address: str | None, num_cpus: int) -> bool:
         )
         return True
     try:
+        _check_listens(address)
         _init(address=address)
     except Exception as error:  # Ray's own kinds: ConnectionError, RuntimeError, AuthenticationError, ValueError
         raise ClusterError(
             f"no Ray cluster answers at {address!r}: {_first_line(error)}. It must be the address of a running cluster whose "
-            f"token this process has ('ray get-auth-token' shows it). It was given as address= or RAY_ADDRESS, at {user_line()}. "
+            "token this process has (RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token); Ray's own lines above, if there "
+            f"are any, name a token that it refused. It was given as address= or RAY_ADDRESS, at {user_line()}. "
             "Start one (ray start --head), correct the address or the token, or leave both out to start one on this machine."
         ) from error
     return _is_local()
+
+
+def _check_listens(address: str) -> None:
+    """Raises OSError where nobody listens: Ray 2.60 itself asks a dead address for minutes. It resolves "auto" itself."""
+    host, _, port = address.rpartition(":")
+    if host and port.isdigit() and "://" not in address:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
 
 
 def _init(**settings: Any) -> None:

@@ -1,0 +1,64 @@
+"""A cluster of two Ray nodes that other processes started, with a token; the driver belongs to neither."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+
+import pytest
+
+from tests.executor.ray_nodes import ROOT, free_port, own_environment, ray_nodes, session_processes
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+CONNECT = """
+import sys, time
+from alpa_lite.errors import ClusterError
+from alpa_lite.executor.ray.cluster import connect
+start = time.monotonic()
+try:
+    connect(sys.argv[1], 1)
+except ClusterError as error:
+    print(f"{time.monotonic() - start:.1f} s: {error}")
+else:
+    print("joined")
+"""
+
+
+def run(env: Mapping[str, str], *arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *arguments], env=dict(env), cwd=ROOT, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-6000:]}"
+    return done.stdout
+
+
+def test_stages_on_two_nodes_of_a_cluster_that_others_started() -> None:
+    with ray_nodes(2, num_cpus=4) as nodes:
+        found = json.loads(run(nodes.env, "-m", "tests.executor.ray_nodes_driver", nodes.address).splitlines()[-1])
+        assert found["losses"] == found["local_losses"] and found["equal"]
+        assert (found["strategy"], found["bundle_nodes"]) == ("STRICT_SPREAD", 2)
+        assert found["sites"] == [[0, 0, 1], [1, 2, 3]]
+        assert (found["cpus"], found["free_while_running"], found["free"]) == ([4.0, 4.0], 4.0, 8.0)
+        assert found["groups"] == ["REMOVED"]
+
+        wrong = run({**nodes.env, "RAY_AUTH_TOKEN": "0123456789abcdef"}, "-c", CONNECT, nodes.address)
+        assert "no Ray cluster answers at" in wrong and "token this process has (RAY_AUTH_TOKEN" in wrong
+        assert run(nodes.env, "-c", CONNECT, nodes.address) == "joined\n"  # i.e. it was the token
+    assert not any(session_processes(session) for session in nodes.sessions)
+    host, _, port = nodes.address.partition(":")
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((host, int(port)), timeout=1)
+
+
+def test_an_address_where_nobody_listens() -> None:
+    address = f"127.0.0.1:{free_port()}"
+    start = time.monotonic()
+    told = run(own_environment(), "-c", CONNECT, address)
+    assert f"no Ray cluster answers at '{address}': [Errno 111] Connection refused. It must be" in told
+    assert "correct the address or the token, or leave both out" in told
+    assert time.monotonic() - start < 30  # of which starting Python and importing Ray is the most

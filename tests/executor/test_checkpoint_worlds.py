@@ -1,0 +1,92 @@
+"""Processes that write one item together, and groups of processes that write items of one checkpoint independently."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import jax
+import msgspec
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from alpa_lite.executor.checkpoint_item import read_leaves
+from alpa_lite.plan.checkpoint import ItemRecord
+from alpa_lite.plan.checkpoint_folder import CheckpointFolder
+from tests.executor.checkpoint_worker import values
+
+pytest.importorskip("orbax.checkpoint", reason="Orbax is not installed: pip install 'alpa-lite[checkpoint]'")
+pytestmark = pytest.mark.medium
+ROOT = Path(__file__).parents[2]
+
+
+class Worker:
+    """A process of ``checkpoint_worker``."""
+
+    def __init__(self, stack: ExitStack, log: Path, **request: Any) -> None:
+        self.log = log
+        with log.open("wb") as stderr:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "tests.executor.checkpoint_worker", json.dumps(request)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                text=True,
+                cwd=ROOT,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
+            )
+        stack.callback(self.process.communicate)
+        stack.callback(self.process.kill)
+
+    def ask(self, **order: Any) -> None:
+        self.process.stdin.write(json.dumps(order) + "\n")
+        self.process.stdin.flush()
+
+    def answer(self) -> Any:
+        while line := self.process.stdout.readline():
+            if line.startswith("{"):  # gloo speaks on stdout too
+                return json.loads(line)
+        raise AssertionError(self.log.read_text()[-4000:])
+
+
+def test_two_processes_write_one_item_and_a_third_another_one(tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    root = CheckpointFolder(tmp_path / "checkpoints", keep=2)
+    with ExitStack() as stack:
+        pair = {"address": address, "item": "submesh_0", "rows": [0, 4]}
+        workers = [Worker(stack, tmp_path / f"{k}.log", process=k, **pair) for k in range(2)]
+        workers.append(Worker(stack, tmp_path / "2.log", process=0, address="", item="submesh_1", rows=[4, 8]))
+        for step in (1, 2, 3):
+            folder = root.begin(step)
+            for worker in workers:
+                worker.ask(folder=str(folder), step=step)
+            first, second, third = (msgspec.convert(worker.answer(), ItemRecord) for worker in workers)
+            assert first.leaves == second.leaves and first.files and not second.files
+            assert {name.partition("/")[0] for name in first.files} >= {"ocdbt.process_0", "ocdbt.process_1"}
+            root.commit(step, [first, third], plan_text="{}\n")
+        assert root.steps() == (2, 3)
+        for worker in workers:
+            worker.ask(restore=str(root.root), step=3)
+        assert [worker.answer() for worker in workers] == [{"restored": True}] * 3
+    manifest = root.read(3, verify=True)
+    mesh = Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("p", "q"))
+    whole = values(3)
+    wanted = {
+        path: jax.ShapeDtypeStruct(
+            value.shape, value.dtype, sharding=NamedSharding(mesh, P(*("pq"[: value.ndim == 2])))
+        )
+        for path, value in whole.items()
+    }
+    got = read_leaves(root.path(3), manifest, wanted)
+    for path, value in whole.items():
+        assert np.asarray(got[path]).tobytes() == value.tobytes()

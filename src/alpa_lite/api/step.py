@@ -16,7 +16,7 @@ from alpa_lite.api.bound import JIT_SETTINGS, Parallelized, Trees, staged_for, t
 from alpa_lite.api.checkpoint import argument_tree, check_saved, checked_step, checkpoint_folder
 from alpa_lite.api.request import Request
 from alpa_lite.cluster.cluster import Cluster as ClusterData
-from alpa_lite.errors import ArgumentsError, user_line
+from alpa_lite.errors import ArgumentsError, CheckpointError, user_line
 from alpa_lite.executor.calibrate import local_cluster
 from alpa_lite.executor.local import CompiledStep, RunnableStep, SignatureChanged, local_mesh, runnable
 from alpa_lite.executor.pipeline import CompiledPipeline, RunnablePipeline, runnable_pipeline
@@ -148,6 +148,7 @@ class ParallelStep(Parallelized):
             >>> state = al.parallelize(train_step, plan=other_plan).restore("checkpoints")  # after .plan(*shapes)
         """
         _, planned = self._known_plan("step.save")
+        self._check_here("step.save")
         check_saved(state, planned, argnum)
         return Saving(checkpoint_folder(dir, "step.save(dir, state)"), checked_step(step), state, planned).wait()
 
@@ -163,9 +164,17 @@ class ParallelStep(Parallelized):
             CheckpointError: there is no such checkpoint, it is damaged, or holds another state.
         """
         _, planned = self._known_plan("step.restore")
+        self._check_here("step.restore")
         tree = argument_tree(planned, argnum)
         leaves, _ = restored(checkpoint_folder(dir, "step.restore(dir)"), step, planned, argnum)
         return jax.tree_util.tree_unflatten(tree, leaves)
+
+    def _check_here(self, call: str) -> None:
+        if self._ray is not None:
+            raise CheckpointError(
+                f"{call} was called for a step with executor='ray', whose state lies on workers. It works on the devices of this "
+                f"process. At {user_line()}. Fetch the state (np.asarray), and save it with a step of executor='local'."
+            )
 
     def _known_plan(self, call: str) -> tuple[tuple[Traced, Plan] | None, Plan]:
         """The plan, with the step that was traced for it if one was."""

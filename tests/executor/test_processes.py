@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import random
 import re
 import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,32 +19,46 @@ import numpy as np
 import pytest
 
 import alpa_lite as al
+from examples import mlp
+from examples.cluster import train
 from tests.executor.exported_steps import batch, state, step
 from tests.executor.job_worker import flat, pipelined, weights_and_x
 
-TIMEOUT_S = 120
+TIMEOUT_S = 240  # on a busy machine
 
 
 def job(case: str, folder: Path, num_processes: int, devices_each: int) -> list[Any]:
     """What every process of the job returned."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    start = [sys.executable, "-m", "tests.executor.job_worker", case]
+    rest = [str(num_processes), str(devices_each), str(free_port(range(20_000, 60_000))), str(folder)]
+    run_all([[*start, str(rank), *rest] for rank in range(num_processes)], [{}] * num_processes, folder)
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(num_processes)]
+
+
+def free_port(ports: range) -> int:
+    for port in random.sample(ports, 100):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    pytest.fail("no free port")
+
+
+def run_all(commands: list[list[str]], environments: list[dict[str, str]], folder: Path) -> list[str]:
+    """What the processes of a job said on stdout and stderr; all of them have to end well."""
+    logs = [folder / f"{rank}.log" for rank in range(len(commands))]
     ranks: list[subprocess.Popen[bytes]] = []
-    logs = [folder / f"{rank}.log" for rank in range(num_processes)]
     try:
-        for rank, log in enumerate(logs):
-            command = [sys.executable, "-m", "tests.executor.job_worker", case]
-            command += [str(rank), str(num_processes), str(devices_each), str(port), str(folder)]
+        for command, more, log in zip(commands, environments, logs, strict=True):
             with log.open("wb") as out:
-                ranks.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=out, stderr=out))
+                env = {**os.environ, **more}
+                ranks.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=out, stderr=out, env=env))
         end = time.monotonic() + TIMEOUT_S
         while any(rank.poll() is None for rank in ranks):
             said = [log.read_text(errors="replace")[-3000:] for log in logs]
             assert time.monotonic() < end and not any(rank.poll() for rank in ranks), said
             time.sleep(0.02)
-        assert [rank.returncode for rank in ranks] == [0] * num_processes
-        return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(num_processes)]
+        assert [rank.returncode for rank in ranks] == [0] * len(ranks)
+        return [log.read_text(errors="replace") for log in logs]
     finally:
         for process in ranks:
             process.kill()
@@ -99,3 +116,24 @@ def test_what_a_job_cannot_run_is_refused_in_every_process(tmp_path):
             assert re.search(pattern, said[name], re.DOTALL), (name, said[name])
     assert first["after"] == second["after"] == "128.0"  # the job goes on
     assert re.search(r"ArgumentsError: .*process 1 made no such call within 1 s\. ", first["absent"])
+
+
+@pytest.mark.medium
+def test_the_example_trains_as_slurm_starts_it(tmp_path):
+    example = mlp.make()
+    state, expected = example.init(jax.random.key(0)), []
+    for index in range(3):
+        state, metrics = jax.jit(example.train_step)(state, example.batch(index))
+        expected.append(float(metrics["loss"]))
+    # JAX takes the coordinator's port from the job's number (JAX 0.10.2).
+    slurm = {"SLURM_JOB_ID": str(free_port(range(61_440, 65_536)) - 61_440), "SLURM_STEP_NODELIST": "localhost"}
+    slurm |= {"SLURM_NTASKS": "2", "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2"}
+    environments = [slurm | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(2)]
+    script = Path(train.__file__)
+    first, second = run_all([[sys.executable, str(script), "--steps", "3"]] * 2, environments, tmp_path)
+    assert "2x2:cpu" in first and "loss" not in second
+    losses = [float(text) for text in re.findall(r"^step +\d+  loss ([\d.]+)$", first, re.MULTILINE)]
+    assert losses == pytest.approx(expected, rel=1e-4)
+    batch_script = script.with_name("slurm_jax.sh")
+    subprocess.run(["bash", "-n", str(batch_script)], check=True, timeout=60)
+    assert "examples/cluster/train.py --size base --steps 100 --cluster 2x8:h100-sxm" in batch_script.read_text()

@@ -7,6 +7,7 @@ it is Python code: programs are ``jax.export`` artefacts, everything else is JSO
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,7 +16,6 @@ import msgspec
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from alpa_lite import __version__
 from alpa_lite.cluster.cluster import Cluster
 from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.errors import WorkerError
@@ -123,7 +123,7 @@ def make_parcel(plan: Plan, traced: Traced, staged: StagedStep | None) -> Parcel
         calls=text,
         digest=digest_text(text.encode()),
         jax_version=jax.__version__,
-        alpa_lite_version=__version__,
+        alpa_lite_version=importlib.metadata.version("alpa-lite"),
         wide=any(leaf.value.dtype in _WIDE for leaf in (*plan.inputs, *plan.outputs)),
     )
 
@@ -141,7 +141,7 @@ def read_parcel(data: bytes) -> Parcel:
             f"a worker was given a step that it cannot read: {error}. Driver and workers must have the same alpa_lite. Install "
             "the same version on all hosts."
         ) from error
-    check_version(parcel.alpa_lite_version, __version__, "alpa_lite")
+    check_version(parcel.alpa_lite_version, importlib.metadata.version("alpa-lite"), "alpa_lite")
     check_version(parcel.jax_version, jax.__version__, "JAX")
     found = {digest: digest_text(program) for digest, program in parcel.programs.items()}
     found[parcel.digest] = digest_text(parcel.calls.encode())

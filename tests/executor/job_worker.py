@@ -67,6 +67,27 @@ def three_steps(folder: Path) -> dict[str, Any]:
     }
 
 
+def checkpoints(folder: Path) -> dict[str, Any]:
+    """A state of global arrays and one of host values, saved together; the disk fails in the first process once."""
+    run = al.parallelize(step, pins=PINS)
+    run.plan(state(), batch())
+    now, _ = run(state(), batch())
+    paths = [run.save(folder / "checkpoints", now, step=1), run.save(folder / "checkpoints", state(), step=0)]
+    back = run.restore(folder / "checkpoints")
+    found = {
+        path: is_key(x) or x.sharding == y.sharding
+        for (path, x), y in zip(flat(back).items(), jax.tree.leaves(now), strict=True)
+    }
+    refused = message(lambda: run.save(folder / "file", now, step=2))
+    _, loss = run(back, batch())
+    return {
+        "paths": [path.name for path in paths],
+        "kept": all(found.values()),
+        "loss": float(loss),
+        "refused": refused,
+    }
+
+
 def in_parts(whole: np.ndarray, sharding: NamedSharding, mine: slice) -> jax.Array:
     """Of what is split by rows the process gives its own rows."""
     held = whole[mine] if sharding.spec and sharding.spec[0] else whole
@@ -167,7 +188,12 @@ def main(case: str, process: str, count: str, devices: str, port: str, folder: s
     address = f"127.0.0.1:{port}"
     jax.distributed.initialize(address, int(count), int(process), initialization_timeout=60)
     try:
-        found = {"three_steps": three_steps, "placements": placements, "refusals": refusals}[case](Path(folder))
+        found = {
+            "three_steps": three_steps,
+            "checkpoints": checkpoints,
+            "placements": placements,
+            "refusals": refusals,
+        }[case](Path(folder))
         (Path(folder) / f"{process}.json").write_text(json.dumps(found))
     except BaseException:
         traceback.print_exc()

@@ -18,10 +18,14 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import alpa_lite as al
 from alpa_lite.executor.checkpoint_item import read_leaves
 from alpa_lite.plan.checkpoint import ItemRecord
 from alpa_lite.plan.checkpoint_folder import CheckpointFolder
+from tests.executor import exported_steps
+from tests.executor.checkpoint_states import assert_equal
 from tests.executor.checkpoint_worker import values
+from tests.executor.test_processes import job
 
 pytest.importorskip("orbax.checkpoint", reason="Orbax is not installed: pip install 'alpa-lite[checkpoint]'")
 pytestmark = pytest.mark.medium
@@ -90,3 +94,20 @@ def test_two_processes_write_one_item_and_a_third_another_one(tmp_path):
     got = read_leaves(root.path(3), manifest, wanted)
     for path, value in whole.items():
         assert np.asarray(got[path]).tobytes() == value.tobytes()
+
+
+def test_a_job_saves_and_restores_as_one_process_does(tmp_path):
+    (tmp_path / "file").write_text("")
+    first, second = job("checkpoints", tmp_path, 2, 2)
+    assert first["paths"] == ["step_00000001", "step_00000000"] and first["kept"] and second["kept"]
+    assert first == second and "step 2 could not be written" in first["refused"]
+    assert [p.name for p in (tmp_path / "checkpoints").glob(".*")] == []
+    step = al.parallelize(exported_steps.step, plan=al.load_plan(tmp_path / "checkpoints/step_00000001/plan.json"))
+    step.plan(exported_steps.state(), exported_steps.batch())
+    at_start, after = (step.restore(tmp_path / "checkpoints", step=number) for number in (0, 1))
+    for one, other in zip(jax.tree.leaves(at_start), jax.tree.leaves(exported_steps.state()), strict=True):
+        assert_equal(one, other)
+    expected, _ = step(exported_steps.state(), exported_steps.batch())
+    for one, other in zip(jax.tree.leaves(after), jax.tree.leaves(expected), strict=True):
+        assert_equal(one, other)
+    assert float(step(after, exported_steps.batch())[1]) == first["loss"]

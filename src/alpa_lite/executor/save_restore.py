@@ -1,23 +1,27 @@
 """The state of a step on this process's devices to a checkpoint, and back in the layouts of any plan.
 
 In: a pytree of arrays, of which some may be ``StagedArray``s, whose parts lie on several submeshes. Out: one item per submesh.
-Back: each leaf, or its rows, read by the devices of its stage alone.
+Back: each leaf, or its rows, read by the devices of its stage alone. In a ``jax.distributed`` job of several processes all of
+them save and restore together; the first one begins and completes checkpoints, and tells the others by the job's key-value store.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from alpa_lite._jax_compat import JobStore
 from alpa_lite.errors import CheckpointError
 from alpa_lite.executor.checkpoint_item import ItemWriter, read_leaves
 from alpa_lite.executor.local import local_mesh
+from alpa_lite.executor.processes import placed
 from alpa_lite.executor.staged_array import StagedArray
 from alpa_lite.executor.state_rows import leaf_rows, whole_leaves, whole_types
 from alpa_lite.lowering.lower import partition_spec
@@ -29,6 +33,8 @@ from alpa_lite.plan.leaf_rows import rows_path, split_path
 from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.records import Leaf
 from alpa_lite.trace.paths import leaf_paths
+
+_WAIT_S = 1200.0  # for processes of a job that are busy
 
 
 class Saving:
@@ -56,7 +62,8 @@ class Saving:
         self._folder, self._step, self._plan, self._position, self._extra = folder, step, plan, position, extra
         self._done: Path | None = None
         self._writers: list[ItemWriter] = []
-        unfinished = folder.begin(step)
+        self._first = _FirstProcess()
+        unfinished = Path(self._first.tells("folder", lambda: str(folder.begin(step))))
         try:
             for number, leaves in enumerate(_by_submesh(state)):
                 writer = ItemWriter()
@@ -74,7 +81,7 @@ class Saving:
         """
         if self._done is None:
             try:
-                if any(writer.poll() is None for writer in self._writers):
+                if any(writer.poll() is None for writer in self._writers) or not self._first.told("path"):
                     return None
             except CheckpointError:
                 self._give_up()
@@ -85,24 +92,72 @@ class Saving:
         """The checkpoint's folder, when it is complete; raises as ``poll``."""
         if self._done is None:
             try:
-                items = [writer.wait() for writer in self._writers]
+                if not self._first.mine:
+                    for writer in self._writers:
+                        writer.wait()
+                self._done = Path(self._first.tells("path", self._commit))
             except BaseException:
                 self._give_up()
                 raise
-            self._done = self._folder.commit(
-                self._step,
-                items,
-                plan_text=encode_plan(self._plan).decode(),
-                identity=self._plan.identity,
-                position=self._position,
-                extra=self._extra,
-            )
         return self._done
+
+    def _commit(self) -> str:
+        path = self._folder.commit(
+            self._step,
+            [writer.wait() for writer in self._writers],
+            plan_text=encode_plan(self._plan).decode(),
+            identity=self._plan.identity,
+            position=self._position,
+            extra=self._extra,
+        )
+        return str(path)
 
     def _give_up(self) -> None:
         for writer in self._writers:  # none must still be writing when the folder goes
             writer.end()
         self._folder.abandon(self._step)
+
+
+class _FirstProcess:
+    """What the first process of a job does for all, and tells them; alone, a process does it for itself.
+
+    Attributes:
+        mine: whether this is the first process.
+    """
+
+    def __init__(self) -> None:
+        self.mine, self._store = jax.process_index() == 0, None
+        if jax.process_count() > 1:
+            self._store = JobStore()
+            number = self._store.increment(f"alpa_lite/saves/{jax.process_index()}")
+            self._prefix = f"alpa_lite/saves/told/{number}"
+
+    def tells(self, what: str, do: Callable[[], str]) -> str:
+        """The result of ``do`` in the first process, in all of them; also when it raises."""
+        if self._store is None:
+            return do()
+        key = f"{self._prefix}/{what}"
+        if self.mine:
+            try:
+                found = do()
+            except Exception as error:
+                self._store.set(key, f"!{error}")
+                raise
+            self._store.set(key, f"={found}")
+            return found
+        text = self._store.get(key, _WAIT_S)
+        if text is None:
+            raise CheckpointError(
+                f"process 0 of this jax.distributed job did not say within {_WAIT_S:g} s what became of a checkpoint. All "
+                "processes must save the same state at the same step. Correct the calls, and see what process 0 says."
+            )
+        if text.startswith("!"):
+            raise CheckpointError(text[1:])
+        return text[1:]
+
+    def told(self, what: str) -> bool:
+        """Whether ``tells`` returns at once, or does the work here."""
+        return self._store is None or self.mine or self._store.get(f"{self._prefix}/{what}", 1e-3) is not None
 
 
 def _by_submesh(state: Any) -> list[dict[str, jax.Array]]:
@@ -120,8 +175,14 @@ def _by_submesh(state: Any) -> list[dict[str, jax.Array]]:
     return [groups[devices] for devices in sorted(groups)]
 
 
+def _on_all_devices() -> NamedSharding:
+    return NamedSharding(Mesh(np.array(jax.devices()), ("devices",)), PartitionSpec())
+
+
 def _parts(path: str, leaf: Any) -> list[tuple[str, jax.Array]]:
     if not isinstance(leaf, StagedArray):
+        if jax.process_count() > 1 and not (isinstance(leaf, jax.Array) and not leaf.is_fully_addressable):
+            leaf = placed(leaf, _on_all_devices())  # the same value in every process
         return [(path, leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf))]
     parts, start = [], 0
     for part in leaf.parts:

@@ -62,6 +62,21 @@ def test_every_sweep_gives_a_valid_bound_and_says_which(copies: bool) -> None:
             last = value
 
 
+@pytest.mark.parametrize("copies", [False, True])
+def test_hastened_messages_give_valid_bounds(copies: bool) -> None:
+    for seed in range(40):
+        core = random_core(seed, copies=copies)
+        messages, best, before = messages_of(core, copies=copies), optimum(core), 0.0
+        for count in range(12):
+            given = messages._values.copy()
+            messages.hasten(0.5)
+            assert (messages._values == given + (0.5 * (given - before) if count else 0.0)).all(), seed
+            before = given
+            value = messages.sweep()
+            assert value == pytest.approx(messages.exact_bound(), abs=1e-8), seed
+            assert value + core.constant <= best + 1e-8, seed
+
+
 def test_trees_are_solved_to_the_optimum() -> None:
     for seed in range(40):
         core = random_core(seed, tree=True)

@@ -27,7 +27,8 @@ def started(problem: IntraOpProblem, sweeps: int, picks: list[int]) -> tuple[Sea
     messages = Messages.zero(core, found.unary, found.costs, tie(core, None))
     for _ in range(sweeps):
         found.bound = messages.sweep() + core.constant
-    found.offer(picks)
+    if picks or not core.num_nodes:
+        found.offer(picks)
     return found, messages
 
 
@@ -57,6 +58,32 @@ def test_equals_brute_force_from_any_choice(monkeypatch: pytest.MonkeyPatch) -> 
             partly += found.upper < before - 1e-9 and kept < sum(map(len, core.unary))
     assert better > 300
     assert partly > 100  # where states were excluded and something cheaper was left
+
+
+def test_a_guess_proves_the_optimum_that_it_holds_and_else_bounds_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rest, "_GAP", math.inf)
+    monkeypatch.setattr(rest, "_SHRUNK", math.inf)
+    proven = better = 0
+    for seed in range(150):
+        problem = random_problem(seed, limited=False)
+        best, _ = brute_force(problem)
+        if math.isinf(best):
+            continue
+        for guess in (0.0, 0.3, 0.9, 1.1, 3.0):
+            found, messages = started(problem, 1, [])
+            lacks = best - found.bound
+            if lacks < 1e-6:
+                continue
+            assert prove_rest(found, messages, guess * lacks) == (guess > 1.0), seed
+            assert found.bound <= best + 1e-9, seed
+            if guess > 1.0:
+                assert found.upper == found.bound == pytest.approx(best), seed
+                proven += 1
+            elif found.picks is not None:
+                assert found.upper >= best - 1e-9, seed
+                better += found.bound > best - lacks + 1e-9
+    assert proven > 25
+    assert better > 20
 
 
 def test_what_is_left_has_the_costs_of_the_core() -> None:

@@ -8,13 +8,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from alpa_lite.intraop import search
+from alpa_lite.intraop import rest, search
+from alpa_lite.intraop.core import extract_core, finite
 from alpa_lite.intraop.graph import CostGraph
 from alpa_lite.intraop.messages import Messages
 from alpa_lite.intraop.presolve import presolve
 from alpa_lite.intraop.problem import Edge, IntraOpProblem
 from alpa_lite.intraop.solve import _is_wide, solve
 from alpa_lite.intraop.state import Search
+from alpa_lite.intraop.tie import tie
 from tests.intraop.problems import brute_force
 
 
@@ -123,25 +125,23 @@ def test_states_are_compared_but_for_what_messages_exclude(
     assert looks
 
 
-def test_no_choice_is_looked_for_while_the_bound_rises_fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    bounds: list[float] = []
-    tries: list[int] = []
-    sweep, try_from = Messages.sweep, Search.try_from
+def test_thin_cores_are_proven_by_elimination_of_what_a_guess_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    tries: list[list[int]] = []
+    monkeypatch.setattr(Search, "try_from", lambda _, start, **__: tries.append(start))
+    monkeypatch.setattr(rest, "_GAP", 1.0)  # as of a larger core
+    found = solve(grid(8, 8))
+    assert (found.status, len(found.trace)) == ("optimal", 1)
+    assert not tries
 
-    def swept(messages: Messages) -> float:
-        bounds.append(sweep(messages))
-        return bounds[-1]
 
-    def tried(of: Search, start: list[int], **options: bool) -> None:
-        tries.append(len(bounds))
-        try_from(of, start, **options)
+def test_hastened_messages_need_half_the_sweeps() -> None:
+    core = extract_core(CostGraph(grid(10, 10), memory=False))
 
-    monkeypatch.setattr(Messages, "sweep", swept)
-    monkeypatch.setattr(Search, "try_from", tried)
-    monkeypatch.setattr(search, "_STEEP", 1e-3)  # as of a larger core
-    assert solve(grid(8, 8)).status == "optimal"
-    first = tries[0]
-    rises = [(bounds[n - 1] - bounds[n - 6]) / bounds[n - 1] for n in range(10, first + 1, 5)]
-    assert len(rises) > 1
-    assert all(rise > search._STEEP for rise in rises[:-1])
-    assert rises[-1] <= search._STEEP
+    def bound(share: float, sweeps: int) -> float:
+        messages = Messages.zero(core, *finite(core), tie(core, None))
+        for _ in range(sweeps):
+            messages.hasten(share)
+            value = messages.sweep()
+        return value
+
+    assert bound(search._HASTE, 20) > bound(0.0, 30)

@@ -33,7 +33,9 @@ _BEAM = 100
 _BEAM_GAP = 0.1  # above it a beam finds nothing better than what is known
 _ANYTHING = 1e300  # a slack that keeps out what is forbidden alone
 _LATE = 60  # sweeps after which thin cores are searched along the frontier as well
-_STEEP = 6e-3  # what five sweeps add to a bound that soon excludes much more: no choice is looked for yet in thin cores
+_HASTE = 0.8  # of what a sweep over thin cores changed, by which messages are moved on
+_GUESS = 0.4  # of what five such sweeps added to the bound, for what it lacks still
+_PATIENT = 30  # sweeps before which no choice is looked for in thin cores but by elimination
 _QUICK_ENTRIES = 8_000_000  # of the tables of an elimination that takes less time than a search
 _NODE_ENTRIES = 6000  # the same per node: sweeps over small cores, and what they leave, take less time still
 _NARROW_EDGE = 64  # mean entries of an edge, above which large cores are not narrow, and to find that out takes a while
@@ -205,8 +207,10 @@ def _sweep(
     """Sweeps until the gap is closed or further sweeps do not pay; ``beams``: with searches along the frontier."""
     wanted, every = (rel_gap, 5) if small else (_LARGE_GAP, 4)
     before = -math.inf
-    waits = beams and small and search.core.memory is None and _is_thin(search.core) and search.picks is None
+    waits = hastened = beams and small and search.core.memory is None and search.picks is None and _is_thin(search.core)
     for count in range(1, most + 1):
+        if hastened and count <= _PATIENT:
+            messages.hasten(_HASTE)
         tries = not waits and not count % every and (count >= 3 * every or search.picks is None)
         back = tries and (search.picks is None or count // every % 2 == 1)  # in turn; a first choice either way
         if back:
@@ -218,10 +222,13 @@ def _sweep(
         search.bound = max(search.bound, value)
         if count % every and not search.out_of_time:
             continue
-        waits = waits and (before == -math.inf or value - before > _STEEP * abs(value))
-        if waits and count < most and not search.out_of_time:
-            before = value
-            continue
+        if waits:
+            if prove_rest(search, messages, _GUESS * (value - before)) or search.gap <= search.tolerance(wanted):
+                return
+            waits = search.picks is None and count < _PATIENT
+            if count < most and not search.out_of_time:
+                before = value
+                continue
         if (tries and not back) or search.picks is None or search.out_of_time:
             search.try_from(messages.pick())
         if beams and small and count > every and search.core.memory is None and search.gap > search.tolerance(wanted):

@@ -108,7 +108,7 @@ def test_joins_in_parts_are_those_at_once(at_once: int, monkeypatch: pytest.Monk
     monkeypatch.setattr(tables, "_JOINED_AT_ONCE", at_once)
     a, b = np.random.default_rng(0).random((2, 7, 5))
     a[2, 3] = np.inf
-    assert (tables.min_plus(a, b.T) == (a[:, :, None] + b.T).min(1)).all()
+    assert (tables.min_plus(a.T, b.T) == (a[:, :, None] + b.T).min(1)).all()
 
 
 @pytest.mark.parametrize("scale", [1e-9, 1.0, 1e12])

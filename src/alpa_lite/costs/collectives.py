@@ -22,9 +22,7 @@ replaces the formula for groups inside a host.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
 from alpa_lite.cluster.cluster import Cluster
 from alpa_lite.core.collective import CollectiveKind
@@ -142,6 +140,9 @@ def _measured(cluster: Cluster, group: Group, kind: CollectiveKind, inner: bool 
     return measured.alpha_s, measured.beta_s_per_byte * ((here - 1) / here) / ((there - 1) / there)
 
 
+_Prices = dict[tuple[CollectiveKind, tuple[str, ...]], tuple[float, float]]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshCosts:
     """Seconds of collectives on one mesh of a cluster.
@@ -155,35 +156,34 @@ class MeshCosts:
 
     cluster: Cluster
     mesh: DeviceMesh
-    _table: Mapping[tuple[CollectiveKind, tuple[str, ...]], tuple[float, float]] = field(
-        init=False, repr=False, compare=False
-    )
-    _extra: Mapping[tuple[CollectiveKind, tuple[str, ...]], tuple[float, float]] = field(
-        init=False, repr=False, compare=False
-    )
+    # Each price is made when it is first asked for; of some meshes nobody asks for any.
+    _groups: dict[tuple[str, ...], Group] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _table: _Prices = field(default_factory=dict, init=False, repr=False, compare=False)
+    _extra: _Prices = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self.cluster.check_mesh(self.mesh)
-        names = self.mesh.axis_names
-        subsets = [axes for size in range(len(names) + 1) for axes in itertools.combinations(names, size)]
-        groups = {axes: group_of(self.cluster, self.mesh, axes) for axes in subsets}
-        for name, of in (("_table", _linear), ("_extra", _inner_extra)):
-            table = {
-                (kind, axes): of(self.cluster, group, kind) for axes, group in groups.items() for kind in CollectiveKind
-            }
-            object.__setattr__(self, name, MappingProxyType(table))
 
     def linear(self, kind: CollectiveKind, axes: tuple[str, ...]) -> tuple[float, float]:
         """``(alpha_s, beta_s_per_byte)``; zero over a single device, ``KeyError`` for an unknown axis."""
         found = self._table.get((kind, axes))
         if found is None:
-            self.mesh.axes_size(axes)
-            found = self._table[kind, self.mesh.sort_axes(axes)]
+            found = self._table[kind, axes] = _linear(self.cluster, self._group(axes), kind)
         return found
+
+    def _group(self, axes: tuple[str, ...]) -> Group:
+        self.mesh.axes_size(axes)
+        ordered = self.mesh.sort_axes(axes)
+        if ordered not in self._groups:
+            self._groups[ordered] = group_of(self.cluster, self.mesh, ordered)
+        return self._groups[ordered]
 
     def inner_extra(self, kind: CollectiveKind, axes: tuple[str, ...]) -> tuple[float, float]:
         """See ``CostModel``; zero without a calibration."""
-        return self._extra[kind, self.mesh.sort_axes(axes)]
+        found = self._extra.get((kind, axes))
+        if found is None:
+            found = self._extra[kind, axes] = _inner_extra(self.cluster, self._group(axes), kind)
+        return found
 
     def time_s(self, kind: CollectiveKind, axes: tuple[str, ...], size_bytes: Size) -> Size:
         """Seconds of one execution, for one size or an array of sizes."""

@@ -190,7 +190,7 @@ def level_sweeps(values: Array, unary: Sequence[Array], edges: Sequence[Edges]) 
         return None
     shapes = np.array([u.shape for u in unary], dtype=np.intp).T
     left, right = _one_by_one(shapes[1], edges, counts)
-    flat, flipped = ([m for a, n in zip(arrays, counts, strict=True) for m in [a.ravel()] * n] for arrays in sides)
+    flat, flipped = ([m for a, n in zip(arrays, counts, strict=True) for m in [a] * n] for arrays in sides)
     zero = len(values) - 1
     return LevelSweeps(
         values,
@@ -248,7 +248,7 @@ def _levels(
         shapes: of the costs of all groups, which lie behind one another: copies, and states.
         order: of the visits to groups, and ``numbers``: the level of every group.
         there, here: the ends of all edges that are visited first and last, see ``_one_by_one``.
-        costs: per edge, for every state here those of all states there.
+        costs: per edge, for every state here those of all states there; contiguous.
         zero: place of a 0.
     """
     groups = sorted(order, key=lambda group: numbers[group])
@@ -275,7 +275,7 @@ def _levels(
     owners = np.concatenate([np.arange(len(own)), _runs(to_state, wide), ahead_states])
     parts = np.concatenate([own, heard, ahead])[np.argsort(owners, kind="stable")]
     num_parts = np.bincount(owners, minlength=len(own))
-    all_costs = np.concatenate([costs[edge] for edge in by_here.tolist()]) if costs else np.zeros(0)
+    all_costs = np.frombuffer(b"".join([costs[edge] for edge in by_here.tolist()]))
     of_node, node_sizes = _starts(np.repeat(states, copies)), np.repeat(states, copies)
     num_behind, num_ahead = (
         np.bincount(np.searchsorted(of_node, begin), minlength=len(of_node)) for begin in (to_state, from_state)

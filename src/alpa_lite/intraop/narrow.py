@@ -10,7 +10,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
-from itertools import pairwise
 
 import numpy as np
 
@@ -88,13 +87,13 @@ def is_narrow(
 
 def _aligned(part: Array, dims: Sequence[int], num_dims: int) -> Array:
     """A table whose dims become those named, size 1 in all others."""
-    if len(dims) == num_dims == 1 or list(dims) == list(range(num_dims)):
+    rising = sorted(dims)
+    if rising != list(dims):
+        part = part.transpose(sorted(range(len(dims)), key=dims.__getitem__))
+    if len(dims) == num_dims:
         return part
-    if any(a > b for a, b in pairwise(dims)):
-        order = sorted(range(len(dims)), key=dims.__getitem__)
-        part, dims = part.transpose(order), [dims[d] for d in order]
     shape = [1] * num_dims
-    for dim, size in zip(dims, part.shape, strict=True):
+    for dim, size in zip(rising, part.shape, strict=True):
         shape[dim] = size
     return part.reshape(shape)
 

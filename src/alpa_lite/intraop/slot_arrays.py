@@ -19,6 +19,9 @@ from alpa_lite.intraop.slots import EdgeSlot, NodeSlot, Slots
 from alpa_lite.intraop.strategies import StrategySet
 
 _AT_ONCE = 4096  # entries of a matrix up to which its place in the tables is kept
+_THIN = (
+    64  # mean entries of a matrix up to which the places of all are found at once; larger ones would leave the cache
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -218,6 +221,28 @@ def _whole(conversions: Conversions, rank: int, dims: Sequence[int]) -> np.ndarr
     return np.array([not any(spec.dims[d] for d in dims) for spec in conversions.space(rank).specs], dtype=np.float64)
 
 
+def _places(
+    made: Sequence[np.ndarray], read: Sequence[np.ndarray], tables: Sequence[tuple[int, int]], sizes: np.ndarray
+) -> np.ndarray:
+    """Per entry of all matrices, ``sizes`` of each, its place in the tables, named by where they begin and how wide they are."""
+    if not len(sizes):
+        return np.zeros(0, dtype=np.int64)
+    if sizes.sum() > _THIN * len(sizes):
+        rows: dict[tuple[int, int], np.ndarray] = {}  # most values are made as others of their type are
+        places = []
+        for there, here, (begin, width) in zip(made, read, tables, strict=True):
+            row = rows.get((id(there), begin))
+            if row is None:
+                row = rows[id(there), begin] = (there * width + begin)[:, None]
+            places.append((row + here).ravel())
+        return np.concatenate(places)
+    deep, wide = (np.fromiter(map(len, ends), dtype=np.int64, count=len(ends)) for ends in (made, read))
+    begin, width = np.array(tables, dtype=np.int64).repeat(deep, axis=0).T
+    columns, first = wide.repeat(deep), (np.cumsum(wide) - wide).repeat(deep)
+    entries = (first - np.cumsum(columns) + columns).repeat(columns) + np.arange(int(columns.sum()))
+    return (np.concatenate(made) * width + begin).repeat(columns) + np.concatenate(read)[entries]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EdgeArrays:
     """Edge slots whose matrices are taken from the tables of conversions as they are, times a weight.
@@ -246,26 +271,20 @@ class EdgeArrays:
             width = len(conversions.space(len(kind[0])).specs)
             first[kind] = total, width
             total += width * width
-        rows: dict[tuple[int, object], np.ndarray] = {}  # most values are made as others of their type are
-        numbers, shapes, places, small = [], [], [], []
-        for place, (number, there, here, kind) in enumerate(zip(table.edges, made, read, table.types, strict=True)):
-            shape = len(there), len(here)
-            if shape[0] * shape[1] > _AT_ONCE:
-                continue
-            row = rows.get((id(there), kind))
-            if row is None:
-                begin, width = first[kind]
-                row = rows[id(there), kind] = (there * width + begin)[:, None]
-            places.append((row + here).ravel())
-            numbers.append(number)
-            shapes.append(shape)
-            small.append(place)
-        sizes = np.array([a * b for a, b in shapes], dtype=np.int64)
+        every = list(zip(map(len, made), map(len, read), strict=True))
+        small = [edge for edge, (rows, columns) in enumerate(every) if rows * columns <= _AT_ONCE]
+        shapes = [every[edge] for edge in small]
+        sizes = np.array([rows * columns for rows, columns in shapes], dtype=np.int64)
         return cls(
-            numbers=numbers,
+            numbers=[table.edges[edge] for edge in small],
             shapes=shapes,
             types=list(first),
-            place=np.concatenate(places) if places else np.zeros(0, dtype=np.int64),
+            place=_places(
+                [made[edge] for edge in small],
+                [read[edge] for edge in small],
+                [first[table.types[edge]] for edge in small],
+                sizes,
+            ),
             weight=np.repeat(table.edge_weight[small], sizes),
         )
 

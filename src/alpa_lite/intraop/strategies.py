@@ -189,7 +189,7 @@ class _Assignments:
         return found
 
     def _possible(self, mesh: DeviceMesh, sharded_contractions: bool) -> StrategySet:
-        possible = self.axes.met(mesh)[self.demands].all(axis=0)
+        possible = np.logical_and.reduce(self.axes.met(mesh)[self.demands], axis=0)
         there, columns, everywhere = self.axes.there(mesh)
         if not everywhere:
             possible &= (self.rows[:, np.logical_not(columns)] == UNUSED).all(axis=1)

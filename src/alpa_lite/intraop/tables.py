@@ -164,7 +164,7 @@ class Tables:
         """The numbers of all arrays that are not ``is_open``, few if any."""
         new = range(self._looked_at, len(self.arrays))
         self._looked_at = len(self.arrays)
-        costs = [n for n in new if self.arrays[n].dtype == np.float64 and self.arrays[n].size]
+        costs = [n for n in new if self.arrays[n].dtype.char == "d" and self.arrays[n].size]
         if costs:
             self._look_at(np.array(costs))
         self._closed.update(n for n in new if n not in self.open and not self.is_open(n))
@@ -173,8 +173,9 @@ class Tables:
     def _look_at(self, numbers: Array) -> None:
         """Tells of most costs that nothing is to be done of them, of all at once."""
         arrays = [self.arrays[n] for n in numbers.tolist()]
-        flat, sizes = np.concatenate([a.ravel() for a in arrays]), np.array([a.size for a in arrays])
-        rows = np.array([len(a) for a in arrays])  # of a vector, its entries
+        flat = np.frombuffer(b"".join(arrays))  # all are contiguous
+        sizes = np.array([a.size for a in arrays])
+        rows = np.array(list(map(len, arrays)))  # of a vector, its entries
         first, first_row, width = np.cumsum(sizes) - sizes, np.cumsum(rows) - rows, sizes // rows
         row_starts = np.repeat(first - first_row * width, rows) + np.arange(int(rows.sum())) * np.repeat(width, rows)
         least = np.minimum.reduceat(flat, row_starts)
@@ -241,7 +242,7 @@ class Tables:
         """``min_x m[x, y] + v[x] + n[x, z]`` for all y, z."""
         number = self.joins.get((v, m, n))
         if number is None:
-            joined = min_plus(self.arrays[m].T + self.arrays[v], self.arrays[n])
+            joined = min_plus(self.arrays[m] + self.arrays[v][:, None], self.arrays[n])
             number = self.joins[v, m, n] = self.intern(joined)
         return number
 
@@ -288,11 +289,11 @@ class Tables:
 
 
 def min_plus(a: Array, b: Array) -> Array:
-    """``min_x a[y, x] + b[x, z]``."""
-    columns, step = np.ascontiguousarray(a.T), max(1, _JOINED_AT_ONCE // b.size)
-    if len(a) <= step:  # with x first, whole tables are compared at once
-        return np.asarray(np.minimum.reduce(columns[:, :, None] + b[:, None], axis=0))
-    return np.concatenate([min_plus(a[p : p + step], b) for p in range(0, len(a), step)])
+    """``min_x a[x, y] + b[x, z]``; with x first, whole tables are compared at once."""
+    width, step = a.shape[1], max(1, _JOINED_AT_ONCE // b.size)
+    if width <= step:
+        return np.asarray(np.minimum.reduce(a[:, :, None] + b[:, None], axis=0))
+    return np.concatenate([min_plus(a[:, p : p + step], b) for p in range(0, width, step)])
 
 
 @lru_cache(maxsize=64)

@@ -21,7 +21,7 @@ from alpa_lite.errors import CheckpointError
 from alpa_lite.plan.identity import close_matches
 from alpa_lite.plan.json_text import json_text
 from alpa_lite.plan.leaf_rows import rows_path
-from alpa_lite.plan.manifest import FileDigest, digest_of
+from alpa_lite.plan.manifest import FileDigest, digests_of
 from alpa_lite.plan.records import PlanIdentity
 
 MANIFEST = "manifest.json"
@@ -228,14 +228,15 @@ def check_files(folder: Path, manifest: CheckpointManifest, items: Iterable[str]
         CheckpointError: a file is missing, cut short or changed.
     """
     wanted = None if items is None else tuple(f"{item}/" for item in items)
-    for name, expected in manifest.files.items():
-        if wanted is None or name.startswith(wanted):
-            _check_size(folder, name, expected)
-            found = digest_of(folder / name)
-            if found != expected:
-                raise _damaged(
-                    folder, f"{name!r} was changed ({found.sha256[:15]}..., written as {expected.sha256[:15]}...)"
-                )
+    files = {name: file for name, file in manifest.files.items() if wanted is None or name.startswith(wanted)}
+    for name, expected in files.items():
+        _check_size(folder, name, expected)
+    found = digests_of(folder / name for name in files)
+    for (name, expected), digest in zip(files.items(), found, strict=True):
+        if digest != expected:
+            raise _damaged(
+                folder, f"{name!r} was changed ({digest.sha256[:15]}..., written as {expected.sha256[:15]}...)"
+            )
 
 
 def _check_size(folder: Path, name: str, expected: FileDigest) -> None:

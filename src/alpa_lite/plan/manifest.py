@@ -6,7 +6,8 @@ In: a folder that is being written, or one that is read. Out: a ``Manifest``, an
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +21,7 @@ FORMAT = "alpa_lite.export"
 FORMAT_VERSION = 1
 PIPELINE = "instructions.csv"  # a file that exports of several stages have
 _CHUNK_BYTES = 2**20
+_THREADS = 8
 
 
 class _Contents(msgspec.Struct):
@@ -81,13 +83,16 @@ def digest_of(path: Path) -> FileDigest:
 
 def digests(folder: Path) -> dict[str, FileDigest]:
     """All files below ``folder`` by relative name, sorted; one that has several names is read once."""
-    read: dict[int, FileDigest] = {}
-    found = {}
-    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
-        inode = path.stat().st_ino
-        read[inode] = read.get(inode) or digest_of(path)
-        found[path.relative_to(folder).as_posix()] = read[inode]
-    return found
+    inodes = {path: path.stat().st_ino for path in sorted(p for p in folder.rglob("*") if p.is_file())}
+    some = {inode: path for path, inode in inodes.items()}
+    read = dict(zip(some, digests_of(some.values()), strict=True))
+    return {path.relative_to(folder).as_posix(): read[inode] for path, inode in inodes.items()}
+
+
+def digests_of(paths: Iterable[Path]) -> list[FileDigest]:
+    """Of several files, some at a time: digests are made outside of Python's lock."""
+    with ThreadPoolExecutor(_THREADS) as pool:
+        return list(pool.map(digest_of, paths))
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:

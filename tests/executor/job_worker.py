@@ -148,6 +148,7 @@ def refusals(folder: Path) -> dict[str, str]:
         "steps": lambda: al.parallelize(halve if me else double)(x),
         "plans": lambda: al.parallelize(double, pins={"0": P("x") if me else P(None, "x")})(x),
         "count": lambda: al.parallelize(double, plan=al.load_plan(folder / "plan.json"))(x),
+        "restored": lambda: al.parallelize(double, plan=al.load_plan(folder / "plan.json")).restore(folder),
         "stages": lambda: al.parallelize(pipelined, plan=al.load_plan(folder / "stages.json"))(*weights_and_x()),
         "calibrate": lambda: al.Cluster.local(calibrate=True),
     }

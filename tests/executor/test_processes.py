@@ -108,6 +108,7 @@ def test_what_a_job_cannot_run_is_refused_in_every_process(tmp_path):
         "steps": r"ArgumentsError: .*process 1 has step halve, process 0 step double\. .*Correct the calls",
         "plans": r"ArgumentsError: .*process 1 has plan sha256:\w+, process 0 plan sha256:\w+\. .*save one",
         "count": r"ClusterError: the plan's mesh .* has 4 devices, this jax.distributed job has 2 in 2 processes\..*Start",
+        "restored": r"ClusterError: the plan's mesh .* has 4 devices, this jax.distributed job has 2 in 2 processes",
         "stages": r"LayerError: a plan with 2 stages .* job of 2 processes\. .*num_stages=1.*one process",
         "calibrate": r"ClusterError: calibrate=True was given in a jax.distributed job of 2 processes\..*load_plan",
     }

@@ -165,6 +165,8 @@ class ParallelStep(Parallelized):
         """
         _, planned = self._known_plan("step.restore")
         self._check_here("step.restore")
+        if jax.process_count() > 1:
+            check_job(planned, self.__name__)
         tree = argument_tree(planned, argnum)
         leaves, _ = restored(checkpoint_folder(dir, "step.restore(dir)"), step, planned, argnum)
         return jax.tree_util.tree_unflatten(tree, leaves)

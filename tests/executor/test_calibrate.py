@@ -116,6 +116,13 @@ def test_local_cluster_is_this_process():
 
 
 @pytest.mark.medium
+def test_hosts_with_different_numbers_of_devices_are_refused(monkeypatch):
+    devices = [types.SimpleNamespace(process_index=process) for process in (0, 0, 1)]
+    monkeypatch.setattr(calibrate.jax, "devices", lambda: devices)
+    with pytest.raises(ClusterError, match=r"hosts of this job have \[1, 2\] devices.*same number"):
+        local_cluster()
+
+
 def test_calibrated_local_cluster_carries_the_record(record, monkeypatch):
     monkeypatch.setattr(calibrate, "measure", lambda: record)
     assert local_cluster(calibrate=True).calibration == record

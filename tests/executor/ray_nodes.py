@@ -84,6 +84,17 @@ def session_processes(session: int) -> list[int]:
     return found
 
 
+def listening_hosts(session: int) -> set[str]:
+    """Where the processes of a session accept connections, as /proc/net writes addresses (hexadecimal)."""
+    own = set()
+    for pid in session_processes(session):
+        for link in Path(f"/proc/{pid}/fd").glob("*"):
+            with contextlib.suppress(OSError):
+                own.add(os.readlink(link))
+    rows = [row.split() for name in ("tcp", "tcp6") for row in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
+    return {row[1].partition(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in own}
+
+
 def _start(arguments: Sequence[str], env: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
     fixed = ["--block", "--disable-usage-stats", "--node-ip-address=127.0.0.1", f"--object-store-memory={80 * 2**20}"]
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", *arguments, *fixed]

@@ -11,7 +11,14 @@ from collections.abc import Mapping
 
 import pytest
 
-from tests.executor.ray_nodes import ROOT, free_port, own_environment, ray_nodes, session_processes
+from tests.executor.ray_nodes import (
+    ROOT,
+    free_port,
+    listening_hosts,
+    own_environment,
+    ray_nodes,
+    session_processes,
+)
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
@@ -62,3 +69,24 @@ def test_an_address_where_nobody_listens() -> None:
     assert f"no Ray cluster answers at '{address}': [Errno 111] Connection refused. It must be" in told
     assert "correct the address or the token, or leave both out" in told
     assert time.monotonic() - start < 30  # of which starting Python and importing Ray is the most
+
+
+def test_a_cluster_that_is_started_here_listens_on_loopback_alone() -> None:
+    start = "import sys\nfrom alpa_lite.executor.ray.cluster import connect\nprint(connect(None, 2), connect(None, 2))"
+    env = own_environment() | {"RAY_AUTH_TOKEN": "0123456789abcdef"}
+    command = [sys.executable, "-c", f"{start}\nsys.stdout.flush()\nsys.stdin.read()"]
+    driver = subprocess.Popen(
+        command, env=env, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        assert driver.stdout is not None
+        assert driver.stdout.readline() == "True True\n"
+        hosts = listening_hosts(driver.pid)
+        assert hosts and hosts <= {"0100007F", "0000000000000000FFFF00000100007F"}, hosts
+    finally:
+        driver.communicate()
+    for _ in range(100):
+        if not session_processes(driver.pid):
+            return
+        time.sleep(0.1)
+    raise AssertionError(session_processes(driver.pid))

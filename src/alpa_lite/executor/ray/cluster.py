@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import ray
+from ray._private import ray_constants
 
 from alpa_lite.cluster.cluster import Cluster
 from alpa_lite.cluster.hardware import device_names
@@ -39,13 +41,14 @@ def connect(address: str | None, num_cpus: int) -> bool:
     if address is None:
         # Loopback alone, no dashboard: nothing of a laptop's session can be reached from elsewhere. Token authentication is
         # what the user's Ray says (on by default since 2.59).
-        _init(
-            address="local",
-            num_cpus=max(num_cpus, os.cpu_count() or 1),
-            include_dashboard=False,
-            _node_ip_address="127.0.0.1",
-            object_store_memory=_OBJECT_STORE_BYTES,
-        )
+        with _on_loopback():
+            _init(
+                address="local",
+                num_cpus=max(num_cpus, os.cpu_count() or 1),
+                include_dashboard=False,
+                _node_ip_address="127.0.0.1",
+                object_store_memory=_OBJECT_STORE_BYTES,
+            )
         return True
     try:
         _check_listens(address)
@@ -65,6 +68,25 @@ def _check_listens(address: str) -> None:
     host, _, port = address.rpartition(":")
     if host and port.isdigit() and "://" not in address:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
+
+
+@contextlib.contextmanager
+def _on_loopback() -> Iterator[None]:
+    """What Ray starts meanwhile listens at 127.0.0.1 alone, as it does on macOS and Windows.
+
+    On Linux Ray 2.60 replaces that address by the host's own, and listens on all interfaces; this is the switch that it has for
+    the other systems. It reads its environment variable at import, so the value is set too.
+    """
+    name, value = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR, ray_constants.ENABLE_RAY_CLUSTER
+    given = os.environ.get(name)
+    os.environ[name], ray_constants.ENABLE_RAY_CLUSTER = "0", False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = value
+        os.environ.pop(name)
+        if given is not None:
+            os.environ[name] = given
 
 
 def _init(**settings: Any) -> None:

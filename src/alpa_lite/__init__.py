@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 # `al.plan` is a function, `alpa_lite.plan` a package. The package is loaded once here and its name released, so that
 # `__getattr__` below finds the function; `from alpa_lite.plan.x import y` goes through sys.modules and is not affected.
 import alpa_lite.plan  # noqa: F401
+from alpa_lite._version import __version__ as __version__
 
 del globals()["plan"]
 
@@ -22,15 +23,20 @@ if TYPE_CHECKING:
     from alpa_lite import schedule as schedule
     from alpa_lite.api import Checkpoint as Checkpoint
     from alpa_lite.api import Cluster as Cluster
+    from alpa_lite.api import Elastic as Elastic
+    from alpa_lite.api import FitResult as FitResult
     from alpa_lite.api import ParallelStep as ParallelStep
     from alpa_lite.api import PlanTarget as PlanTarget
     from alpa_lite.api import RayExecutor as RayExecutor
+    from alpa_lite.api import StepReport as StepReport
+    from alpa_lite.api import fit as fit
     from alpa_lite.api import graph as graph
     from alpa_lite.api import load_export as load_export
     from alpa_lite.api import load_plan as load_plan
     from alpa_lite.api import parallelize as parallelize
     from alpa_lite.api import plan as plan
     from alpa_lite.errors import AlpaLiteError as AlpaLiteError
+    from alpa_lite.errors import NotFiniteError as NotFiniteError
     from alpa_lite.errors import WorkerLost as WorkerLost
     from alpa_lite.executor.ray.remote_array import RemoteArray as RemoteArray
     from alpa_lite.lowering.reshard import conversion as conversion
@@ -45,20 +51,23 @@ if TYPE_CHECKING:
     from alpa_lite.trace.stage_pin import pin_stage as pin_stage
     from alpa_lite.trace.user_op import register_rule as register_rule
 
-__version__ = "0.1.0"
-
 # Public names are loaded on first use, so that `import alpa_lite` does not import JAX or the solver.
 _PUBLIC = {
     "AlpaLiteError": "alpa_lite.errors",
     "Checkpoint": "alpa_lite.api",
     "Cluster": "alpa_lite.api",
+    "Elastic": "alpa_lite.api",
+    "FitResult": "alpa_lite.api",
+    "NotFiniteError": "alpa_lite.errors",
     "ParallelStep": "alpa_lite.api",
     "Plan": "alpa_lite.plan.plan",
     "PlanOptions": "alpa_lite.planner.options",
     "PlanTarget": "alpa_lite.api",
     "RayExecutor": "alpa_lite.api",
     "RemoteArray": "alpa_lite.executor.ray.remote_array",
+    "StepReport": "alpa_lite.api",
     "WorkerLost": "alpa_lite.errors",
+    "fit": "alpa_lite.api",
     "conversion": "alpa_lite.lowering.reshard",
     "grad": "alpa_lite.trace.microbatch",
     "graph": "alpa_lite.api",

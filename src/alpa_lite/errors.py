@@ -127,6 +127,14 @@ class WorkerError(AlpaLiteError):
     """A worker cannot do what it was asked for: another version, a damaged parcel, no such device."""
 
 
+class NotFiniteError(AlpaLiteError):
+    """A metric is NaN or infinite; ``position`` is that of its batch."""
+
+    def __init__(self, message: str, position: int = 0) -> None:
+        super().__init__(message)
+        self.position = position
+
+
 class WorkerLost(AlpaLiteError):
     """A worker died, hangs or lost its host. ``position`` is the number of steps that had ended before, from where to resume."""
 

@@ -9,7 +9,9 @@ from os import PathLike
 from typing import Any, overload
 
 from alpa_lite.api.bound import Trees, plain, traced_for
-from alpa_lite.api.checkpoint import Checkpoint as Checkpoint
+from alpa_lite.api.checkpoint import Checkpoint
+from alpa_lite.api.elastic import Elastic
+from alpa_lite.api.fit import FitResult, StepReport, fit
 from alpa_lite.api.given import (
     argnames,
     argnums,
@@ -262,10 +264,15 @@ def load_export(out_dir: str | PathLike[str], rank: int) -> ExportedPart | Expor
 
 
 __all__ = [
+    "Checkpoint",
     "Cluster",
+    "Elastic",
+    "FitResult",
     "ParallelStep",
     "PlanTarget",
     "RayExecutor",
+    "StepReport",
+    "fit",
     "graph",
     "load_export",
     "load_plan",

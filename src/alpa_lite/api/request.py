@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from alpa_lite import __version__
+from alpa_lite._version import __version__
 from alpa_lite.api.bound import JIT_SETTINGS, Parallelized, Trees, plain
 from alpa_lite.api.given import argnames, argnums, checked_options
 from alpa_lite.cluster.cluster import Cluster as ClusterData

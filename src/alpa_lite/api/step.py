@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
@@ -26,11 +26,15 @@ from alpa_lite.executor.state_rows import leaf_rows, rows_of, whole_leaves, whol
 from alpa_lite.executor.verify_plan import VerifyReport
 from alpa_lite.executor.verify_stages import StagesReport
 from alpa_lite.lowering.lower import partition_spec
+from alpa_lite.plan.checkpoint import CheckpointManifest
+from alpa_lite.plan.checkpoint_folder import CheckpointFolder
 from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.records import Leaf
+from alpa_lite.planner.options import PlanOptions
 from alpa_lite.trace.program import Traced
 
 if TYPE_CHECKING:
+    from alpa_lite.executor.ray.checkpoints import RemoteSaving
     from alpa_lite.executor.ray.remote_step import RemoteStep
     from alpa_lite.executor.ray.settings import RayExecutor
 
@@ -105,7 +109,7 @@ class ParallelStep(Parallelized):
         Raises:
             ArgumentsError: there is no plan yet, or the result is not shaped like that argument.
         """
-        known, planned = self._known_plan("step.init")
+        planned = self._known_plan("step.init")
         shape = jax.eval_shape(init_fn, *init_args)
         leaves, tree = jax.tree_util.tree_flatten(shape)
         prefix = f"{argnum}"
@@ -126,7 +130,7 @@ class ParallelStep(Parallelized):
             return jax.tree_util.tree_unflatten(tree, _created(init_fn, init_args, planned, chosen))
         from alpa_lite.executor.ray.create import created
 
-        return jax.tree_util.tree_unflatten(tree, created(self._remote(known), init_fn, init_args, chosen))
+        return jax.tree_util.tree_unflatten(tree, created(self._remote(), init_fn, init_args, chosen))
 
     def save(self, dir: str | PathLike[str], state: Any, *, step: int = 0, argnum: int = 0) -> Path:
         """Write ``state`` as the checkpoint of a number of steps, to be restored under this plan or any other.
@@ -147,10 +151,26 @@ class ParallelStep(Parallelized):
             >>> step.save("checkpoints", state, step=200)
             >>> state = al.parallelize(train_step, plan=other_plan).restore("checkpoints")  # after .plan(*shapes)
         """
-        _, planned = self._known_plan("step.save")
-        self._check_here("step.save")
+        planned = self._known_plan("step.save")
         check_saved(state, planned, argnum)
-        return Saving(checkpoint_folder(dir, "step.save(dir, state)"), checked_step(step), state, planned).wait()
+        return self.begin_save(checkpoint_folder(dir, "step.save(dir, state)"), checked_step(step), state).wait()
+
+    def begin_save(
+        self,
+        folder: CheckpointFolder,
+        number: int,
+        state: Any,
+        *,
+        position: int = 0,
+        extra: Mapping[str, Any] | None = None,
+    ) -> Saving | RemoteSaving:
+        """Begin to write a checkpoint; what is returned tells when it is complete. The state may be donated at once."""
+        if self._ray is None:
+            planned = self._known_plan("step.save")
+            return Saving(folder, number, state, planned, position=position, extra=extra)
+        from alpa_lite.executor.ray.checkpoints import RemoteSaving
+
+        return RemoteSaving(self._remote(), folder, number, state, position=position, extra=extra)
 
     def restore(self, dir: str | PathLike[str], step: int | None = None, argnum: int = 0) -> Any:
         """The state of a checkpoint in the planned layout of argument ``argnum``, each leaf on the devices of its stage alone.
@@ -163,23 +183,32 @@ class ParallelStep(Parallelized):
             ArgumentsError: there is no plan yet.
             CheckpointError: there is no such checkpoint, it is damaged, or holds another state.
         """
-        _, planned = self._known_plan("step.restore")
-        self._check_here("step.restore")
-        if jax.process_count() > 1:
-            check_job(planned, self.__name__)
+        planned = self._known_plan("step.restore")
         tree = argument_tree(planned, argnum)
-        leaves, _ = restored(checkpoint_folder(dir, "step.restore(dir)"), step, planned, argnum)
+        leaves, _ = self._restored(checkpoint_folder(dir, "step.restore(dir)"), step, planned, argnum)
         return jax.tree_util.tree_unflatten(tree, leaves)
 
-    def _check_here(self, call: str) -> None:
-        if self._ray is not None:
-            raise CheckpointError(
-                f"{call} was called for a step with executor='ray', whose state lies on workers. It works on the devices of this "
-                f"process. At {user_line()}. Fetch the state (np.asarray), and save it with a step of executor='local'."
-            )
+    def _restored(
+        self, folder: CheckpointFolder, number: int | None, planned: Plan, argnum: int
+    ) -> tuple[list[Any], CheckpointManifest]:
+        if self._ray is None:
+            if jax.process_count() > 1:
+                check_job(planned, self.__name__)
+            return restored(folder, number, planned, argnum)
+        from alpa_lite.executor.ray.checkpoints import remote_restored
 
-    def _known_plan(self, call: str) -> tuple[tuple[Traced, Plan] | None, Plan]:
-        """The plan, with the step that was traced for it if one was."""
+        return remote_restored(self._remote(), folder, number, argnum)
+
+    def restore_newest(self, folder: CheckpointFolder) -> tuple[Any, CheckpointManifest] | None:
+        """The state of the newest complete checkpoint with what came along; None if there is none."""
+        if folder.newest() is None:
+            return None
+        planned = self._known_plan("step.restore")
+        leaves, manifest = self._restored(folder, None, planned, 0)
+        return jax.tree_util.tree_unflatten(argument_tree(planned, 0), leaves), manifest
+
+    def _known_plan(self, call: str) -> Plan:
+        """The plan that was made first, or given."""
         known = next(iter(self._planned.values()), None)
         planned = known[1] if known else self._given
         if planned is None:
@@ -187,7 +216,7 @@ class ParallelStep(Parallelized):
                 f"{call} needs a plan to know the layout, and there is none yet. A plan exists after step.plan(...), a "
                 f"call, or with parallelize(plan=...). At {user_line()}. Call step.plan(*shapes) first."
             )
-        return known, planned
+        return planned
 
     # -- planning and lowering, once per signature ------------------------------------------------------------------
 
@@ -229,7 +258,7 @@ class ParallelStep(Parallelized):
         key = self._key(args, kwargs)
         if key not in self._steps:
             traced, planned = self._traced_plan(args, kwargs)
-            made = self._remote((traced, planned)) if self._ray is not None else self._local(traced, planned, args)
+            made = self._remote(key) if self._ray is not None else self._local(traced, planned, args)
             self._steps[key] = (traced, made)
         self._last, self._last_key = self._steps[key][1], key
         return self._last
@@ -239,12 +268,17 @@ class ParallelStep(Parallelized):
         donate = tuple(positions.index(i) for i in self._request.donate_argnums if i in positions)
         return _runnable(traced, planned, donate, self.__name__)
 
-    def _remote(self, known: tuple[Traced, Plan] | None) -> RemoteStep:
-        """The step on workers, once per plan; they are started by what first needs them."""
+    def _remote(self, key: Any = None) -> RemoteStep:
+        """The step on workers, once per plan; they are started by what first needs them.
+
+        Args:
+            key: of the signature; None = the first that was planned.
+        """
         from alpa_lite.executor.parcel import make_parcel
         from alpa_lite.executor.ray.remote_step import RemoteStep
 
         assert self._ray is not None
+        known = self._planned.get(key) if key is not None else next(iter(self._planned.values()), None)
         if known is None:
             raise ArgumentsError(
                 f"the layout of the state is known from a plan file, and executor='ray' also needs the step itself to start its "
@@ -258,6 +292,39 @@ class ParallelStep(Parallelized):
         made = RemoteStep(planned, traced, make_parcel(planned, traced, staged), self._ray)
         self._remotes.append(made)
         return made
+
+    @property
+    def options(self) -> PlanOptions:
+        """What it is planned with."""
+        return self._request.options
+
+    @property
+    def ray(self) -> RayExecutor | None:
+        """Settings of the Ray executor; None for the local one."""
+        return self._ray
+
+    def planned_for(self, args: tuple[Any, ...], cluster: ClusterData, options: PlanOptions) -> Plan:
+        """A plan of this step for another cluster, with other options; the step itself stays as it is."""
+        args = jax.tree.map(_shape_of_remote, args)
+        return replace(self._request, options=options).plan(args, {}, cluster)[1]
+
+    def with_plan(self, plan: Plan, cluster: ClusterData, options: PlanOptions) -> ParallelStep:
+        """This step under another plan."""
+        return ParallelStep(replace(self._request, options=options), cluster, plan, self._ray)
+
+    def restart(self) -> None:
+        """New workers in place of lost ones, without the state that they kept.
+
+        Raises:
+            ClusterError: the cluster has no room for them any more.
+        """
+        for step in self._remotes:
+            step.restart()
+
+    def busy(self) -> tuple[float, ...]:
+        """Per worker the share of the last step in which its programs ran; empty where that was not measured."""
+        shares = [step.times.busy() for step in self._remotes]
+        return shares[0] if shares else ()
 
     def close(self) -> None:
         """Stop what runs elsewhere for this step; a later call starts it again, without the state that lay there."""

@@ -104,6 +104,10 @@ class ItemWriter:
         self._running = pool.submit(finish)
         pool.shutdown(wait=False)
 
+    def is_writing(self) -> bool:
+        """Whether something was started that has not ended."""
+        return self._running is not None and not self._running.done()
+
     def poll(self) -> ItemRecord | None:
         """What was written; None while it is being written.
 

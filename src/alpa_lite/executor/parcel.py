@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from alpa_lite._version import __version__
 from alpa_lite.cluster.cluster import Cluster
 from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.errors import WorkerError
@@ -26,6 +27,7 @@ from alpa_lite.executor.load_stages import ProgramRow
 from alpa_lite.executor.serialize import abstract_step, serialize_step
 from alpa_lite.executor.sites import Site, sites_of
 from alpa_lite.lowering.stage import first_equal, lowered_stages
+from alpa_lite.plan.answers import KEY_TYPES
 from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.records import Leaf
 from alpa_lite.trace.program import Traced
@@ -152,6 +154,12 @@ def read_parcel(data: bytes) -> Parcel:
             "as they were sent. Run the step again; if this repeats, check the host's memory and network."
         )
     return parcel
+
+
+def dtype_of(text: str) -> Any:
+    """A type by the name that plans have for it; "key<fry>" and the like are types of keys."""
+    key = KEY_TYPES.get(text)
+    return jax.eval_shape(lambda: jax.random.key(0, impl=key[0])).dtype if key else jax.numpy.dtype(text)
 
 
 def check_version(driver: str, worker: str, package: str) -> None:

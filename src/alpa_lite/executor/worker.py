@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,15 +19,17 @@ from jax.sharding import NamedSharding
 from alpa_lite.core.spec import ShardingSpec
 from alpa_lite.errors import WorkerError
 from alpa_lite.executor.calls import Call, sent_value
+from alpa_lite.executor.checkpoint_item import ItemWriter, read_leaves
 from alpa_lite.executor.host_tiles import HostTiles, local_tiles
 from alpa_lite.executor.local import local_mesh
-from alpa_lite.executor.parcel import Parcel
+from alpa_lite.executor.parcel import Parcel, ValueType, dtype_of
 from alpa_lite.executor.replay import Replay, exported_function
 from alpa_lite.executor.transport import Transport
 from alpa_lite.lowering.lower import partition_spec
 from alpa_lite.lowering.remote_transfer import RemoteTransfer
 from alpa_lite.lowering.transfer import Functions, Transfers
 from alpa_lite.plan.answers import KEY_TYPES
+from alpa_lite.plan.checkpoint import ItemRecord, read_manifest
 
 TOLD_BYTES = 1024  # results up to this size go to the driver with the step's answer
 
@@ -54,11 +57,13 @@ class StepOrder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepAnswer:
-    """What a process says of a step: small results by position, and how long it worked on it."""
+    """What a process says of a step: small results by position, how long it worked on it, and whether it still writes a
+    checkpoint."""
 
     told: Mapping[int, np.ndarray]
     step_s: float
     busy_s: float = 0.0
+    saving: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +73,15 @@ class Progress:
     steps: int
     calls: int
     doing: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestoredLeaf:
+    """A leaf of a checkpoint, or rows of one, and the name under which a process keeps it."""
+
+    path: str
+    name: int
+    kind: ValueType
 
 
 class Worker:
@@ -93,6 +107,7 @@ class Worker:
         self.replay = Replay(self.all_calls, self.meshes, self.programs, _Mover(self.alone), self._crossing)
         self.timed = Replay(self.all_calls, self.meshes, self._timed_programs(), _Mover(self.alone), self._crossing)
         self.busy_s = 0.0
+        self.writer = ItemWriter()
         self.doing = "waiting"
 
     def _programs(self) -> dict[tuple[int, str], Any]:
@@ -147,7 +162,9 @@ class Worker:
         self.kept |= {order.names[position]: array for position, array in results.items() if position in order.names}
         told = {position: self._tell(array) for position, array in results.items() if self._tells(position, array)}
         self.doing = "waiting"
-        return StepAnswer(told=told, step_s=time.perf_counter() - start, busy_s=self.busy_s)
+        return StepAnswer(
+            told=told, step_s=time.perf_counter() - start, busy_s=self.busy_s, saving=self.writer.is_writing()
+        )
 
     def _issued(self, number: int) -> None:
         self.calls = number
@@ -192,6 +209,53 @@ class Worker:
         given = [a.array(NamedSharding(mesh, partition_spec(ShardingSpec.replicated(len(a.shape))))) for a in args]
         self.kept |= zip(names, jax.block_until_ready(function(*given)), strict=True)
         self.doing = "waiting"
+
+    # -- checkpoints --------------------------------------------------------------------------------------------------
+
+    def save(self, folder: str, leaves: Mapping[str, int]) -> None:
+        """Begin to write an item of a checkpoint; returns when what it writes may be donated.
+
+        Args:
+            folder: of the item.
+            leaves: path -> the name of a value that this process keeps.
+
+        Raises:
+            CheckpointError: it cannot be begun.
+        """
+        self.doing = "saving"
+        self.writer.start(Path(folder), {path: self.value(name) for path, name in leaves.items()})
+        self.doing = "waiting"
+
+    def finish_save(self) -> ItemRecord:
+        """What was written, when it is; raises ``CheckpointError`` if it could not be."""
+        self.doing = "waiting for the checkpoint"
+        try:
+            return self.writer.wait()
+        finally:
+            self.doing = "waiting"
+
+    def end_save(self) -> None:
+        """Wait until nothing is being written, whatever comes of it."""
+        self.writer.end()
+
+    def restore(self, folder: str, leaves: Sequence[RestoredLeaf]) -> int:
+        """Keep leaves of a checkpoint, each in its layout; returns how many bytes of them this process read.
+
+        Raises:
+            CheckpointError: it is damaged, or holds another state.
+        """
+        self.doing = "restoring"
+        wanted = {
+            leaf.path: jax.ShapeDtypeStruct(
+                leaf.kind.shape, dtype_of(leaf.kind.dtype), sharding=self.sharding(leaf.kind.spec, leaf.kind.stage)
+            )
+            for leaf in leaves
+        }
+        path = Path(folder)
+        read = read_leaves(path, read_manifest(path), wanted)
+        self.kept |= {leaf.name: read[leaf.path] for leaf in leaves}
+        self.doing = "waiting"
+        return sum(_held_bytes(array) for array in read.values())
 
     def _tells(self, position: int, array: Any) -> bool:
         """The first process of a submesh tells what every device has whole."""
@@ -323,3 +387,10 @@ def _given_away(calls: Sequence[Call], parcel: Parcel) -> frozenset[str]:
         if call.kind == "run":
             gone |= {root(call.reads[k - 1]) for k in donated.get((call.stage, call.program), ())}
     return frozenset(name for call in calls for name in (*call.reads, *call.writes) if root(name) in gone)
+
+
+def _held_bytes(array: jax.Array) -> int:
+    """Of the distinct tiles that this process holds."""
+    words = jax.eval_shape(jax.random.key_data, array) if str(array.dtype) in KEY_TYPES else array
+    tiles = {str(shard.index): shard.data.size for shard in array.addressable_shards}
+    return sum(tiles.values()) * words.dtype.itemsize * (words.size // max(array.size, 1))

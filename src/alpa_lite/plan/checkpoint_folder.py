@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from alpa_lite._version import __version__
 from alpa_lite.errors import CheckpointError
 from alpa_lite.plan.checkpoint import (
     MANIFEST,
@@ -127,7 +128,7 @@ class CheckpointFolder:
                 extra=dict(extra or {}),
                 files=_files(items) | {PLAN: digest_of(folder / PLAN)},
                 jax_version=importlib.metadata.version("jax"),
-                alpa_lite_version=importlib.metadata.version("alpa-lite"),
+                alpa_lite_version=__version__,
             )
             sync_tree(folder)
             (folder / MANIFEST).write_bytes(encode_manifest(manifest))

@@ -30,13 +30,13 @@ def connect(address: str | None, num_cpus: int) -> bool:
         num_cpus: what a cluster that is started here offers at least.
 
     Returns:
-        Whether all hosts of the cluster are this machine, started by this process.
+        Whether all hosts of the cluster are this machine.
 
     Raises:
         ClusterError: there is no cluster at the address, or it refuses the token.
     """
     if ray.is_initialized():
-        return _is_local()
+        return is_one_machine()
     address = address or os.environ.get("RAY_ADDRESS")
     if address is None:
         # Loopback alone, no dashboard: nothing of a laptop's session can be reached from elsewhere. Token authentication is
@@ -60,7 +60,7 @@ def connect(address: str | None, num_cpus: int) -> bool:
             f"are any, name a token that it refused. It was given as address= or RAY_ADDRESS, at {user_line()}. "
             "Start one (ray start --head), correct the address or the token, or leave both out to start one on this machine."
         ) from error
-    return _is_local()
+    return is_one_machine()
 
 
 def _check_listens(address: str) -> None:
@@ -96,8 +96,9 @@ def _init(**settings: Any) -> None:
         ray.init(log_to_driver=False, logging_level=logging.ERROR, **settings)
 
 
-def _is_local() -> bool:
-    return {node["NodeManagerAddress"] for node in alive_nodes()} == {"127.0.0.1"}
+def is_one_machine() -> bool:
+    """Whether all hosts of the cluster are this machine."""
+    return {node["NodeManagerAddress"] for node in alive_nodes()} == {ray.util.get_node_ip_address()}
 
 
 def _first_line(error: BaseException) -> str:

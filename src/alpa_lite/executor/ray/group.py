@@ -17,13 +17,14 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from alpa_lite.errors import AlpaLiteError, ClusterError, WorkerLost, user_line
+from alpa_lite.errors import AlpaLiteError, CheckpointError, ClusterError, WorkerLost, user_line
 from alpa_lite.executor.parcel import Parcel
 from alpa_lite.executor.ray.actor import WorkerActor
 from alpa_lite.executor.ray.cluster import alive_nodes, bundles, check_room, connect
 from alpa_lite.executor.ray.settings import RayExecutor
 from alpa_lite.executor.sites import Site
 
+_SEEN_S = 1.0
 DEFAULT_CACHE = "~/.cache/alpa_lite/compiled"
 
 
@@ -143,6 +144,17 @@ class WorkerGroup:
             WorkerLost: one is lost; all were killed.
         """
         answers: dict[Any, Any] = {}
+        try:
+            self._collect(refs, answers, limit_s)
+        except BaseException:
+            for ref in refs:  # Ray prints errors that nobody has seen
+                with contextlib.suppress(Exception):
+                    if ref not in answers:
+                        ray.get(ref, timeout=_SEEN_S)
+            raise
+        return [answers[ref] for ref in refs]
+
+    def _collect(self, refs: Sequence[Any], answers: dict[Any, Any], limit_s: float | None) -> None:
         rest = list(refs)
         start = time.monotonic()
         watch = _Watch(self)
@@ -154,7 +166,6 @@ class WorkerGroup:
                 watch.look()
                 if limit_s is not None and time.monotonic() - start > limit_s:
                     self._lose(f"{len(rest)} of {len(refs)} workers did not start within {limit_s:g} s")
-        return [answers[ref] for ref in refs]
 
     def _answer(self, ref: Any) -> Any:
         try:
@@ -163,6 +174,8 @@ class WorkerGroup:
             self._lose(f"a worker died: {_reason(error)}")
         except RayTaskError as error:
             cause = error.cause
+            if isinstance(cause, CheckpointError):  # the workers are well: only nothing was saved or restored
+                raise cause from None
             if isinstance(cause, AlpaLiteError):
                 self.kill(f"a worker refused: {cause}")
                 raise cause from None

@@ -11,11 +11,11 @@ from jax.sharding import AbstractMesh, NamedSharding
 
 from alpa_lite.core.spec import ShardingSpec
 from alpa_lite.executor.host_tiles import joined
+from alpa_lite.executor.parcel import StageMesh, ValueType, dtype_of
 from alpa_lite.lowering.lower import partition_spec
 from alpa_lite.plan.answers import KEY_TYPES
 
 if TYPE_CHECKING:
-    from alpa_lite.executor.parcel import StageMesh, ValueType
     from alpa_lite.executor.ray.values import RemoteValues
 
 
@@ -44,7 +44,7 @@ class RemoteArray:
         self._values, self.name, self.submesh, self._told = values, name, submesh, told
         self._spec, self._mesh, self.stage = kind.spec, mesh, kind.stage
         self.shape = kind.shape
-        self.dtype = key_dtype(kind.dtype) if kind.dtype in KEY_TYPES else jax.numpy.dtype(kind.dtype)
+        self.dtype = dtype_of(kind.dtype)
 
     def __del__(self) -> None:
         self._values.forget(self.name)
@@ -92,7 +92,7 @@ class RemoteArray:
 
     def key(self) -> jax.Array:
         """The keys that this array holds, on this process's default device."""
-        name = next(impl for text, (impl, _) in KEY_TYPES.items() if key_dtype(text) == self.dtype)
+        name = next(impl for text, (impl, _) in KEY_TYPES.items() if text == str(self.dtype))
         return jax.random.wrap_key_data(jax.numpy.asarray(np.asarray(self)), impl=name)
 
     def __getitem__(self, index: Any) -> Any:
@@ -118,8 +118,3 @@ class RemoteArray:
         told = f", {np.asarray(self._told)}" if self._told is not None and not self.shape else ""
         gone = ", deleted" if self.is_deleted() else ""
         return f"RemoteArray({self.dtype}{list(self.shape)}, {self._spec} on stage {self.stage}{told}{gone})"
-
-
-def key_dtype(text: str) -> Any:
-    """The type of keys with the name ``text``, e.g. "key<fry>"."""
-    return jax.eval_shape(lambda: jax.random.key(0, impl=KEY_TYPES[text][0])).dtype

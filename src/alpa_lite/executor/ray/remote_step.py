@@ -47,6 +47,12 @@ class StepTimes:
     step_s: list[float] = field(default_factory=list)
     busy_s: list[float] = field(default_factory=list)
 
+    def busy(self) -> tuple[float, ...]:
+        """Per worker the share of the call in which its programs ran; empty if the step was not timed."""
+        if not any(self.busy_s):
+            return ()
+        return tuple(busy / self.call_s for busy in self.busy_s)
+
 
 class RemoteStep:
     """One step on one group of workers, which is started by the first call.
@@ -59,6 +65,8 @@ class RemoteStep:
 
     Attributes:
         times: of the last step.
+        read_bytes: what workers read of the checkpoint that was restored last.
+        saving: whether a worker was writing a checkpoint when it ended.
         timed_every: every so many steps, workers wait for each program and tell how busy they were; 0 = never.
     """
 
@@ -66,6 +74,8 @@ class RemoteStep:
         self.plan, self.traced, self.parcel, self.settings = plan, traced, parcel, settings
         self.values: RemoteValues | None = None
         self.times = StepTimes()
+        self.saving = False
+        self.read_bytes = 0
         self.timed_every = 0
         calls = parcel.read_calls()
         process_of = {device: s.number for s in parcel.sites for device in s.devices}
@@ -145,6 +155,7 @@ class RemoteStep:
 
         answers: list[StepAnswer] = group.each("step", order)
         group.steps += 1
+        self.saving = any(a.saving for a in answers)
         self.times = StepTimes(time.perf_counter() - start, [a.step_s for a in answers], [a.busy_s for a in answers])
         values.alive.difference_update(a.name for p, a in held.items() if p in self.donated)
         told = {position: value for answer in answers for position, value in answer.told.items()}

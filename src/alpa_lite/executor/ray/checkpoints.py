@@ -1,0 +1,162 @@
+"""The state of a step on workers to a checkpoint and back: every submesh writes an item of its own, the driver the manifest.
+
+Workers read and write the folder themselves, so all hosts must see it under one path; nothing of a state goes through the driver.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from alpa_lite.errors import CheckpointError
+from alpa_lite.executor.ray.remote_array import RemoteArray
+from alpa_lite.executor.ray.remote_step import RemoteStep
+from alpa_lite.executor.save_restore import paths_of, state_leaves, whole_types
+from alpa_lite.executor.sites import Site
+from alpa_lite.executor.staged_array import StagedArray
+from alpa_lite.executor.worker import RestoredLeaf
+from alpa_lite.plan.checkpoint import CheckpointManifest, ItemRecord, check_state
+from alpa_lite.plan.checkpoint_folder import CheckpointFolder
+from alpa_lite.plan.encode import encode_plan
+from alpa_lite.plan.leaf_rows import rows_path, split_path
+
+
+class RemoteSaving:
+    """A checkpoint that workers write while the steps go on; as ``save_restore.Saving``.
+
+    Args:
+        step: whose workers keep the state.
+        folder, number, state, position, extra: as there.
+
+    Raises:
+        CheckpointError: it cannot be begun; nothing of it is left.
+        WorkerLost: a worker was lost meanwhile.
+    """
+
+    def __init__(
+        self,
+        step: RemoteStep,
+        folder: CheckpointFolder,
+        number: int,
+        state: Any,
+        *,
+        position: int = 0,
+        extra: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._step, self._folder, self._number = step, folder, number
+        self._position, self._extra = position, extra
+        self._done: Path | None = None
+        leaves = _by_submesh(state)
+        self._submeshes = frozenset(leaves)
+        unfinished = folder.begin(number).resolve()
+
+        def args(site: Site) -> tuple[Any, ...] | None:
+            found = leaves.get(site.submesh)
+            return None if found is None else (str(unfinished / f"submesh_{site.submesh}"), found)
+
+        try:
+            step.group.each("save", args)
+        except BaseException:
+            self._give_up()
+            raise
+
+    def poll(self) -> Path | None:
+        """The checkpoint's folder; None while it is being written, as the last step told.
+
+        Raises:
+            CheckpointError: it could not be written; nothing of it is left, and older checkpoints stay.
+            WorkerLost: a worker was lost meanwhile; as above.
+        """
+        if self._done is None and self._step.saving:
+            return None
+        return self.wait()
+
+    def wait(self) -> Path:
+        """The checkpoint's folder, when it is complete; raises as ``poll``."""
+        if self._done is None:
+            try:
+                items: list[ItemRecord] = self._step.group.each("finish_save", self._asked)
+            except BaseException:
+                self._give_up()
+                raise
+            first = {site.number for site in self._step.parcel.sites if site.process == 0}
+            numbers = [site.number for site in self._step.parcel.sites if self._asked(site) is not None]
+            plan = self._step.plan
+            self._done = self._folder.commit(
+                self._number,
+                [item for number, item in zip(numbers, items, strict=True) if number in first],
+                plan_text=encode_plan(plan).decode(),
+                identity=plan.identity,
+                position=self._position,
+                extra=self._extra,
+            )
+        return self._done
+
+    def give_up(self) -> None:
+        """What is unfinished goes; a checkpoint that is complete stays."""
+        if self._done is None:
+            self._give_up()
+
+    def _asked(self, site: Site) -> tuple[()] | None:
+        return () if site.submesh in self._submeshes else None
+
+    def _give_up(self) -> None:
+        group = self._step.group if self._step.values is not None else None
+        if group is not None and not group.lost:  # none must still be writing when the folder goes
+            group.each("end_save", self._asked)
+        self._folder.abandon(self._number)
+
+
+def _by_submesh(state: Any) -> dict[int, dict[str, int]]:
+    """Submesh -> path, with rows -> the name under which its workers keep it."""
+    found: dict[int, dict[str, int]] = {}
+    for path, leaf in paths_of(state):
+        start = 0
+        for part in leaf.parts if isinstance(leaf, StagedArray) else (leaf,):
+            if not isinstance(part, RemoteArray):
+                raise CheckpointError(
+                    f"the leaf {path!r} of the state to be saved is no RemoteArray: it lies in this process. Workers write what "
+                    "they keep. Pass the state that the step returned, or save it with a step of the local executor."
+                )
+            name = path
+            if isinstance(leaf, StagedArray):
+                name, start = rows_path(path, start, start + len(part)), start + len(part)
+            found.setdefault(part.submesh, {})[name] = part.name
+    return found
+
+
+def remote_restored(
+    step: RemoteStep, folder: CheckpointFolder, number: int | None, argnum: int = 0
+) -> tuple[list[Any], CheckpointManifest]:
+    """The leaves of an argument on the workers of a step, and what came along; ``step.read_bytes`` is what workers read.
+
+    Args:
+        number: of the checkpoint; None for the newest.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, it is damaged, or holds another state.
+        WorkerLost: a worker was lost meanwhile.
+    """
+    path = folder.path(number)
+    manifest = folder.read(number)
+    leaves = state_leaves(step.plan, argnum)
+    check_state(manifest, path, whole_types(leaves))
+    values = step.start()
+    position = {leaf.path: i for i, leaf in enumerate(step.plan.inputs)}
+    submesh_of = {stage: s.submesh for s in step.parcel.sites for stage in s.stages}
+    made: dict[str, list[Any]] = {}
+    wanted: dict[int, list[RestoredLeaf]] = {}
+    for one in leaves:
+        name, at = values.new(), position[one.leaf.path]
+        submesh = submesh_of[one.leaf.stage]
+        wanted.setdefault(submesh, []).append(RestoredLeaf(path=one.path, name=name, kind=step.parcel.inputs[at]))
+        made.setdefault(split_path(one.path)[0], []).append(step.argument(values, at, name, submesh))
+
+    def args(site: Site) -> tuple[Any, ...] | None:
+        found = wanted.get(site.submesh)
+        return None if found is None else (str(path.resolve()), found)
+
+    step.read_bytes = sum(values.group.each("restore", args))
+    whole = [found[0] if len(found) == 1 else StagedArray(found) for found in made.values()]
+    return whole, manifest

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 
@@ -82,12 +81,13 @@ def test_the_local_executor_and_a_second_run_that_goes_on(tmp_path: Path, expect
     first = al.fit(local, init=state, data=batch, num_steps=7, checkpoint=kept)
     assert (first.position, first.restarts, first.checkpoint.name) == (7, 0, "step_00000007")
     seen: list[int] = []
-    second = al.fit(local, init=state, data=batch, num_steps=NUM_STEPS, checkpoint=kept, on_step=lambda r: seen.append(r.position))
+    given: dict[str, Any] = {"init": state, "data": batch, "num_steps": NUM_STEPS, "checkpoint": kept}
+    second = al.fit(local, **given, on_step=lambda r: seen.append(r.position))
     assert seen == list(range(7, NUM_STEPS))
     assert_equal(second.state, expected[0])
     assert float(second.metrics) == expected[1]
     assert sorted(p.name for p in (tmp_path / "run").glob("step_*")) == ["step_00000008", "step_00000012"]
-    third = al.fit(local, init=state, data=batch, num_steps=NUM_STEPS, checkpoint=kept)
+    third = al.fit(local, **given)
     assert third.metrics is None and third.position == NUM_STEPS
     assert_equal(third.state, expected[0])
 
@@ -184,7 +184,7 @@ def test_what_is_not_finite_stops_is_left_out_or_is_tried_again(tmp_path: Path, 
 def test_arguments_that_cannot_be(tmp_path: Path) -> None:
     local, _ = steps()
     given: dict[str, Any] = {"init": state, "data": batch, "num_steps": 1}
-    with pytest.raises(ArgumentsError, match="It must be what al.parallelize returns"):
+    with pytest.raises(ArgumentsError, match=r"It must be what al\.parallelize returns"):
         al.fit(batch, **given)
     with pytest.raises(ArgumentsError, match="num_steps=-1 was given"):
         al.fit(local, **given | {"num_steps": -1})
@@ -192,7 +192,7 @@ def test_arguments_that_cannot_be(tmp_path: Path) -> None:
         al.fit(local, **given | {"data": 7})
     with pytest.raises(ArgumentsError, match="on_nan='ignore' was given"):
         al.fit(local, **given, on_nan="ignore")
-    with pytest.raises(ArgumentsError, match="It must be an al.Checkpoint"):
+    with pytest.raises(ArgumentsError, match=r"It must be an al\.Checkpoint"):
         al.fit(local, **given, checkpoint=str(tmp_path))
     with pytest.raises(CheckpointError, match="every=0"):
         al.Checkpoint(tmp_path, every=0)

@@ -23,7 +23,7 @@ TWO_STAGES = {
     "cluster": "1x4:cpu",
     "options": al.PlanOptions(num_stages=2, num_microbatches=pipeline_steps.MICROBATCHES),
 }
-WATCHED = RayExecutor(heartbeat_s=0.5, hang_timeout_s=3.0)
+WATCHED = RayExecutor(heartbeat_s=0.5, hang_timeout_s=6.0)
 
 
 def steps(loss: Callable[..., Any] = pipeline_steps.loss_fn, executor: Any = "ray", **settings: Any) -> tuple[Any, Any]:

@@ -16,7 +16,7 @@ from alpa_lite.api.bound import JIT_SETTINGS, Parallelized, Trees, staged_for, t
 from alpa_lite.api.checkpoint import argument_tree, check_saved, checked_step, checkpoint_folder
 from alpa_lite.api.request import Request
 from alpa_lite.cluster.cluster import Cluster as ClusterData
-from alpa_lite.errors import ArgumentsError, CheckpointError, user_line
+from alpa_lite.errors import ArgumentsError, user_line
 from alpa_lite.executor.calibrate import local_cluster
 from alpa_lite.executor.local import CompiledStep, RunnableStep, SignatureChanged, local_mesh, runnable
 from alpa_lite.executor.pipeline import CompiledPipeline, RunnablePipeline, runnable_pipeline

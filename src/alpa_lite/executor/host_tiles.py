@@ -62,6 +62,12 @@ class HostTiles:
         return jax.jit(lambda words: jax.random.wrap_key_data(words, impl=key[0]), out_shardings=sharding)(made)
 
 
+def dtype_of(text: str) -> Any:
+    """A type by the name that plans have for it; "key<fry>" and the like are types of keys."""
+    key = KEY_TYPES.get(text)
+    return jax.eval_shape(lambda: jax.random.key(0, impl=key[0])).dtype if key else jax.numpy.dtype(text)
+
+
 def raw_shape(shape: tuple[int, ...], dtype: str) -> tuple[int, ...]:
     """Of the words of keys; of anything else as it is."""
     key = KEY_TYPES.get(dtype)

@@ -7,7 +7,6 @@ it is Python code: programs are ``jax.export`` artefacts, everything else is JSO
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -27,7 +26,6 @@ from alpa_lite.executor.load_stages import ProgramRow
 from alpa_lite.executor.serialize import abstract_step, serialize_step
 from alpa_lite.executor.sites import Site, sites_of
 from alpa_lite.lowering.stage import first_equal, lowered_stages
-from alpa_lite.plan.answers import KEY_TYPES
 from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.records import Leaf
 from alpa_lite.trace.program import Traced
@@ -125,7 +123,7 @@ def make_parcel(plan: Plan, traced: Traced, staged: StagedStep | None) -> Parcel
         calls=text,
         digest=digest_text(text.encode()),
         jax_version=jax.__version__,
-        alpa_lite_version=importlib.metadata.version("alpa-lite"),
+        alpa_lite_version=__version__,
         wide=any(leaf.value.dtype in _WIDE for leaf in (*plan.inputs, *plan.outputs)),
     )
 
@@ -143,7 +141,7 @@ def read_parcel(data: bytes) -> Parcel:
             f"a worker was given a step that it cannot read: {error}. Driver and workers must have the same alpa_lite. Install "
             "the same version on all hosts."
         ) from error
-    check_version(parcel.alpa_lite_version, importlib.metadata.version("alpa-lite"), "alpa_lite")
+    check_version(parcel.alpa_lite_version, __version__, "alpa_lite")
     check_version(parcel.jax_version, jax.__version__, "JAX")
     found = {digest: digest_text(program) for digest, program in parcel.programs.items()}
     found[parcel.digest] = digest_text(parcel.calls.encode())
@@ -154,12 +152,6 @@ def read_parcel(data: bytes) -> Parcel:
             "as they were sent. Run the step again; if this repeats, check the host's memory and network."
         )
     return parcel
-
-
-def dtype_of(text: str) -> Any:
-    """A type by the name that plans have for it; "key<fry>" and the like are types of keys."""
-    key = KEY_TYPES.get(text)
-    return jax.eval_shape(lambda: jax.random.key(0, impl=key[0])).dtype if key else jax.numpy.dtype(text)
 
 
 def check_version(driver: str, worker: str, package: str) -> None:

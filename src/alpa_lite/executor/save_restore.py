@@ -20,12 +20,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from alpa_lite._jax_compat import JobStore
 from alpa_lite.errors import CheckpointError
 from alpa_lite.executor.checkpoint_item import ItemWriter, read_leaves
+from alpa_lite.executor.host_tiles import dtype_of
 from alpa_lite.executor.local import local_mesh
 from alpa_lite.executor.processes import placed
 from alpa_lite.executor.staged_array import StagedArray
 from alpa_lite.executor.state_rows import leaf_rows, whole_leaves, whole_types
 from alpa_lite.lowering.lower import partition_spec
-from alpa_lite.plan.answers import KEY_TYPES
 from alpa_lite.plan.checkpoint import ROOT_LEAF, CheckpointManifest, check_files, check_state
 from alpa_lite.plan.checkpoint_folder import CheckpointFolder
 from alpa_lite.plan.encode import encode_plan
@@ -218,10 +218,9 @@ def state_leaves(plan: Plan, argnum: int) -> list[Leaf]:
 
 def wanted_struct(leaf: Leaf, mesh: Mesh) -> jax.ShapeDtypeStruct:
     """How a leaf of a plan is asked of ``read_leaves``, on the mesh of its stage."""
-    text = leaf.value.dtype
-    key = KEY_TYPES.get(text)
-    dtype = jax.eval_shape(lambda: jax.random.key(0, impl=key[0])).dtype if key else jnp.dtype(text)
-    return jax.ShapeDtypeStruct(leaf.value.shape, dtype, sharding=NamedSharding(mesh, partition_spec(leaf.spec)))
+    return jax.ShapeDtypeStruct(
+        leaf.value.shape, dtype_of(leaf.value.dtype), sharding=NamedSharding(mesh, partition_spec(leaf.spec))
+    )
 
 
 def restored(

@@ -20,10 +20,10 @@ def state_bytes(plan: Plan, process_of: Mapping[int, int], argnum: int = 0) -> i
         process_of: device -> process.
     """
     total = 0
-    for one in state_leaves(plan, argnum):
-        value, stage = one.leaf.value, plan.stages[one.leaf.stage]
+    for leaf in state_leaves(plan, argnum):
+        value, stage = leaf.value, plan.stages[leaf.stage]
         devices = tuple(range(stage.first_device, stage.first_device + stage.mesh.num_devices))
-        tiling = Tiling(value.shape, value.dtype, one.leaf.spec, stage.mesh, devices, process_of)
+        tiling = Tiling(value.shape, value.dtype, leaf.spec, stage.mesh, devices, process_of)
         itemsize = _WORD_BYTES if value.dtype in KEY_TYPES else value.itemsize
         total += (
             sum(math.prod(hi - lo for lo, hi in box) for boxes in tiling.boxes.values() for box in boxes) * itemsize

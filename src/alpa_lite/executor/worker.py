@@ -20,9 +20,9 @@ from alpa_lite.core.spec import ShardingSpec
 from alpa_lite.errors import WorkerError
 from alpa_lite.executor.calls import Call, sent_value
 from alpa_lite.executor.checkpoint_item import ItemWriter, read_leaves
-from alpa_lite.executor.host_tiles import HostTiles, local_tiles
+from alpa_lite.executor.host_tiles import HostTiles, dtype_of, local_tiles
 from alpa_lite.executor.local import local_mesh
-from alpa_lite.executor.parcel import Parcel, ValueType, dtype_of
+from alpa_lite.executor.parcel import Parcel, ValueType
 from alpa_lite.executor.replay import Replay, exported_function
 from alpa_lite.executor.transport import Transport
 from alpa_lite.lowering.lower import partition_spec

@@ -143,15 +143,14 @@ def remote_restored(
     leaves = state_leaves(step.plan, argnum)
     check_state(manifest, path, whole_types(leaves))
     values = step.start()
-    position = {leaf.path: i for i, leaf in enumerate(step.plan.inputs)}
+    positions = [i for i, leaf in enumerate(step.plan.inputs) if leaf.path.partition("/")[0] == f"{argnum}"]
     submesh_of = {stage: s.submesh for s in step.parcel.sites for stage in s.stages}
     made: dict[str, list[Any]] = {}
     wanted: dict[int, list[RestoredLeaf]] = {}
-    for one in leaves:
-        name, at = values.new(), position[one.leaf.path]
-        submesh = submesh_of[one.leaf.stage]
-        wanted.setdefault(submesh, []).append(RestoredLeaf(path=one.path, name=name, kind=step.parcel.inputs[at]))
-        made.setdefault(split_path(one.path)[0], []).append(step.argument(values, at, name, submesh))
+    for leaf, at in zip(leaves, positions, strict=True):
+        name, submesh = values.new(), submesh_of[leaf.stage]
+        wanted.setdefault(submesh, []).append(RestoredLeaf(path=leaf.path, name=name, kind=step.parcel.inputs[at]))
+        made.setdefault(split_path(leaf.path)[0], []).append(step.argument(values, at, name, submesh))
 
     def args(site: Site) -> tuple[Any, ...] | None:
         found = wanted.get(site.submesh)

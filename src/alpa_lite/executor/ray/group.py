@@ -42,6 +42,7 @@ class WorkerGroup:
 
     Attributes:
         steps: that have ended.
+        started: whether all processes are there; until then nobody need answer.
         lost: why the group is dead, "" while it lives.
     """
 
@@ -49,6 +50,7 @@ class WorkerGroup:
         self.parcel, self.settings = parcel, settings
         self.sites = parcel.sites
         self.steps = 0
+        self.started = False
         self.lost = ""
         self.actors: list[Any] = []
         self.hosts: list[str] = []
@@ -88,6 +90,7 @@ class WorkerGroup:
     def _load(self) -> None:
         limit = self.settings.start_timeout_s
         self.places = self.wait([actor.where.remote() for actor in self.actors], limit)
+        self.started = True
         self.hosts = ["127.0.0.1" if self.local else host for host, _ in self.places]
         cache = DEFAULT_CACHE if self.settings.compile_cache is None else self.settings.compile_cache
         worlds = self._worlds()
@@ -247,7 +250,7 @@ class _Watch:
                     self.last[k], self.moved[k] = found, now
             if k not in self.asked:
                 self.asked[k] = actor.ping.remote()
-            if now - self.heard[k] > group.settings.hang_timeout_s:
+            if group.started and now - self.heard[k] > group.settings.hang_timeout_s:
                 group._lose(f"{describe(group.sites[k])} has not answered for {now - self.heard[k]:.0f} s")
         idle = min(now - moved for moved in self.moved)
         if idle > group.settings.progress_timeout_s:

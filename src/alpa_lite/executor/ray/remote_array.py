@@ -10,8 +10,8 @@ import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding
 
 from alpa_lite.core.spec import ShardingSpec
-from alpa_lite.executor.host_tiles import joined
-from alpa_lite.executor.parcel import StageMesh, ValueType, dtype_of
+from alpa_lite.executor.host_tiles import dtype_of, joined
+from alpa_lite.executor.parcel import StageMesh, ValueType
 from alpa_lite.lowering.lower import partition_spec
 from alpa_lite.plan.answers import KEY_TYPES
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -15,7 +16,7 @@ import alpa_lite as al
 from alpa_lite.errors import ArgumentsError, CheckpointError, NotFiniteError
 from alpa_lite.executor.batches import Batches
 from tests.executor import pipeline_steps
-from tests.executor.test_ray import WATCHED, assert_equal, is_gone, steps, workers
+from tests.executor.test_ray import WATCHED, assert_equal, is_gone, run, steps, workers
 
 NUM_STEPS = 12
 ON_RAY = [pytest.mark.ray, pytest.mark.medium, pytest.mark.usefixtures("ray_session")]
@@ -140,6 +141,42 @@ class TestRay:
         with pytest.raises(al.WorkerLost, match="which an iterable cannot give twice"):
             data = iter([batch(k) for k in range(4)])
             al.fit(remote, init=state, data=data, num_steps=4, on_step=losing(remote, {2: kill}, []))
+
+
+# -- other plans ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ray
+@pytest.mark.medium
+@pytest.mark.usefixtures("ray_session")
+def test_a_state_saved_by_workers_is_restored_under_other_plans(tmp_path: Path) -> None:
+    """More stages and fewer, another mesh, the local executor; and back onto workers."""
+    local, remote = steps()
+    args = state(), batch(0)
+    with remote:
+        made, _ = run(remote, *args, 2)
+        remote.save(tmp_path, made, step=2)
+        with pytest.raises(CheckpointError, match="is no RemoteArray: it lies in this process"):
+            remote.save(tmp_path, state(), step=3)
+        again, losses = run(remote, remote.restore(tmp_path), batch(0), 2)
+        again = jax.tree.map(np.asarray, again)
+    local.plan(*args)
+    restored = made_by(local, tmp_path)
+    expected, same = run(local, restored, batch(0), 2)
+    assert same == losses
+    assert_equal(expected, again)
+    for options in ({"num_stages": 1}, {"num_stages": 4}, {"num_stages": 2, "stage_mesh_shapes": ((1, 2), (2, 1))}):
+        other, on_ray = steps(options=al.PlanOptions(num_microbatches=4, **options))
+        other.plan(*args)
+        assert_equal(restored, made_by(other, tmp_path))
+        if options["num_stages"] == 4:
+            with on_ray:
+                on_ray.plan(*args)
+                assert_equal(restored, on_ray.restore(tmp_path))
+
+
+def made_by(step: Any, folder: Path) -> Any:
+    return jax.tree.map(np.asarray, step.restore(folder))
 
 
 # -- NaN --------------------------------------------------------------------------------------------------------------

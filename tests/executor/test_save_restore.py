@@ -255,15 +255,3 @@ def test_files_that_the_system_does_not_let_grow(tmp_path):
     assert run.returncode == 0, run.stderr
     assert "refused:" in run.stdout and "older checkpoints are untouched" in run.stdout
     assert [p.name for p in tmp_path.iterdir()] == ["step_00000001"]
-
-
-def test_state_on_workers_is_told_apart(tmp_path):
-    pytest.importorskip("ray", reason="Ray is not installed: pip install 'alpa-lite[ray]'")
-    step = al.parallelize(lambda w: w + 1, cluster=al.Cluster.parse("1x2:cpu"), executor="ray")
-    step.plan(np.ones(4, np.float32))
-    with pytest.raises(
-        CheckpointError, match=r"step\.save was called for a step with executor='ray'.*executor='local'"
-    ):
-        step.save(tmp_path, np.ones(4, np.float32))
-    with pytest.raises(CheckpointError, match=r"step\.restore was called for a step with executor='ray'"):
-        step.restore(tmp_path)

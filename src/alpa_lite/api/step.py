@@ -184,6 +184,8 @@ class ParallelStep(Parallelized):
             CheckpointError: there is no such checkpoint, it is damaged, or holds another state.
         """
         planned = self._known_plan("step.restore")
+        if self._ray is None and jax.process_count() > 1:
+            check_job(planned, self.__name__)
         tree = argument_tree(planned, argnum)
         leaves, _ = self._restored(checkpoint_folder(dir, "step.restore(dir)"), step, planned, argnum)
         return jax.tree_util.tree_unflatten(tree, leaves)
@@ -192,8 +194,6 @@ class ParallelStep(Parallelized):
         self, folder: CheckpointFolder, number: int | None, planned: Plan, argnum: int
     ) -> tuple[list[Any], CheckpointManifest]:
         if self._ray is None:
-            if jax.process_count() > 1:
-                check_job(planned, self.__name__)
             return restored(folder, number, planned, argnum)
         from alpa_lite.executor.ray.checkpoints import remote_restored
 

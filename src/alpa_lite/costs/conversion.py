@@ -81,10 +81,10 @@ class SpecSpace:
     def _axes(self) -> tuple[str, ...]:
         return tuple(a for a, n in zip(self.mesh.axis_names, self.mesh.shape, strict=True) if n > 1)
 
-    def valid(self, shape: tuple[int, ...]) -> np.ndarray:
-        """Which specs divide a shape evenly; a dim of size 0 is never split."""
-        sizes = np.array(shape, dtype=np.int64)
-        return ((sizes % self.parts == 0) & ((sizes > 0) | (self.parts == 1))).all(axis=1)
+    def valid(self, shape: Sequence[int] | Sequence[tuple[int, ...]]) -> np.ndarray:
+        """Which specs divide a shape evenly, or each of several (``[shape, spec]``); a dim of size 0 is never split."""
+        sizes = np.array(shape, dtype=np.int64)[..., None, :]
+        return ((sizes % self.parts == 0) & ((sizes > 0) | (self.parts == 1))).all(axis=-1)
 
     def _permutes(self) -> Iterator[tuple[Step, tuple[int, int]]]:
         kinds = {spec.unreduced: i for i, spec in enumerate(self.specs)}
@@ -205,12 +205,18 @@ class Conversions:
         """The tables of several (shape, itemsize); those that are new are made together."""
         new: dict[int, dict[tuple[object, ...], tuple[np.ndarray, float]]] = {}
         keys = {}
-        for shape, itemsize in types:
-            if (shape, itemsize) not in self._by_type:
-                valid, volume = self.space(len(shape)).valid(shape), self.costs.volume(shape, itemsize)
-                key = keys[shape, itemsize] = (len(shape), volume, valid.tobytes())
-                if key not in self._tables:
-                    new.setdefault(len(shape), {})[key] = valid, volume
+        unknown = [kind for kind in types if kind not in self._by_type]
+        by_rank: dict[int, list[tuple[int, ...]]] = {}
+        for shape, _ in unknown:
+            by_rank.setdefault(len(shape), []).append(shape)
+        divided: dict[tuple[int, ...], np.ndarray] = {}
+        for rank, shapes in by_rank.items():
+            divided.update(zip(shapes, self.space(rank).valid(shapes), strict=True))
+        for shape, itemsize in unknown:
+            valid, volume = divided[shape], self.costs.volume(shape, itemsize)
+            key = keys[shape, itemsize] = (len(shape), volume, valid.tobytes())
+            if key not in self._tables:
+                new.setdefault(len(shape), {})[key] = valid, volume
         for rank, found in new.items():
             space, pairs = self.space(rank), list(found.values())
             count = max(1, _TABLE_ENTRIES // len(space.specs) ** 2)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, overload
 
 import numpy as np
@@ -33,6 +33,7 @@ class Repeated(Sequence[Array]):
 
     numbers: Array
     different: list[Array]
+    _known: dict[int, tuple[Array, Array, Array | None]] = field(default_factory=dict, init=False, repr=False)
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -55,7 +56,17 @@ class Repeated(Sequence[Array]):
 
     def shapes(self, dims: int) -> Array:
         """int64[arrays, dims]."""
-        return np.array([a.shape for a in self.different], dtype=np.int64).reshape(-1, dims)[self.numbers]
+        return self._laid_out(dims)[0][self.numbers]
+
+    def _laid_out(self, dims: int) -> tuple[Array, Array, Array | None]:
+        """Of the different arrays: shapes, where each begins with all behind one another, and these where they may be copied."""
+        if dims not in self._known:
+            shapes = np.array([a.shape for a in self.different], dtype=np.int64).reshape(-1, dims)
+            sizes, kinds, flat = shapes.prod(axis=1), {a.dtype for a in self.different}, None
+            if sizes.sum() <= _COPIED * len(self) and len(kinds) == 1:
+                flat = np.frombuffer(b"".join([a.tobytes() for a in self.different]), kinds.pop())
+            self._known[dims] = shapes, np.cumsum(sizes) - sizes, flat
+        return self._known[dims]
 
     def entries(self, *picks: Array) -> list[Any]:
         """Of every array one entry, named by a number per dim that is not negative.
@@ -63,15 +74,14 @@ class Repeated(Sequence[Array]):
         Raises:
             IndexError: there is no such entry.
         """
-        sizes = [a.size for a in self.different]
-        if sum(sizes) > _COPIED * len(self) or len({a.dtype for a in self.different}) != 1:
+        shapes, begin, flat = self._laid_out(len(picks))
+        if flat is None:
             return [a.item(*at) for a, *at in zip(self, *(x.tolist() for x in picks), strict=True)]
-        shapes, at = self.shapes(len(picks)), np.stack(picks, axis=1)
+        shapes, at = shapes[self.numbers], np.stack(picks, axis=1)
         if (at >= shapes).any():
             raise IndexError("an entry is out of range")
-        begin = np.cumsum([0, *sizes])[self.numbers]
         place = at[:, 0] if len(picks) == 1 else at[:, 0] * shapes[:, 1] + at[:, 1]
-        found: list[Any] = np.concatenate([a.ravel() for a in self.different])[begin + place].tolist()
+        found: list[Any] = flat[begin[self.numbers] + place].tolist()
         return found
 
 

@@ -10,7 +10,7 @@ Numbers with the same decisions form a *regime* (``regime.py``), whose memory an
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from itertools import combinations, pairwise
 from typing import TYPE_CHECKING
@@ -48,6 +48,7 @@ class SymbolicTask:
     notes: tuple[str, ...]
     finish: Callable[[Plan], Plan]
     source: str
+    _known: dict[int, tuple[MeshTask, DeviceMesh]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def axis(self) -> str:
@@ -58,6 +59,11 @@ class SymbolicTask:
 
     def at(self, n: int) -> tuple[MeshTask, DeviceMesh]:
         """The task and the mesh for ``n`` workers."""
+        if n not in self._known:
+            self._known[n] = self._made(n)
+        return self._known[n]
+
+    def _made(self, n: int) -> tuple[MeshTask, DeviceMesh]:
         options = self.task.options
         assert options.mesh_shape is not None
         shape = tuple(n if isinstance(size, str) else size for size in options.mesh_shape)

@@ -53,6 +53,10 @@ def test_stages_on_two_nodes_of_a_cluster_that_others_started() -> None:
         assert (found["cpus"], found["free_while_running"], found["free"]) == ([4.0, 4.0], 4.0, 8.0)
         assert found["groups"] == ["REMOVED"]
 
+        told = run(nodes.env, "-m", "alpa_lite", "doctor", "--executor", "ray", "--address", nodes.address)
+        assert "ok    Ray node 1" in told and "4 CPUs; the same versions as here" in told
+        assert "two stages on two nodes send to each other; bit-equal to one device" in told
+
         wrong = run({**nodes.env, "RAY_AUTH_TOKEN": "0123456789abcdef"}, "-c", CONNECT, nodes.address)
         assert "no Ray cluster answers at" in wrong and "token this process has (RAY_AUTH_TOKEN" in wrong
         assert run(nodes.env, "-c", CONNECT, nodes.address) == "joined\n"  # i.e. it was the token

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from alpa_lite.cli.doctor import doctor
 from alpa_lite.cli.launch import launch
 from alpa_lite.cli.solve import solve
 from alpa_lite.errors import AlpaLiteError
@@ -35,6 +36,7 @@ main = typer.Typer(
 )
 main.command()(solve)
 main.command()(launch)
+main.command()(doctor)
 
 
 @contextlib.contextmanager

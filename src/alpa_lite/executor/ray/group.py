@@ -21,11 +21,10 @@ from alpa_lite.errors import AlpaLiteError, CheckpointError, ClusterError, Worke
 from alpa_lite.executor.parcel import Parcel
 from alpa_lite.executor.ray.actor import WorkerActor
 from alpa_lite.executor.ray.cluster import alive_nodes, bundles, check_room, connect
-from alpa_lite.executor.ray.settings import RayExecutor
+from alpa_lite.executor.ray.settings import DEFAULT_CACHE, RayExecutor
 from alpa_lite.executor.sites import Site
 
 _SEEN_S = 1.0
-DEFAULT_CACHE = "~/.cache/alpa_lite/compiled"
 
 
 class WorkerGroup:

@@ -8,6 +8,8 @@ from types import MappingProxyType
 
 from alpa_lite.errors import AlpaLiteError
 
+DEFAULT_CACHE = "~/.cache/alpa_lite/compiled"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayExecutor:

@@ -6,7 +6,6 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from importlib import metadata
 from typing import Any
 
 import jax
@@ -220,7 +219,7 @@ def test_more_devices_than_the_cluster_has() -> None:
 
 def test_a_worker_with_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
     _, remote = steps()
-    monkeypatch.setattr(metadata, "version", lambda name: "0.0.7")  # of the driver
+    monkeypatch.setattr("alpa_lite.executor.parcel.__version__", "0.0.7")
     with pytest.raises(WorkerError, match=r"the driver has alpa_lite 0\.0\.7, a worker has alpa_lite"):
         remote(*pipeline_steps.arguments())
 

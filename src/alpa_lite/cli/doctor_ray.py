@@ -6,6 +6,7 @@ A cluster that is started here ends with this process; of another one nothing is
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from importlib import metadata
 from typing import Any
 
@@ -39,7 +40,7 @@ def main(address: str = "") -> None:
         for number, node in enumerate(nodes):
             look_at(number, node)
         try:
-            room(len(nodes), address)
+            room(nodes, address)
         except AlpaLiteError as error:
             tell("Ray workers", "FAIL", *sentences(error))
     finally:
@@ -85,7 +86,7 @@ def look_at(number: int, node: dict[str, Any]) -> None:
         tell(name, "ok", f"{has}; the same versions as here")
 
 
-def room(num_nodes: int, address: str) -> None:
+def room(nodes: Sequence[dict[str, Any]], address: str) -> None:
     """Two workers, on two nodes if there are as many, run a pipelined step whose activations go from one to the other."""
     import jax
     import ray
@@ -100,7 +101,7 @@ def room(num_nodes: int, address: str) -> None:
         tell("Ray workers", "warn", found, "Try again when others have ended, or add nodes")
         return
     device = al.Cluster.from_ray(1, address=address or None).device.name
-    hosts = min(num_nodes, 2)
+    hosts = min(sum(node["Resources"].get(kind, 0) >= 1 for node in nodes), 2)  # a head often has no devices
     cluster = al.Cluster.of(device, num_hosts=hosts, devices_per_host=2 // hosts)
     options = al.PlanOptions(num_stages=2, num_microbatches=2)
     state, batch = arguments()

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from alpa_lite.api import Cluster as Cluster
     from alpa_lite.api import Elastic as Elastic
     from alpa_lite.api import FitResult as FitResult
+    from alpa_lite.api import HostData as HostData
     from alpa_lite.api import ParallelStep as ParallelStep
     from alpa_lite.api import PlanTarget as PlanTarget
     from alpa_lite.api import RayExecutor as RayExecutor
@@ -58,6 +59,7 @@ _PUBLIC = {
     "Cluster": "alpa_lite.api",
     "Elastic": "alpa_lite.api",
     "FitResult": "alpa_lite.api",
+    "HostData": "alpa_lite.api",
     "NotFiniteError": "alpa_lite.errors",
     "ParallelStep": "alpa_lite.api",
     "Plan": "alpa_lite.plan.plan",

@@ -143,6 +143,43 @@ class TestRay:
             al.fit(remote, init=state, data=data, num_steps=4, on_step=losing(remote, {2: kill}, []))
 
 
+# -- data -------------------------------------------------------------------------------------------------------------
+
+
+def shapes_of(tree: Any) -> Any:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+
+
+def read_part(position: int, path: str, index: tuple[slice, ...]) -> np.ndarray:
+    """A part of one leaf of ``batch(position)``, as a worker reads it."""
+    return batch(position)[int(path)][index]
+
+
+@pytest.mark.ray
+@pytest.mark.medium
+@pytest.mark.usefixtures("ray_session")
+def test_hosts_read_their_own_parts(remote: Any, tmp_path: Path, expected: tuple[Any, float]) -> None:
+    shapes = shapes_of(batch(0))
+    data = al.HostData(read_part, shapes)
+    on_step = losing(remote, {7: kill}, [])
+    kept = al.Checkpoint(tmp_path, every=4)
+    done = al.fit(remote, init=state, data=data, num_steps=NUM_STEPS, checkpoint=kept, on_step=on_step)
+    assert done.restarts == 1
+    assert_equal(done.state, expected[0])
+    wrong = al.HostData(lambda position, path, index: batch(position)[int(path)][:1], shapes)
+    with pytest.raises(ArgumentsError, match=r"returned \w+\[1, 16.* for part .* of batch 0\. It must return"):
+        al.fit(remote, init=state, data=wrong, num_steps=1)
+
+
+@pytest.mark.medium
+def test_the_local_executor_reads_all_parts(expected: tuple[Any, float]) -> None:
+    local, _ = steps()
+    data = al.HostData(read_part, shapes_of(batch(0)))
+    assert_equal(al.fit(local, init=state, data=data, num_steps=NUM_STEPS).state, expected[0])
+    with pytest.raises(ArgumentsError, match=r"to read with\. It must be a function"):
+        al.HostData(7, None)
+
+
 # -- other plans ------------------------------------------------------------------------------------------------------
 
 

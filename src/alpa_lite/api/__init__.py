@@ -28,6 +28,7 @@ from alpa_lite.cluster.symbolic import SymbolicCluster
 from alpa_lite.costs.profile import roles_of
 from alpa_lite.errors import AlpaLiteError, ExportError
 from alpa_lite.executor.calibrate import local_cluster
+from alpa_lite.executor.host_data import HostData
 from alpa_lite.executor.load_export import ExportedPart, load_part
 from alpa_lite.executor.load_stages import ExportedStages
 from alpa_lite.executor.ray.settings import RayExecutor
@@ -268,6 +269,7 @@ __all__ = [
     "Cluster",
     "Elastic",
     "FitResult",
+    "HostData",
     "ParallelStep",
     "PlanTarget",
     "RayExecutor",

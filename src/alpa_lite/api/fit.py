@@ -31,6 +31,7 @@ from alpa_lite.errors import (
     user_line,
 )
 from alpa_lite.executor.batches import Batches
+from alpa_lite.executor.host_data import HostData
 from alpa_lite.plan.checkpoint_folder import CheckpointFolder
 
 _SMALL = 64  # elements of a metric that is checked for NaN and told
@@ -44,7 +45,7 @@ class StepReport:
         position: of the batch that was used; the first is 0.
         metrics: what the step returned beside the state.
         step_s: how long it took, with reading the batch.
-        busy: per worker the share of the step in which its programs ran, where that was measured (``RemoteStep.timed_every``).
+        busy: per submesh the share of the step in which its programs ran, where that was measured (``step.timed_every``).
         restarts: so far.
     """
 
@@ -82,7 +83,7 @@ def fit(
     step: ParallelStep,
     *,
     init: Any,
-    data: Callable[[int], Any] | Iterable[Any],
+    data: Callable[[int], Any] | Iterable[Any] | HostData,
     num_steps: int,
     checkpoint: Checkpoint | None = None,
     elastic: bool | Elastic = False,
@@ -97,7 +98,7 @@ def fit(
         step: of ``al.parallelize``, called as ``step(state, batch)``; returns (state, metrics), metrics any tree.
         init: the first state, or a function of no arguments that makes it, which runs where the state will lie. It is not used
             when ``checkpoint`` has a complete checkpoint: then the run goes on from there.
-        data: a function of the position, or an iterable of batches.
+        data: a function of the position, an iterable of batches, or a ``HostData``, which every host reads for itself.
         num_steps: in all, counted from position 0.
         checkpoint: where and how often the state is saved; None = never, and a loss starts again from the beginning.
         elastic: whether the run goes on with what is left when hosts are gone for good, with another plan; an ``Elastic`` says
@@ -120,7 +121,7 @@ def fit(
     run = _Run(
         step=step,
         init=init,
-        batches=Batches(data),
+        batches=Batches(data, here=step.ray is None),
         num_steps=num_steps,
         checkpoint=checkpoint,
         elastic=Elastic() if elastic is True else (elastic or None),

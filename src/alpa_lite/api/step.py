@@ -16,7 +16,7 @@ from alpa_lite.api.bound import JIT_SETTINGS, Parallelized, Trees, staged_for, t
 from alpa_lite.api.checkpoint import argument_tree, check_saved, checked_step, checkpoint_folder
 from alpa_lite.api.request import Request
 from alpa_lite.cluster.cluster import Cluster as ClusterData
-from alpa_lite.errors import ArgumentsError, user_line
+from alpa_lite.errors import AlpaLiteError, ArgumentsError, user_line
 from alpa_lite.executor.calibrate import local_cluster
 from alpa_lite.executor.local import CompiledStep, RunnableStep, SignatureChanged, local_mesh, runnable
 from alpa_lite.executor.pipeline import CompiledPipeline, RunnablePipeline, runnable_pipeline
@@ -53,6 +53,7 @@ class ParallelStep(Parallelized):
         self._last: Runnable | None = None
         self._last_key: Any = None
         self._remotes: list[RemoteStep] = []
+        self.timed_every = 0  # of so many steps on workers, one waits for every program, to tell how busy they were
         self.__wrapped__ = request.fn
         self.__name__ = getattr(request.fn, "__name__", "step")
         self.__doc__ = request.fn.__doc__
@@ -67,6 +68,8 @@ class ParallelStep(Parallelized):
                 return self._last.run(*args)
             except SignatureChanged:
                 pass
+            except AlpaLiteError:  # ours is no complaint of jit's about layouts
+                raise
             except ValueError:
                 if self._key(args, kwargs) == self._last_key:
                     return self._run(self._last, args)
@@ -76,6 +79,8 @@ class ParallelStep(Parallelized):
     def _run(self, step: Runnable, dynamic: tuple[Any, ...]) -> Any:
         try:
             return step.run(*dynamic)
+        except AlpaLiteError:
+            raise
         except ValueError as error:
             if not any(isinstance(x, jax.Array) and x.committed for x in jax.tree_util.tree_leaves(dynamic)):
                 raise
@@ -290,6 +295,7 @@ class ParallelStep(Parallelized):
                 return step
         staged = None if planned.pipeline is None else staged_for(planned, traced)
         made = RemoteStep(planned, traced, make_parcel(planned, traced, staged), self._ray)
+        made.timed_every = self.timed_every
         self._remotes.append(made)
         return made
 
@@ -310,7 +316,9 @@ class ParallelStep(Parallelized):
 
     def with_plan(self, plan: Plan, cluster: ClusterData, options: PlanOptions) -> ParallelStep:
         """This step under another plan."""
-        return ParallelStep(replace(self._request, options=options), cluster, plan, self._ray)
+        made = ParallelStep(replace(self._request, options=options), cluster, plan, self._ray)
+        made.timed_every = self.timed_every
+        return made
 
     def restart(self) -> None:
         """New workers in place of lost ones, without the state that they kept.
@@ -322,8 +330,8 @@ class ParallelStep(Parallelized):
             step.restart()
 
     def busy(self) -> tuple[float, ...]:
-        """Per worker the share of the last step in which its programs ran; empty where that was not measured."""
-        shares = [step.times.busy() for step in self._remotes]
+        """Per submesh the share of the last step in which its programs ran; empty where that was not measured."""
+        shares = [step.busy() for step in self._remotes]
         return shares[0] if shares else ()
 
     def close(self) -> None:

@@ -12,6 +12,7 @@ import typer
 
 from alpa_lite.cli.doctor import doctor
 from alpa_lite.cli.launch import launch
+from alpa_lite.cli.run import run
 from alpa_lite.cli.solve import solve
 from alpa_lite.errors import AlpaLiteError
 
@@ -37,6 +38,7 @@ main = typer.Typer(
 main.command()(solve)
 main.command()(launch)
 main.command()(doctor)
+main.command()(run)
 
 
 @contextlib.contextmanager

@@ -8,22 +8,30 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
+import jax
+import numpy as np
+
 from alpa_lite.errors import ArgumentsError, user_line
+from alpa_lite.executor.host_data import HostData
 
 
 class Batches:
     """The data of a run.
 
     Args:
-        data: ``data(position) -> batch``, or an iterable of batches.
+        data: ``data(position) -> batch``, an iterable of batches, or a ``HostData``.
+        here: whether a ``HostData`` is read by this process, for steps that take only arrays.
 
     Raises:
         ArgumentsError: it is neither.
     """
 
-    def __init__(self, data: Callable[[int], Any] | Iterable[Any]) -> None:
+    def __init__(self, data: Callable[[int], Any] | Iterable[Any] | HostData, *, here: bool = True) -> None:
+        if isinstance(data, HostData):
+            data = partial(_read_here, data) if here else data.at
         self.read: Callable[[int], Any] | None = data if callable(data) else None
         self.rest: Iterator[Any] = iter(())
         self.kept: deque[Any] = deque()
@@ -65,3 +73,7 @@ class Batches:
             else:
                 next(self.rest, None)  # of a run that is resumed
             self.first += 1
+
+
+def _read_here(data: HostData, position: int) -> Any:
+    return jax.tree.map(np.asarray, data.at(position))

@@ -20,6 +20,7 @@ from alpa_lite.core.spec import ShardingSpec
 from alpa_lite.errors import WorkerError
 from alpa_lite.executor.calls import Call, sent_value
 from alpa_lite.executor.checkpoint_item import ItemWriter, read_leaves
+from alpa_lite.executor.host_data import Read, Reader, ReadOrder
 from alpa_lite.executor.host_tiles import HostTiles, dtype_of, local_tiles
 from alpa_lite.executor.local import local_mesh
 from alpa_lite.executor.parcel import Parcel, ValueType
@@ -45,6 +46,7 @@ class StepOrder:
         names: result -> the name under which this process keeps it.
         dropped: names of values that nobody wants any more.
         timed: wait for every program, and tell how long they took.
+        read: argument -> its parts that the process reads itself.
     """
 
     number: int
@@ -53,6 +55,7 @@ class StepOrder:
     names: Mapping[int, int] = field(default_factory=dict)
     dropped: Sequence[int] = ()
     timed: bool = False
+    read: Mapping[int, ReadOrder] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +111,7 @@ class Worker:
         self.timed = Replay(self.all_calls, self.meshes, self._timed_programs(), _Mover(self.alone), self._crossing)
         self.busy_s = 0.0
         self.writer = ItemWriter()
+        self.reader: Reader | None = None
         self.doing = "waiting"
 
     def _programs(self) -> dict[tuple[int, str], Any]:
@@ -154,6 +158,11 @@ class Worker:
         for name in order.dropped:
             self.kept.pop(name, None)
         given: dict[str, Any] = {f"a{position}": tiles for position, tiles in order.given.items()}
+        if order.read:
+            assert self.reader is not None, "the driver sets it first"
+            self.doing = "reading the batch"
+            given |= {f"a{position}": tiles for position, tiles in self.reader.get(order.read).items()}
+            self.doing = "step"
         given |= {f"a{position}": self.value(name) for position, name in order.kept.items()}
         results = (self.timed if order.timed else self.replay)(given, self._issued)
         del given
@@ -168,6 +177,10 @@ class Worker:
 
     def _issued(self, number: int) -> None:
         self.calls = number
+
+    def set_reader(self, read: Read) -> None:
+        """What batches are read with."""
+        self.reader = Reader(read)
 
     def progress(self) -> Progress:
         """Read by another thread."""

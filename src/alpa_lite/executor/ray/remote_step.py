@@ -17,7 +17,9 @@ import jax
 import numpy as np
 
 from alpa_lite.core.spec import ShardingSpec
+from alpa_lite.costs.tiles import Box
 from alpa_lite.errors import ArgumentsError
+from alpa_lite.executor.host_data import HostLeaf, Read, ReadOrder
 from alpa_lite.executor.host_tiles import HostTiles, Tiling, raw_shape, raw_values
 from alpa_lite.executor.local import SignatureChanged
 from alpa_lite.executor.parcel import Parcel
@@ -46,12 +48,6 @@ class StepTimes:
     call_s: float = 0.0
     step_s: list[float] = field(default_factory=list)
     busy_s: list[float] = field(default_factory=list)
-
-    def busy(self) -> tuple[float, ...]:
-        """Per worker the share of the call in which its programs ran; empty if the step was not timed."""
-        if not any(self.busy_s):
-            return ()
-        return tuple(busy / self.call_s for busy in self.busy_s)
 
 
 class RemoteStep:
@@ -108,6 +104,14 @@ class RemoteStep:
             self.values.group.kill()
             self.values = None
 
+    def busy(self) -> tuple[float, ...]:
+        """Per submesh the mean share of the last call in which its processes' programs ran; empty if it was not timed."""
+        times, sites = self.times, self.parcel.sites
+        if not any(times.busy_s):
+            return ()
+        of_submesh = [[s.number for s in sites if s.submesh == m] for m in range(1 + sites[-1].submesh)]
+        return tuple(sum(times.busy_s[k] for k in own) / len(own) / times.call_s for own in of_submesh)
+
     # -- a step -------------------------------------------------------------------------------------------------------
 
     def run(self, *args: Any) -> Any:
@@ -137,7 +141,7 @@ class RemoteStep:
         values = self.start()
         group = values.group
         group.check()
-        held, given = self._sorted(leaves, values)
+        held, given, read = self._sorted(leaves, values)
         names = {position: values.new() for position in range(len(self.parcel.outputs))}
         dropped, timed = values.dropped(), bool(self.timed_every) and (group.steps + 1) % self.timed_every == 0
 
@@ -150,6 +154,7 @@ class RemoteStep:
                     names={p: name for p, name in names.items() if self.result_at[p] == site.submesh},
                     dropped=dropped,
                     timed=timed,
+                    read=read.get(site.number, {}),
                 ),
             )
 
@@ -167,9 +172,10 @@ class RemoteStep:
 
     def _sorted(
         self, leaves: Sequence[Any], values: RemoteValues
-    ) -> tuple[dict[int, RemoteArray], dict[int, dict[int, HostTiles]]]:
-        """Arguments that are on their workers, and per process the parts of the others."""
+    ) -> tuple[dict[int, RemoteArray], dict[int, dict[int, HostTiles]], dict[int, dict[int, ReadOrder]]]:
+        """Arguments that are on their workers, and per process the parts of the others, or what to read of them."""
         held: dict[int, RemoteArray] = {}
+        read: dict[int, dict[int, ReadOrder]] = defaultdict(dict)
         given: dict[int, dict[int, HostTiles]] = defaultdict(dict)
         for position, (leaf, argument) in enumerate(zip(leaves, self.arguments, strict=True)):
             if isinstance(leaf, RemoteArray):
@@ -178,9 +184,22 @@ class RemoteStep:
                     held[position] = leaf
                     continue
                 self._warn_moved(position)
+            if isinstance(leaf, HostLeaf):
+                self._set_reader(leaf.read, values)
+                for process, boxes in wanted_boxes(argument.tilings).items():
+                    read[process][position] = ReadOrder(
+                        position=leaf.position, path=leaf.path, shape=leaf.shape, dtype=str(leaf.dtype), boxes=boxes
+                    )
+                continue
             for process, tiles in deal(argument.tilings, leaf).items():
                 given[process][position] = tiles
-        return held, given
+        return held, given, read
+
+    def _set_reader(self, read: Read, values: RemoteValues) -> None:
+        """Tell the workers, once per group, what they read batches with."""
+        if values.read is not read:
+            values.read = read
+            values.group.each("set_reader", lambda _: (read,))
 
     def _check_alive(self, array: RemoteArray, position: int, values: RemoteValues) -> None:
         path = self.plan.inputs[position].path
@@ -236,6 +255,15 @@ def deal(tilings: Sequence[Tiling], value: Any) -> dict[int, HostTiles]:
             both = tiles.tiles if known is None else {**known.tiles, **tiles.tiles}
             found[process] = HostTiles(tiles.shape, tiles.dtype, both)
     return found
+
+
+def wanted_boxes(tilings: Sequence[Tiling]) -> dict[int, tuple[Box, ...]]:
+    """Per process the parts that it holds in one layout or several, each once."""
+    found: dict[int, dict[Box, None]] = defaultdict(dict)
+    for tiling in tilings:
+        for process, boxes in tiling.boxes.items():
+            found[process].update(dict.fromkeys(boxes))
+    return {process: tuple(boxes) for process, boxes in found.items()}
 
 
 def whole_tiles(value: Any) -> HostTiles:

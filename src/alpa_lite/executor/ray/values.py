@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 from alpa_lite.errors import ArgumentsError
 from alpa_lite.executor.host_tiles import HostTiles
@@ -22,6 +23,7 @@ class RemoteValues:
     def __init__(self, group: WorkerGroup) -> None:
         self.group = group
         self.alive: set[int] = set()
+        self.read: Any = None  # what the workers read batches with, as far as they were told
         self._numbers = itertools.count()
         self._forgotten: deque[int] = deque()
 

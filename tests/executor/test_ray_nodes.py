@@ -6,6 +6,7 @@ import json
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping
 
@@ -73,6 +74,23 @@ def test_an_address_where_nobody_listens() -> None:
     assert f"no Ray cluster answers at '{address}': [Errno 111] Connection refused. It must be" in told
     assert "correct the address or the token, or leave both out" in told
     assert time.monotonic() - start < 30  # of which starting Python and importing Ray is the most
+
+
+def test_an_address_where_another_program_listens() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            link, _ = server.accept()
+            with link:
+                link.recv(100)
+                link.sendall(b"HTTP/1.0 400 Bad Request\r\n\r\n")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        told = run(own_environment(), "-c", CONNECT, address)
+        thread.join()
+    assert f"no Ray cluster answers at '{address}': what listens there is no Ray head. It must be" in told
 
 
 def test_a_cluster_that_is_started_here_listens_on_loopback_alone() -> None:

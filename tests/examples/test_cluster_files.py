@@ -10,8 +10,10 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import typer
 
 import alpa_lite as al
+from alpa_lite.cli import main
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "cluster"
@@ -95,6 +97,15 @@ def test_the_slurm_script():
     assert 'rm -f "$token_file"' in text and "trap clean_up EXIT" in text
     assert text.count("alpa-lite run ") == 1
     assert path.stat().st_mode & 0o100
+
+
+@pytest.mark.parametrize("name", ["rayjob.yaml", "slurm_ray.sh"])
+def test_the_command_has_the_options_that_are_given(name):
+    command = re.search(r"^ *(alpa-lite run .*(?:\n +--.*)*)", (FOLDER / name).read_text(), re.MULTILINE).group(1)
+    given = set(re.findall(r"--[a-z]+", command))
+    verb = typer.main.get_command(main).commands["run"]
+    assert {"--executor", "--steps", "--checkpoint", "--cluster"} <= given
+    assert given <= {option for parameter in verb.params for option in parameter.opts}
 
 
 def test_no_file_names_a_registry_of_packages():

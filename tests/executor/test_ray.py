@@ -110,6 +110,19 @@ def test_a_stage_that_spans_two_hosts() -> None:
             np.testing.assert_allclose(np.linalg.norm(np.asarray(a)), np.linalg.norm(np.asarray(b)), rtol=1e-5)
 
 
+def test_one_job_of_all_workers_moves_values_by_device_put() -> None:
+    """Three stages, so that some process has no part in a transfer; layouts that differ between stages are pulled."""
+    executor = RayExecutor(transport="device_put")
+    options = al.PlanOptions(num_stages=4, num_microbatches=4)
+    local, remote = steps(cluster="1x4:cpu", options=options, executor=executor)
+    state, batch = pipeline_steps.arguments()
+    expected, losses = run(local, copied(state), batch, 3)
+    with remote:
+        made, found = run(remote, state, batch, 3)
+        assert found == losses
+        assert_equal(expected, made)
+
+
 def test_stacked_layers_lie_on_their_stages() -> None:
     """Rows of one leaf on two submeshes, and state that is made by the workers themselves."""
     local, remote = steps(pipeline_steps.scanned_loss_fn, options=al.PlanOptions(num_stages=2, num_microbatches=4))

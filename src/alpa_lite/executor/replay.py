@@ -30,10 +30,16 @@ class Mover(Protocol):
 
 
 class Crossing(Protocol):
-    """A "send" whose stages lie in different processes; ``send`` runs where the value is, ``expect`` where it is wanted."""
+    """A "send" whose stages lie in different processes.
+
+    ``send`` runs where the value is, ``expect`` where it is wanted, and ``pass_by`` in all other processes if ``by_all`` is set.
+    """
+
+    by_all: bool
 
     def send(self, array: Any) -> None: ...
     def expect(self) -> Any: ...
+    def pass_by(self) -> None: ...
 
 
 class Replay:
@@ -113,10 +119,12 @@ class Replay:
         if here and wanted:
             sharding, send = self._sharding(call), self.mover.send
             return partial(_work, lambda given: [send(given[0], sharding)], call.reads, call.writes)
-        if not here and not wanted:
+        if self.crossing is None:
+            assert not here and not wanted, "a stage of another process"
             return None
-        assert self.crossing is not None, "a stage of another process"
         halves = self.crossing(number, call)
+        if not here and not wanted:
+            return (lambda values: halves.pass_by()) if halves.by_all else None
         if here:
             return partial(_post, halves, call.reads[0])
         return partial(_expect, halves, call.writes[0])

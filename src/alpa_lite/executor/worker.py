@@ -24,7 +24,8 @@ from alpa_lite.executor.host_data import Read, Reader, ReadOrder
 from alpa_lite.executor.host_tiles import HostTiles, dtype_of, local_tiles
 from alpa_lite.executor.local import local_mesh
 from alpa_lite.executor.parcel import Parcel, ValueType
-from alpa_lite.executor.replay import Replay, exported_function
+from alpa_lite.executor.put_crossing import PutCrossing, lie_alike
+from alpa_lite.executor.replay import Crossing, Replay, exported_function
 from alpa_lite.executor.transport import Transport
 from alpa_lite.lowering.lower import partition_spec
 from alpa_lite.lowering.remote_transfer import RemoteTransfer
@@ -94,16 +95,18 @@ class Worker:
         parcel: the step.
         site: number of the process among the parcel's sites.
         transport: to the other processes.
+        one_world: all sites are processes of one ``jax.distributed`` job, in their order; arrays go from stage to stage by
+            ``jax.device_put`` where both hold them alike.
     """
 
-    def __init__(self, parcel: Parcel, site: int, transport: Transport) -> None:
-        self.parcel, self.site, self.transport = parcel, parcel.sites[site], transport
+    def __init__(self, parcel: Parcel, site: int, transport: Transport, *, one_world: bool = False) -> None:
+        self.parcel, self.site, self.transport, self.one_world = parcel, parcel.sites[site], transport, one_world
         self.process_of = {device: s.number for s in parcel.sites for device in s.devices}
         self.alone = self.site.num_processes == 1
         self.kept: dict[int, Any] = {}
         self.steps, self.calls, self.doing = 0, 0, "loading"
         self.functions = Functions()
-        self.meshes = {k: local_mesh(parcel.stages[k].logical) for k in self.site.stages}
+        self.meshes = {k: self.mesh_of(k) for k in self.site.stages}
         self.all_calls = parcel.read_calls()
         self.given_away = _given_away(self.all_calls, parcel)
         self.programs = self._programs()
@@ -113,6 +116,12 @@ class Worker:
         self.writer = ItemWriter()
         self.reader: Reader | None = None
         self.doing = "waiting"
+
+    def mesh_of(self, stage: int) -> Any:
+        """The devices of a stage, as far as this process knows of them."""
+        number = next(s.number for s in self.parcel.sites if stage in s.stages)
+        before = sum(len(s.devices) for s in self.parcel.sites[:number]) if self.one_world else 0
+        return local_mesh(self.parcel.stages[stage].logical, jax.devices()[before:])
 
     def _programs(self) -> dict[tuple[int, str], Any]:
         """This process's programs, compiled: what is wrong shows now, and the first step takes no longer than others."""
@@ -281,12 +290,16 @@ class Worker:
 
     # -- other processes ----------------------------------------------------------------------------------------------
 
-    def _crossing(self, number: int, call: Call) -> _RemoteCrossing:
+    def _crossing(self, number: int, call: Call) -> Crossing:
+        if self.one_world and lie_alike(self.parcel, call):
+            return PutCrossing(self, call)
         return _RemoteCrossing(self, number, call)
 
 
 class _RemoteCrossing:
     """One "send" between submeshes, in one of its processes."""
+
+    by_all = False
 
     def __init__(self, worker: Worker, number: int, call: Call) -> None:
         value, parcel = sent_value(call), worker.parcel
@@ -311,6 +324,8 @@ class _RemoteCrossing:
             worker.process_of,
         )
         here, functions = worker.site.number, worker.functions
+        if value.stage not in worker.meshes and call.stage not in worker.meshes:
+            return
         if value.stage in worker.meshes:
             self.sender = self.transfer.sender(here, functions, copied=call.reads[0] in worker.given_away)
         else:
@@ -334,6 +349,9 @@ class _RemoteCrossing:
         here = self.worker.site.number
         arrived = {p: pull(p, self._name(here), types) for p, types in self.receiver.expected.items()}
         return _Arriving(self, arrived)
+
+    def pass_by(self) -> None:
+        raise AssertionError("nobody else takes part")
 
     def _name(self, target: int) -> int:
         """Of the pieces for a process: no other transfer of this or another step has the same."""

@@ -51,11 +51,14 @@ class WorkerActor:
             jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
             jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
         if world is not None:
-            self.doing = "joining the processes of its submesh"
+            self.doing = "joining other processes"
+            world = dict(world)
+            if socket_address := world.pop("socket_address", None):  # CPUs have no links of their own between processes
+                jax.config.update("jax_cross_host_transfer_socket_address", socket_address)
             jax.distributed.initialize(**world)
         self.doing = "set up"
 
-    def load(self, parcel: bytes, site: int, host: str) -> str:
+    def load(self, parcel: bytes, site: int, host: str, one_world: bool) -> str:
         """Read the parcel and compile its programs; returns the address of the transport."""
         from alpa_lite.executor.parcel import read_parcel
         from alpa_lite.executor.transport import PullTransport
@@ -63,7 +66,7 @@ class WorkerActor:
 
         self.doing = "compiling"
         transport = PullTransport(host)
-        self.worker = Worker(read_parcel(parcel), site, transport)
+        self.worker = Worker(read_parcel(parcel), site, transport, one_world=one_world)
         return transport.address
 
     def connect(self, addresses: Sequence[str]) -> None:

@@ -98,11 +98,28 @@ class WorkerGroup:
         self.wait([a.setup.remote(platform, len(s.devices), wide, cache, world) for a, s, world in each], limit)
         data = ray.put(msgspec.msgpack.encode(self.parcel))
         sites = zip(self.actors, self.sites, self.hosts, strict=True)
-        addresses = self.wait([actor.load.remote(data, site.number, host) for actor, site, host in sites])
+        addresses = self.wait(
+            [actor.load.remote(data, site.number, host, self.one_world) for actor, site, host in sites]
+        )
         self.wait([actor.connect.remote(addresses) for actor in self.actors], limit)
 
+    @property
+    def one_world(self) -> bool:
+        """Whether all workers are one ``jax.distributed`` job."""
+        return self.settings.transport == "device_put" and len(self.sites) > 1
+
     def _worlds(self) -> list[dict[str, Any] | None]:
-        """Per site how it joins the processes of its submesh, if there are others."""
+        """Per site how it joins the processes of its submesh, or of all, if there are others."""
+        limit = self.settings.start_timeout_s
+        if self.one_world:
+            hosts = self.hosts
+            ports = self.wait([a.free_port.remote(host) for a, host in zip(self.actors, hosts, strict=True)], limit)
+            world = self._world(
+                f"{hosts[0]}:{self.wait([self.actors[0].free_port.remote(hosts[0])], limit)[0]}", len(self.sites)
+            )
+            sockets = [f"{host}:{port}" for host, port in zip(hosts, ports, strict=True)]
+            extra = [{"socket_address": s} if self.parcel.platform == "cpu" else {} for s in sockets]
+            return [world | {"process_id": site.number} | more for site, more in zip(self.sites, extra, strict=True)]
         first = {site.submesh: site.number for site in reversed(self.sites)}
         shared = sorted({site.submesh for site in self.sites if site.num_processes > 1})
         starts = [first[submesh] for submesh in shared]
@@ -113,15 +130,18 @@ class WorkerGroup:
         return [
             None
             if site.num_processes == 1
-            else {
-                "coordinator_address": coordinators[site.submesh],
-                "num_processes": site.num_processes,
-                "process_id": site.process,
-                "heartbeat_timeout_seconds": max(10, int(self.settings.hang_timeout_s)),
-                "initialization_timeout": int(self.settings.start_timeout_s),
-            }
+            else self._world(coordinators[site.submesh], site.num_processes) | {"process_id": site.process}
             for site in self.sites
         ]
+
+    def _world(self, coordinator: str, count: int) -> dict[str, Any]:
+        """Arguments of ``jax.distributed.initialize`` that are equal in all processes."""
+        return {
+            "coordinator_address": coordinator,
+            "num_processes": count,
+            "heartbeat_timeout_seconds": max(10, int(self.settings.hang_timeout_s)),
+            "initialization_timeout": int(self.settings.start_timeout_s),
+        }
 
     # -- calls --------------------------------------------------------------------------------------------------------
 

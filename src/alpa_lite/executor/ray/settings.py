@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Literal
 
 from alpa_lite.errors import AlpaLiteError
 
@@ -23,6 +24,9 @@ class RayExecutor:
         progress_timeout_s: one that answers, but has issued no call for so long, as well; longer than the longest compilation.
         start_timeout_s: within which all workers must have started.
         env_vars: of the workers, set before JAX is imported there, e.g. {"XLA_FLAGS": "..."}.
+        transport: of what one stage sends another: "pull", JAX's transfer server, between processes that know nothing of each
+            other; or "device_put", JAX's own copies within one job of all workers, which use the links between GPUs. The latter
+            is not proven on GPUs yet, and a worker that dies takes the others' processes with it.
         compile_cache: folder for compiled programs on every host; None = ``~/.cache/alpa_lite/compiled``, "" = no cache.
     """
 
@@ -32,6 +36,7 @@ class RayExecutor:
     progress_timeout_s: float = 600.0
     start_timeout_s: float = 120.0
     env_vars: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    transport: Literal["pull", "device_put"] = "pull"
     compile_cache: str | None = None
 
     def __post_init__(self) -> None:
@@ -42,6 +47,11 @@ class RayExecutor:
                     f"{name}={value!r} was given. It must be a positive number of seconds. It stands in RayExecutor(...); give, "
                     "e.g., 20.0."
                 )
+        if self.transport not in ("pull", "device_put"):
+            raise AlpaLiteError(
+                f"transport={self.transport!r} was given. It must be 'pull' or 'device_put'. It stands in RayExecutor(...); "
+                "leave it out for 'pull'."
+            )
         if self.hang_timeout_s < self.heartbeat_s:
             raise AlpaLiteError(
                 f"hang_timeout_s={self.hang_timeout_s} is shorter than heartbeat_s={self.heartbeat_s}. A worker must be asked at "

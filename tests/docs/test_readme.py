@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -28,13 +30,19 @@ def test_the_python_runs(tmp_path, monkeypatch, capsys):
     shapes = jax.eval_shape(lambda: (state, batch))
     names = {"optimizer": optimizer, "loss_fn": loss_fn, "state": state, "batch": batch}
     names |= {"state_shapes": shapes[0], "batch_shapes": shapes[1], "x": jnp.ones((4, 6, 8)), "w": jnp.ones((8, 8))}
-    use, cluster, pins, stages, rule = pages.python_blocks(README.read_text(encoding="utf-8"))
+    use, cluster, fit, pins, stages, rule = pages.python_blocks(README.read_text(encoding="utf-8"))
     exec(use, names)
     assert "Audit on mesh" in capsys.readouterr().out and names["loss"].shape == ()
     exec(cluster.replace("8x8:h100-sxm", "1x8:h100-sxm"), names)
     assert (tmp_path / "plan.json").exists() and (tmp_path / "out" / "manifest.json").exists()
     state, loss = names["step"](*jax.tree.map(jnp.copy, (names["state"], batch)))
     assert loss.shape == () and names["step"].plan(state, batch) == names["plan"]
+    start = jax.tree.map(jnp.copy, state)
+    names |= {"init_state": lambda: start, "batches": itertools.repeat(batch)}
+    exec(
+        fit.replace('executor="ray"', 'executor="local"').replace("10_000", "3"), names
+    )  # Ray: tests/executor/test_fit.py
+    assert names["done"].position == 3 and (tmp_path / "runs" / "gpt" / "step_00000003").is_dir()
     exec(pins.replace("al.parallelize(", "pinned = al.parallelize(", 1), names)
     specs = names["pinned"].plan(state, batch).specs_by_path
     P = jax.sharding.PartitionSpec

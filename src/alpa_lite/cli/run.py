@@ -6,7 +6,7 @@ import json
 import math
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -194,7 +194,7 @@ def _loss(metrics: Any) -> float | None:
     return float(np.asarray(scalars[0])) if scalars else None
 
 
-def _table(rows: deque[dict[str, Any]], kind: str) -> Any:
+def _table(rows: Iterable[dict[str, Any]], kind: str) -> Any:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)

@@ -1,7 +1,7 @@
 """Values from stage to stage by ``jax.device_put``, where all processes are one ``jax.distributed`` job.
 
-On GPUs, JAX moves such arrays from device to device (NCCL). Its transfers are numbered by a counter of every process (JAX 0.10). So
-all of them issue all transfers in one order, also those that they have no part in: of arrays without shards of their own.
+On GPUs, JAX moves such arrays from device to device (NCCL). Each process numbers these transfers by a counter (JAX 0.10),
+so all of them issue all transfers in one order, also those that they have no part in: of arrays without shards of their own.
 """
 
 from __future__ import annotations

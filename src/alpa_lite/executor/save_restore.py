@@ -164,7 +164,7 @@ def _by_submesh(state: Any) -> list[dict[str, jax.Array]]:
     """Leaves, or parts of them, by their paths, one dict per set of devices, by first device."""
     groups: dict[tuple[int, ...], dict[str, jax.Array]] = {}
     for path, leaf in paths_of(state):
-        for name, array in _parts(path, leaf):
+        for name, array in named_parts(path, leaf if isinstance(leaf, StagedArray) else _as_array(leaf)):
             devices = tuple(sorted(device.id for device in array.devices()))
             groups.setdefault(devices, {})[name] = array
     if not groups:
@@ -179,11 +179,16 @@ def _on_all_devices() -> NamedSharding:
     return NamedSharding(Mesh(np.array(jax.devices()), ("devices",)), PartitionSpec())
 
 
-def _parts(path: str, leaf: Any) -> list[tuple[str, jax.Array]]:
+def _as_array(leaf: Any) -> jax.Array:
+    if jax.process_count() > 1 and not (isinstance(leaf, jax.Array) and not leaf.is_fully_addressable):
+        leaf = placed(leaf, _on_all_devices())  # the same value in every process
+    return leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
+
+
+def named_parts(path: str, leaf: Any) -> list[tuple[str, Any]]:
+    """A leaf by its path, or the parts of a ``StagedArray`` by paths with their rows."""
     if not isinstance(leaf, StagedArray):
-        if jax.process_count() > 1 and not (isinstance(leaf, jax.Array) and not leaf.is_fully_addressable):
-            leaf = placed(leaf, _on_all_devices())  # the same value in every process
-        return [(path, leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf))]
+        return [(path, leaf)]
     parts, start = [], 0
     for part in leaf.parts:
         parts.append((rows_path(path, start, start + len(part)), part))

@@ -12,14 +12,14 @@ from typing import Any
 from alpa_lite.errors import CheckpointError
 from alpa_lite.executor.ray.remote_array import RemoteArray
 from alpa_lite.executor.ray.remote_step import RemoteStep
-from alpa_lite.executor.save_restore import paths_of, state_leaves, whole_types
+from alpa_lite.executor.save_restore import named_parts, paths_of, state_leaves, whole_types
 from alpa_lite.executor.sites import Site
 from alpa_lite.executor.staged_array import StagedArray
 from alpa_lite.executor.worker import RestoredLeaf
 from alpa_lite.plan.checkpoint import CheckpointManifest, ItemRecord, check_state
 from alpa_lite.plan.checkpoint_folder import CheckpointFolder
 from alpa_lite.plan.encode import encode_plan
-from alpa_lite.plan.leaf_rows import rows_path, split_path
+from alpa_lite.plan.leaf_rows import split_path
 
 
 class RemoteSaving:
@@ -93,11 +93,6 @@ class RemoteSaving:
             )
         return self._done
 
-    def give_up(self) -> None:
-        """What is unfinished goes; a checkpoint that is complete stays."""
-        if self._done is None:
-            self._give_up()
-
     def _asked(self, site: Site) -> tuple[()] | None:
         return () if site.submesh in self._submeshes else None
 
@@ -112,16 +107,12 @@ def _by_submesh(state: Any) -> dict[int, dict[str, int]]:
     """Submesh -> path, with rows -> the name under which its workers keep it."""
     found: dict[int, dict[str, int]] = {}
     for path, leaf in paths_of(state):
-        start = 0
-        for part in leaf.parts if isinstance(leaf, StagedArray) else (leaf,):
+        for name, part in named_parts(path, leaf):
             if not isinstance(part, RemoteArray):
                 raise CheckpointError(
                     f"the leaf {path!r} of the state to be saved is no RemoteArray: it lies in this process. Workers write what "
                     "they keep. Pass the state that the step returned, or save it with a step of the local executor."
                 )
-            name = path
-            if isinstance(leaf, StagedArray):
-                name, start = rows_path(path, start, start + len(part)), start + len(part)
             found.setdefault(part.submesh, {})[name] = part.name
     return found
 

@@ -27,6 +27,8 @@ BENCHMARKS = (
     "sameness_time",
     "symbolic_sweep",
     "transfer_time",
+    "ray_step",
+    "ray_transport",
 )
 HERE = Path(__file__).resolve().parent
 OUT = Path("out/bench/results.json")

@@ -193,7 +193,9 @@ class _Run:
                     break
             except WorkerLost as lost:
                 state, metrics = None, None
-                self._recover(lost, max(position, 0))
+                again: WorkerLost | None = lost
+                while again is not None:  # new workers may be lost as well
+                    again = self._recover(again, max(position, 0))
                 position = -1
         return FitResult(
             state=state,
@@ -317,8 +319,8 @@ class _Run:
 
     # -- losses -------------------------------------------------------------------------------------------------------
 
-    def _recover(self, lost: WorkerLost, position: int) -> None:
-        """New workers, on fewer hosts if there is no other way."""
+    def _recover(self, lost: WorkerLost, position: int) -> WorkerLost | None:
+        """New workers, on fewer hosts if there is no other way; what was told if one of them was lost while it started."""
         self._end_save()
         if self.checkpoint is None and self.batches.read is None:
             raise WorkerLost(
@@ -344,6 +346,8 @@ class _Run:
         self.saved_at = -1
         try:
             self.step.restart()
+        except WorkerLost as again:
+            return again
         except ClusterError as error:
             if self.elastic is None:
                 raise
@@ -354,6 +358,7 @@ class _Run:
         _tell(
             f"new workers after {time.perf_counter() - start:.1f} s; going back to {self.newest or 'the first state'}"
         )
+        return None
 
 
 def _small(metrics: Any) -> list[Any]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import secrets
 import socket
+import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -16,9 +18,11 @@ from ray._private import ray_constants
 from alpa_lite.cluster.cluster import Cluster
 from alpa_lite.cluster.hardware import device_names
 from alpa_lite.errors import ClusterError, user_line
+from alpa_lite.executor.ray import guardian
 from alpa_lite.executor.sites import Site
 
 _OBJECT_STORE_BYTES = 512 * 2**20
+_MARK = "ALPA_LITE_RAY"  # names the cluster in the environment of its processes
 _CONNECT_S = 5.0
 _HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(
     (0, 0, 0, 4, 0, 0, 0, 0, 0)
@@ -44,7 +48,7 @@ def connect(address: str | None, num_cpus: int) -> bool:
     if address is None:
         # Loopback alone, no dashboard: nothing of a laptop's session can be reached from elsewhere. Token authentication is
         # what the user's Ray says (on by default since 2.59).
-        with _on_loopback():
+        with _guarded(), _on_loopback():
             _init(
                 address="local",
                 num_cpus=max(num_cpus, os.cpu_count() or 1),
@@ -81,6 +85,27 @@ def _check_answers(address: str) -> None:
         answer = link.recv(9)
     if answer[3:4] != b"\4":  # the type of a frame with settings, which a server sends first
         raise ConnectionError("what listens there is no Ray head")
+
+
+@contextlib.contextmanager
+def _guarded() -> Iterator[None]:
+    """What Ray starts meanwhile ends with this process, however that ends: see ``guardian.py``."""
+    if not os.path.isdir("/proc/self"):  # not Linux
+        yield
+        return
+    mark = secrets.token_hex(16)
+    read_end, write_end = os.pipe()  # write_end stays open as long as this process lives; nobody inherits it
+    command = [sys.executable, "-I", "-S", guardian.__file__, mark]
+    os.posix_spawn(command[0], command, os.environ, file_actions=[(os.POSIX_SPAWN_DUP2, read_end, 0)], setsid=True)
+    os.close(read_end)
+    os.environ[_MARK] = mark
+    try:
+        yield
+    except BaseException:
+        os.close(write_end)
+        raise
+    finally:
+        os.environ.pop(_MARK)
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import msgspec
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -220,12 +220,13 @@ class WorkerGroup:
 
     def dead(self) -> list[str]:
         """The workers that are no more."""
+        pings = [actor.ping.remote() for actor in self.actors]
+        answered, _ = ray.wait(pings, num_returns=len(pings), timeout=self.settings.heartbeat_s)
         found = []
-        for site, actor in zip(self.sites, self.actors, strict=True):
+        for site, ping in zip(self.sites, pings, strict=True):
             try:
-                ray.get(actor.ping.remote(), timeout=self.settings.heartbeat_s)
-            except GetTimeoutError:
-                continue
+                if ping in answered:
+                    ray.get(ping)
             except RayError:
                 found.append(describe(site))
         return found

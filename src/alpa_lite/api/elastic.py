@@ -6,6 +6,7 @@ is the one with the smallest time over a stated number of steps, moving the stat
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,6 +19,8 @@ from alpa_lite.executor.state_bytes import state_bytes
 from alpa_lite.plan.plan import Plan
 from alpa_lite.planner.options import PlanOptions
 from alpa_lite.units import format_bytes, format_time
+
+_POLL_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +114,12 @@ def replanned(
     old = step.plan(*args)
     before = Cluster.parse(old.identity.cluster)
     assert step.ray is not None
-    left = ray_cluster(step.ray.address, before.devices_per_host, before.device.name)
+    end = time.monotonic() + step.ray.start_timeout_s
+    while True:  # Ray takes a while to miss a node
+        left = ray_cluster(step.ray.address, before.devices_per_host, before.device.name)
+        if left.num_devices < before.num_devices or time.monotonic() > end:
+            break
+        time.sleep(_POLL_S)
     if left.num_devices >= before.num_devices:
         raise ClusterError(
             f"the workers of a plan for {before} could not be started again, though the Ray cluster has {left}. Others may use "

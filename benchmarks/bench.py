@@ -29,6 +29,9 @@ BENCHMARKS = (
     "transfer_time",
     "ray_step",
     "ray_transport",
+    "ray_recovery",
+    "ray_save",
+    "ray_soak",
 )
 HERE = Path(__file__).resolve().parent
 OUT = Path("out/bench/results.json")

@@ -9,6 +9,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import alpa_lite as al
+from examples import gpt_linen
+
+# A step is longer than 100 ms on two cores.
+gpt_linen.CONFIGS["wide"] = gpt_linen.Config(num_layers=4, width=256, num_heads=8, seq_len=64, batch_size=16)
 
 
 @contextlib.contextmanager

@@ -25,13 +25,11 @@ from examples.example import use_virtual_devices
 
 NUM_ROUNDS = 20
 NUM_WORKERS = 8
-SIZE = gpt_linen.Config(num_layers=4, width=256, num_heads=8, seq_len=64, batch_size=16)  # a step is longer than 100 ms
 
 
 def beside_local() -> Row:
     """Both train, each its own state; a round ends when the loss of both is known."""
-    gpt_linen.CONFIGS["bench"] = SIZE
-    example = gpt_linen.make("bench")
+    example = gpt_linen.make("wide")
     state = jax.tree.map(np.asarray, example.init(jax.random.key(0)))
     batch = example.batch(0)
     steps = {name: step_of(example.train_step, 2, 4, name) for name in ("local", "ray")}

@@ -19,6 +19,7 @@ from alpa_lite.errors import ArgumentsError, CheckpointError
 from alpa_lite.executor import checkpoint_item, save_restore
 from alpa_lite.executor.staged_array import StagedArray
 from alpa_lite.plan.checkpoint_folder import CheckpointFolder
+from alpa_lite.plan.encode import encode_plan
 from tests.executor import exported_steps
 from tests.executor.checkpoint_states import assert_equal
 from tests.executor.pipeline_steps import MICROBATCHES, arguments, scanned_loss_fn, step_of
@@ -160,6 +161,16 @@ def test_saving_goes_on_beside_the_program(tmp_path, monkeypatch):
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+def test_the_text_of_a_plan_is_made_once_per_run(tmp_path, monkeypatch):
+    plans = [parallel(name).plan(STATE, BATCH) for name in ("one stage", "one device")]
+    texts = [encode_plan(plan).decode() for plan in plans]
+    calls = []
+    monkeypatch.setattr(save_restore, "encode_plan", lambda plan: calls.append(plan) or encode_plan(plan))
+    found = [save_restore.plan_text(plans[k]) for k in (0, 0, 1, 1, 0)]
+    assert found == [texts[k] for k in (0, 0, 1, 1, 0)]
+    assert len(calls) <= 3
 
 
 def test_without_a_plan(tmp_path):

@@ -35,6 +35,17 @@ from alpa_lite.plan.records import Leaf
 from alpa_lite.trace.paths import leaf_paths
 
 _WAIT_S = 1200.0  # for processes of a job that are busy
+_written: tuple[Plan | None, str] = (None, "")  # the plan that was saved last, and its text
+
+
+def plan_text(plan: Plan) -> str:
+    """The plan as its checkpoints have it. Made once per run: a run saves one plan, between steps, many times."""
+    global _written
+    found, text = _written
+    if found is not plan:
+        text = encode_plan(plan).decode()
+        _written = plan, text
+    return text
 
 
 class Saving:
@@ -105,7 +116,7 @@ class Saving:
         path = self._folder.commit(
             self._step,
             [writer.wait() for writer in self._writers],
-            plan_text=encode_plan(self._plan).decode(),
+            plan_text=plan_text(self._plan),
             identity=self._plan.identity,
             position=self._position,
             extra=self._extra,

@@ -12,13 +12,12 @@ from typing import Any
 from alpa_lite.errors import CheckpointError
 from alpa_lite.executor.ray.remote_array import RemoteArray
 from alpa_lite.executor.ray.remote_step import RemoteStep
-from alpa_lite.executor.save_restore import named_parts, paths_of, state_leaves, whole_types
+from alpa_lite.executor.save_restore import named_parts, paths_of, plan_text, state_leaves, whole_types
 from alpa_lite.executor.sites import Site
 from alpa_lite.executor.staged_array import StagedArray
 from alpa_lite.executor.worker import RestoredLeaf
 from alpa_lite.plan.checkpoint import CheckpointManifest, ItemRecord, check_state
 from alpa_lite.plan.checkpoint_folder import CheckpointFolder
-from alpa_lite.plan.encode import encode_plan
 from alpa_lite.plan.leaf_rows import split_path
 
 
@@ -86,7 +85,7 @@ class RemoteSaving:
             self._done = self._folder.commit(
                 self._number,
                 [item for number, item in zip(numbers, items, strict=True) if number in first],
-                plan_text=encode_plan(plan).decode(),
+                plan_text=plan_text(plan),
                 identity=plan.identity,
                 position=self._position,
                 extra=self._extra,

@@ -3,7 +3,7 @@
 #
 #   make demo        train a small GPT on 8 virtual devices, with its plan
 #   make test        all but the slow tests: minutes
-#   make test-all    also the slow ones, and those that need Ray or a GPU where they are present
+#   make test-all    also the slow ones, and those that need a GPU where one is present
 #   make check       format, lint, types, import contract, and the tests that take no seconds, until the first failure:
 #                    under 2 minutes on 2 cores
 #   make bench       planner speed and step time

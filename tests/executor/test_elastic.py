@@ -61,6 +61,9 @@ def test_values_that_cannot_be() -> None:
         Elastic(horizon_steps=0)
     with pytest.raises(AlpaLiteError, match="move_bytes_per_s"):
         Elastic(move_bytes_per_s=-1.0)
+    for value in (float("inf"), True, "many", None):
+        with pytest.raises(AlpaLiteError, match="It must be a positive number"):
+            Elastic(horizon_steps=value)
 
 
 # -- a node that is gone ----------------------------------------------------------------------------------------------

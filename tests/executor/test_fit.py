@@ -134,6 +134,28 @@ class TestRay:
             )
         assert all(is_gone(pid) for pid in pids)
 
+    def test_a_worker_that_dies_while_it_starts_is_one_more_loss(
+        self, remote: Any, tmp_path: Path, expected: tuple[Any, float], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from alpa_lite.executor.ray.group import WorkerGroup
+
+        load, started = WorkerGroup._load, []
+
+        def struck(group: Any) -> None:
+            started.append(group)
+            if len(started) == 2:
+                import ray
+
+                ray.kill(group.actors[0])
+            load(group)
+
+        monkeypatch.setattr(WorkerGroup, "_load", struck)
+        kept = al.Checkpoint(tmp_path, every=3)
+        on_step = losing(remote, {4: kill}, [])
+        done = al.fit(remote, init=state, data=batch, num_steps=NUM_STEPS, checkpoint=kept, on_step=on_step)
+        assert (done.restarts, len(started)) == (2, 3)
+        assert_equal(done.state, expected[0])
+
     def test_without_a_checkpoint_a_loss_starts_again(self, remote: Any) -> None:
         done = al.fit(remote, init=state, data=batch, num_steps=4, on_step=losing(remote, {2: kill}, []))
         assert done.restarts == 1 and done.checkpoint is None
@@ -268,6 +290,8 @@ def test_arguments_that_cannot_be(tmp_path: Path) -> None:
         al.fit(local, **given, on_nan="ignore")
     with pytest.raises(ArgumentsError, match=r"It must be an al\.Checkpoint"):
         al.fit(local, **given, checkpoint=str(tmp_path))
+    with pytest.raises(ArgumentsError, match="elastic=7 was given"):
+        al.fit(local, **given, elastic=7)
     with pytest.raises(CheckpointError, match="every=0"):
         al.Checkpoint(tmp_path, every=0)
 

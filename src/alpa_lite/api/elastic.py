@@ -6,6 +6,7 @@ is the one with the smallest time over a stated number of steps, moving the stat
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -37,7 +38,8 @@ class Elastic:
 
     def __post_init__(self) -> None:
         for name in ("horizon_steps", "move_bytes_per_s"):
-            if not getattr(self, name) > 0:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
                 raise AlpaLiteError(
                     f"al.Elastic got {name}={getattr(self, name)!r}. It must be a positive number. Correct it, or leave it out."
                 )

@@ -117,7 +117,7 @@ def fit(
         >>> step = al.parallelize(train_step, donate_argnums=0, executor="ray")
         >>> done = al.fit(step, init=init_state, data=batches, num_steps=10_000, checkpoint=al.Checkpoint("runs/gpt"))
     """
-    _check(step, num_steps, on_nan, checkpoint)
+    _check(step, num_steps, on_nan, checkpoint, elastic)
     run = _Run(
         step=step,
         init=init,
@@ -132,7 +132,7 @@ def fit(
     return run()
 
 
-def _check(step: Any, num_steps: Any, on_nan: Any, checkpoint: Any) -> None:
+def _check(step: Any, num_steps: Any, on_nan: Any, checkpoint: Any, elastic: Any) -> None:
     if not isinstance(step, ParallelStep):
         raise ArgumentsError(
             f"al.fit was given {step!r} as its step. It must be what al.parallelize returns. At {user_line()}. Decorate it with "
@@ -145,6 +145,11 @@ def _check(step: Any, num_steps: Any, on_nan: Any, checkpoint: Any) -> None:
     if on_nan not in ("stop", "skip", "restore"):
         raise ArgumentsError(
             f"on_nan={on_nan!r} was given. It must be 'stop', 'skip' or 'restore'. At {user_line()}. Leave it out to stop."
+        )
+    if not isinstance(elastic, bool | Elastic):
+        raise ArgumentsError(
+            f"elastic={elastic!r} was given. It must be True, False or an al.Elastic. At {user_line()}. Give True for "
+            "the usual values."
         )
     if checkpoint is not None and not isinstance(checkpoint, Checkpoint):
         raise ArgumentsError(
@@ -345,9 +350,17 @@ class _Run:
         start = time.perf_counter()
         self.saved_at = -1
         try:
-            self.step.restart()
+            self._restart()
         except WorkerLost as again:
             return again
+        _tell(
+            f"new workers after {time.perf_counter() - start:.1f} s; going back to {self.newest or 'the first state'}"
+        )
+        return None
+
+    def _restart(self) -> None:
+        try:
+            self.step.restart()
         except ClusterError as error:
             if self.elastic is None:
                 raise
@@ -355,10 +368,6 @@ class _Run:
             batch = self.batches.at(self.batches.first)
             shapes = jax.eval_shape(self.init) if callable(self.init) else self.init
             self.step = replanned(self.step, (shapes, batch), self.elastic, _tell)
-        _tell(
-            f"new workers after {time.perf_counter() - start:.1f} s; going back to {self.newest or 'the first state'}"
-        )
-        return None
 
 
 def _small(metrics: Any) -> list[Any]:

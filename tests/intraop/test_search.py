@@ -11,6 +11,7 @@ import pytest
 from alpa_lite.intraop import rest, search
 from alpa_lite.intraop.core import extract_core, finite
 from alpa_lite.intraop.graph import CostGraph
+from alpa_lite.intraop.known_shape import KnownShape
 from alpa_lite.intraop.messages import Messages
 from alpa_lite.intraop.presolve import presolve
 from alpa_lite.intraop.problem import Edge, IntraOpProblem
@@ -118,7 +119,7 @@ def test_states_are_compared_but_for_what_messages_exclude(
     looks = []
     monkeypatch.setattr("alpa_lite.intraop.presolve._dominated", lambda *_: looks.append(None) or set())
     graph = CostGraph(grid(*shape), memory=False)
-    wide = presolve(graph, _is_wide)
+    wide = presolve(graph, lambda left: _is_wide(left, KnownShape()))
     assert (bool(looks), wide) == (compared, not compared)
     looks.clear()
     presolve(CostGraph(grid(*shape), memory=False))

@@ -9,7 +9,7 @@ as long to make them as some five sweeps do, less than what sweeps group by grou
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -32,9 +32,10 @@ _minimum: Any = np.minimum.reduceat  # numpy types its `out` as None
 class _Level:
     """What a sweep does at one level.
 
+    Its costs are per edge to a visited node, for every state here, those of all states there, behind one another.
+
     Attributes:
-        costs: per edge to a visited node, for every state here, those of all states there, behind one another.
-        sent: for each of them, the place of the message that comes off it.
+        sent: for each of the costs, the place of the message that comes off it.
         costs_from: where the states here start among them.
         heard: places of what comes of it, one per edge and state here; ``there``: the node at the other end.
         edges: where the edges to a visited node start among them.
@@ -48,7 +49,6 @@ class _Level:
         visited: its nodes, in the order of visits to levels.
     """
 
-    costs: Array
     sent: Places
     costs_from: Places
     heard: Places
@@ -67,15 +67,18 @@ class _Level:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Direction:
-    """The levels of one direction.
+    """The levels of one direction, which know no costs.
 
     Attributes:
+        edges: of all levels behind one another, in the order of their costs; and of how many costs each level is.
         levels: in their order.
         whole: all levels as if they were one, for what needs no order.
         groups: the nodes of all levels, behind one another, by group in the order of visits; and of how many nodes each is.
         first: per group, where its nodes begin among these.
     """
 
+    edges: list[int]
+    sizes: list[int]
     levels: list[_Level]
     whole: _Level
     groups: tuple[Places, list[int]]
@@ -85,11 +88,18 @@ class _Direction:
 class LevelSweeps:
     """Sweeps in both directions, which change ``values`` in place."""
 
-    def __init__(self, values: Array, forward: _Direction, backward: _Direction) -> None:
+    def __init__(
+        self, values: Array, directions: tuple[_Direction, _Direction], costs: tuple[Sequence[Array], Sequence[Array]]
+    ) -> None:
+        """Forward and backward; ``costs``: per edge, for every state of the end that is visited last those of the other's."""
         self._values = values
-        self._directions = {True: forward, False: backward}
-        widest = max((len(level.costs) for level in (*forward.levels, *backward.levels)), default=0)
-        self._room = np.empty(widest)
+        self._directions = dict(zip((True, False), directions, strict=True))
+        self._costs = {forward: _joined(costs[not forward], d.edges) for forward, d in self._directions.items()}
+        self._by_level = {
+            forward: [self._costs[forward][a:b] for a, b in pairwise(np.cumsum([0, *d.sizes]).tolist())]
+            for forward, d in self._directions.items()
+        }
+        self._room = np.empty(max((size for d in directions for size in d.sizes), default=0))
 
     def sweep(self, *, forward: bool, in_order: bool, bound: bool = True) -> float:
         """Returns the bound, without constant; 0 where nobody asks for it.
@@ -98,11 +108,11 @@ class LevelSweeps:
         """
         values: Any = self._values  # numpy types `out` of `take` as None
         direction, left = self._directions[forward], []
-        for level in direction.levels:
-            if len(level.costs):
-                room = self._room[: len(level.costs)]
+        for level, costs in zip(direction.levels, self._by_level[forward], strict=True):
+            if len(costs):
+                room = self._room[: len(costs)]
                 values.take(level.sent, out=room, mode="clip")  # no place is out of range; "raise" would copy
-                np.subtract(level.costs, room, out=room)
+                np.subtract(costs, room, out=room)
                 values[level.heard] = _minimum(room, level.costs_from)
             if in_order:
                 theta = np.add.reduce(values[level.in_order], axis=0)
@@ -133,9 +143,9 @@ class LevelSweeps:
         place = own.parts[own.parts_from]
         more[place] = theta - _repeated(least, own.nodes, len(theta))
         for forward, direction in self._directions.items():
-            whole = direction.whole
-            if len(whole.costs):
-                rows = _minimum(whole.costs - values[whole.sent], whole.costs_from) - values[whole.heard]
+            whole, costs = direction.whole, self._costs[forward]
+            if len(costs):
+                rows = _minimum(costs - values[whole.sent], whole.costs_from) - values[whole.heard]
                 least = _minimum(rows, whole.edges)
                 bound += float(least.sum()) if forward else 0.0
                 more[whole.heard] = rows - _repeated(least, whole.edges, len(rows))
@@ -150,8 +160,8 @@ class LevelSweeps:
         direction = self._directions[forward]
         values = self._values.copy()
         picks = np.empty(sum(len(level.nodes) for level in direction.levels), dtype=np.intp)
-        for level in direction.levels:
-            values[level.heard] = level.costs[level.costs_from + picks[level.there]]
+        for level, costs in zip(direction.levels, self._by_level[forward], strict=True):
+            values[level.heard] = costs[level.costs_from + picks[level.there]]
             seen = np.add.reduce(values[level.in_order], axis=0)
             least = np.flatnonzero(seen == _repeated(_minimum(seen, level.nodes), level.nodes, len(seen)))
             picks[level.visited] = least[np.searchsorted(least, level.nodes)] - level.nodes
@@ -180,7 +190,26 @@ def one_by_one_alike(unary: Sequence[Array], edges: Sequence[Edges]) -> bool:
     return all(len(e.to_left) == 1 or (len(unary[e.left]) > 1 and len(unary[e.right]) > 1) for e in edges)
 
 
-def level_sweeps(values: Array, unary: Sequence[Array], edges: Sequence[Edges]) -> LevelSweeps | None:
+class KnownLevels:
+    """The levels of the last core: those of one with the same edges and as many states at every node are the same."""
+
+    def __init__(self) -> None:
+        self._last: tuple[tuple[bytes, ...], tuple[_Direction, _Direction]] | None = None
+
+    def of(
+        self, shapes: Places, left: Places, right: Places, make: Callable[[], tuple[_Direction, _Direction]]
+    ) -> tuple[_Direction, _Direction]:
+        """Arguments as of ``_levels``, of which they are all that these depend on."""
+        key = shapes.tobytes(), left.tobytes(), right.tobytes()
+        last = self._last
+        if last is None or last[0] != key:
+            last = self._last = key, make()
+        return last[1]
+
+
+def level_sweeps(
+    values: Array, unary: Sequence[Array], edges: Sequence[Edges], known: KnownLevels | None = None
+) -> LevelSweeps | None:
     """The sweeps over these groups ([copies, states]) and edges; None where levels are no faster."""
     counts, sides = [len(e.to_left) for e in edges], ([e.costs for e in edges], [e.flipped for e in edges])
     if sum(n * m.size for n, m in zip(counts, sides[0], strict=True)) > _MOST_ENTRIES:
@@ -192,11 +221,17 @@ def level_sweeps(values: Array, unary: Sequence[Array], edges: Sequence[Edges]) 
     left, right = _one_by_one(shapes[1], edges, counts)
     flat, flipped = ([m for a, n in zip(arrays, counts, strict=True) for m in [a] * n] for arrays in sides)
     zero = len(values) - 1
-    return LevelSweeps(
-        values,
-        _levels(shapes, range(len(unary)), numbers[0], left, right, flipped, zero),
-        _levels(shapes, range(len(unary) - 1, -1, -1), numbers[1], right, left, flat, zero),
-    )
+
+    def make() -> tuple[_Direction, _Direction]:
+        forward = _levels(shapes, range(len(unary)), numbers[0], left, right, zero)
+        return forward, _levels(shapes, range(len(unary) - 1, -1, -1), numbers[1], right, left, zero)
+
+    return LevelSweeps(values, (known or KnownLevels()).of(shapes, left, right, make), (flipped, flat))
+
+
+def _joined(costs: Sequence[Array], edges: Sequence[int]) -> Array:
+    """Those of the edges, which are contiguous, behind one another."""
+    return np.frombuffer(b"".join([costs[edge] for edge in edges]))
 
 
 def _numbers(num_groups: int, edges: Sequence[Edges]) -> tuple[list[int], list[int]]:
@@ -239,7 +274,6 @@ def _levels(
     numbers: Sequence[int],
     there: Places,
     here: Places,
-    costs: Sequence[Array],
     zero: int,
 ) -> _Direction:
     """The levels of one direction, all made at once and cut apart.
@@ -248,7 +282,6 @@ def _levels(
         shapes: of the costs of all groups, which lie behind one another: copies, and states.
         order: of the visits to groups, and ``numbers``: the level of every group.
         there, here: the ends of all edges that are visited first and last, see ``_one_by_one``.
-        costs: per edge, for every state here those of all states there; contiguous.
         zero: place of a 0.
     """
     groups = sorted(order, key=lambda group: numbers[group])
@@ -275,7 +308,6 @@ def _levels(
     owners = np.concatenate([np.arange(len(own)), _runs(to_state, wide), ahead_states])
     parts = np.concatenate([own, heard, ahead])[np.argsort(owners, kind="stable")]
     num_parts = np.bincount(owners, minlength=len(own))
-    all_costs = np.frombuffer(b"".join([costs[edge] for edge in by_here.tolist()]))
     of_node, node_sizes = _starts(np.repeat(states, copies)), np.repeat(states, copies)
     num_behind, num_ahead = (
         np.bincount(np.searchsorted(of_node, begin), minlength=len(of_node)) for begin in (to_state, from_state)
@@ -295,7 +327,6 @@ def _levels(
     all_most, columns = np.repeat(most, node_sizes), _columns(parts, num_parts, zero)
     found = [
         _Level(
-            costs=all_costs[entries[n]],
             sent=sent[entries[n]],
             costs_from=costs_from[rows[n]] - entries[n].start,
             heard=heard[rows[n]],
@@ -314,7 +345,6 @@ def _levels(
         for n in range(int(level[-1]) + 1)
     ]
     whole = _Level(
-        costs=all_costs,
         sent=sent,
         costs_from=costs_from,
         heard=heard,
@@ -332,7 +362,14 @@ def _levels(
     )
     visited = rank[list(order)]
     places = _runs(first_node[list(order)], copies[visited])
-    return _Direction(levels=found, whole=whole, groups=(places, copies[visited].tolist()), first=first_node)
+    return _Direction(
+        edges=by_here.tolist(),
+        sizes=[part.stop - part.start for part in entries],
+        levels=found,
+        whole=whole,
+        groups=(places, copies[visited].tolist()),
+        first=first_node,
+    )
 
 
 def _columns(parts: Places, lengths: Places, rest: int) -> Places:

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from alpa_lite.intraop.core import Core
-from alpa_lite.intraop.level_sweeps import LevelSweeps, level_sweeps, one_by_one_alike
+from alpa_lite.intraop.level_sweeps import KnownLevels, LevelSweeps, level_sweeps, one_by_one_alike
 from alpa_lite.intraop.problem import Array
 from alpa_lite.intraop.tie import Tie
 from alpa_lite.intraop.visits import Edges, End, Slots, Visit, end_of, least_of, slots_of, starts_of, visit_of
@@ -40,10 +40,27 @@ class Messages:
         unary: per group [copies, states], costs without messages (with memory prices, if any).
     """
 
-    __slots__ = ("_alike", "_around", "_before", "_count", "_edges", "_levels", "_values", "_visits", "tied", "unary")
+    __slots__ = (
+        "_alike",
+        "_around",
+        "_before",
+        "_count",
+        "_edges",
+        "_known",
+        "_levels",
+        "_values",
+        "_visits",
+        "tied",
+        "unary",
+    )
 
-    def __init__(self, tied: Tie, values: Array, unary: list[Array], edges: list[Edges]) -> None:
-        """``unary``, one behind the other, and all messages are parts of ``values``, whose last entry is 0."""
+    def __init__(
+        self, tied: Tie, values: Array, unary: list[Array], edges: list[Edges], known: KnownLevels | None = None
+    ) -> None:
+        """``unary``, one behind the other, and all messages are parts of ``values``, whose last entry is 0.
+
+        ``known``: levels of a core that may have the same shape.
+        """
         self.tied = tied
         self.unary = unary
         self._values, self._edges = values, edges
@@ -51,6 +68,7 @@ class Messages:
         self._before: Array | None = None  # all messages when they were hastened last
         self._alike = one_by_one_alike(unary, edges)
         self._levels: LevelSweeps | None = None
+        self._known = known
         # By direction, each made when it is first needed.
         self._visits: dict[bool, list[Visit]] = {}
         self._around: dict[bool, list[_Around]] = {}
@@ -90,8 +108,15 @@ class Messages:
         return self._around[forward]
 
     @classmethod
-    def zero(cls, core: Core, unary: Sequence[Array], costs: Sequence[Array], tied: Tie) -> Messages:
-        """Messages that move nothing, on finite costs of the core's nodes and edges."""
+    def zero(
+        cls,
+        core: Core,
+        unary: Sequence[Array],
+        costs: Sequence[Array],
+        tied: Tie,
+        known: KnownLevels | None = None,
+    ) -> Messages:
+        """Messages that move nothing, on finite costs of the core's nodes and edges. ``known``: as of the class."""
         sizes = [len(members) * sum(costs[members[0]].shape) for members in tied.edge_members]
         values = np.zeros(sum(map(len, unary)) + sum(sizes) + 1)  # the last one stays 0
         used = 0
@@ -120,7 +145,7 @@ class Messages:
             right_slots = alone if tied.is_trivial else slots_of([slot[high[e]] for e in members])
             right_at = at + to_left.size
             edges.append(Edges(left, right, left_slots, right_slots, matrix, turned, to_left, to_right, at, right_at))
-        found = cls(tied, values, stacked, edges)
+        found = cls(tied, values, stacked, edges, known)
         found.set_unary(unary)
         return found
 
@@ -166,7 +191,7 @@ class Messages:
         self._count += 1
         early = self._count < _IN_ORDER
         if (self._count == 1 and self._alike) or self._count == _IN_ORDER:
-            self._levels = self._levels or level_sweeps(self._values, self.unary, self._edges)
+            self._levels = self._levels or level_sweeps(self._values, self.unary, self._edges, self._known)
         if self._levels is not None:
             return self._levels.sweep(forward=forward, in_order=early, bound=bound)
         visits = self._visit_all()[forward]

@@ -21,6 +21,8 @@ _MAX_DIMS = 30
 
 # A sum of tables: per table its number, and the dims of the sum that are its own.
 _Parts = tuple[tuple[int, tuple[int, ...]], ...]
+# Per step of an elimination, its node, the node's neighbours then and the entries of the table.
+_Scopes = list[tuple[int, tuple[int, ...], int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +79,32 @@ def solve_narrow(
     return picks
 
 
+class KnownScopes:
+    """In which order the nodes of the last core are eliminated; that of one with the same edges and sizes is the same."""
+
+    def __init__(self) -> None:
+        self._last: tuple[tuple[object, ...], _Scopes | None] | None = None
+
+    def of(self, sizes: Sequence[int], left: Sequence[int], right: Sequence[int], max_entries: float) -> _Scopes | None:
+        """As ``_scopes``."""
+        key = tuple(sizes), tuple(left), tuple(right), max_entries
+        last = self._last
+        if last is None or last[0] != key:
+            last = self._last = key, _scopes(sizes, left, right, max_entries)
+        return last[1]
+
+
 def is_narrow(
-    unary: Sequence[Array], left: Sequence[int], right: Sequence[int], costs: Sequence[Array], max_entries: float
+    unary: Sequence[Array],
+    left: Sequence[int],
+    right: Sequence[int],
+    costs: Sequence[Array],
+    max_entries: float,
+    known: KnownScopes,
 ) -> bool:
     """Whether ``solve_narrow`` with this limit has an answer."""
     given = repeated([*unary, *costs]).numbers.tolist()
-    return _order([len(c) for c in unary], left, right, given, max_entries) is not None
+    return _order([len(c) for c in unary], left, right, given, max_entries, known) is not None
 
 
 def _aligned(part: Array, dims: Sequence[int], num_dims: int) -> Array:
@@ -99,13 +121,18 @@ def _aligned(part: Array, dims: Sequence[int], num_dims: int) -> Array:
 
 
 def _order(
-    sizes: Sequence[int], left: Sequence[int], right: Sequence[int], given: Sequence[int], max_entries: float
+    sizes: Sequence[int],
+    left: Sequence[int],
+    right: Sequence[int],
+    given: Sequence[int],
+    max_entries: float,
+    known_scopes: KnownScopes | None = None,
 ) -> _Order | None:
     """Nodes by smallest table first; None if a table, or all different ones together, would be too large.
 
     ``given`` are numbers of the tables of all nodes, then of all edges.
     """
-    scopes = _scopes(sizes, left, right, max_entries)
+    scopes = (known_scopes or KnownScopes()).of(sizes, left, right, max_entries)
     if scopes is None:
         return None
     num_given = max(given) + 1
@@ -138,10 +165,8 @@ def _order(
     return _Order(steps, list(known))
 
 
-def _scopes(
-    sizes: Sequence[int], left: Sequence[int], right: Sequence[int], max_entries: float
-) -> list[tuple[int, tuple[int, ...], int]] | None:
-    """The nodes in order, with their neighbours then and the entries of the table; None if a table would be too large."""
+def _scopes(sizes: Sequence[int], left: Sequence[int], right: Sequence[int], max_entries: float) -> _Scopes | None:
+    """The nodes in order; None if a table would be too large."""
     around: list[set[int]] = [set() for _ in sizes]
     for a, b in zip(left, right, strict=True):
         around[a].add(b)
@@ -157,7 +182,7 @@ def _scopes(
     waiting = [(w, node) for node, w in weights.items()]
     heapify(waiting)
     most = min(_TABLE_CAP, max_entries)
-    scopes: list[tuple[int, tuple[int, ...], int]] = []
+    scopes: _Scopes = []
     while waiting:
         entries, node = heappop(waiting)
         if weights.get(node) != entries:

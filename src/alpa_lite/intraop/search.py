@@ -8,6 +8,7 @@ import numpy as np
 
 from alpa_lite.intraop.core import Core
 from alpa_lite.intraop.frontier import Frontier
+from alpa_lite.intraop.known_shape import KnownShape
 from alpa_lite.intraop.messages import Messages
 from alpa_lite.intraop.narrow import is_narrow
 from alpa_lite.intraop.prices import price_memory
@@ -41,13 +42,13 @@ _NODE_ENTRIES = 6000  # the same per node: sweeps over small cores, and what the
 _NARROW_EDGE = 64  # mean entries of an edge, above which large cores are not narrow, and to find that out takes a while
 
 
-def is_wide(core: Core) -> bool:
+def is_wide(core: Core, shape: KnownShape) -> bool:
     """Whether messages are soon better at a core than elimination is at once, and than comparing its states beforehand.
 
     It has few nodes, so that few of them are copies which are compared once, and edges of few entries.
     """
     few = core.memory is None and 0 < core.num_nodes <= FEW_NODES and _is_thin(core)
-    return few and not is_narrow(core.unary, core.left, core.right, core.costs, _most_entries(core))
+    return few and not is_narrow(core.unary, core.left, core.right, core.costs, _most_entries(core), shape.scopes)
 
 
 def search_core(
@@ -77,7 +78,8 @@ def search_core(
     ):
         tied = tie(core, None)
     if tied.is_trivial:
-        messages = Messages.zero(core, search.unary, search.costs, tied)
+        known = search.shape.levels if core.num_nodes <= FEW_NODES else None  # lists of large cores are not kept
+        messages = Messages.zero(core, search.unary, search.costs, tied, known)
     else:
         messages = _start_tied(search, tied, proof=proof)
     proven = search.gap <= search.tolerance(rel_gap)  # by the start from the tied problem

@@ -21,11 +21,13 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
 from alpa_lite.intraop.core import extract_core
 from alpa_lite.intraop.graph import CostGraph, InfeasibleError
+from alpa_lite.intraop.known_shape import KnownShape
 from alpa_lite.intraop.presolve import presolve
 from alpa_lite.intraop.problem import (
     Array,
@@ -53,6 +55,7 @@ def solve(
     cutoff: float = math.inf,
     unit: float = 1.0,
     proof: bool = True,
+    shape: KnownShape | None = None,
 ) -> Solution:
     """Finds the cheapest choice within the memory limit.
 
@@ -66,6 +69,7 @@ def solve(
         cutoff: on large problems the search ends once no answer below this is possible (another mesh is better).
         unit: where all costs are whole, how much of a difference matters.
         proof: whether a gap that sweeps leave is closed; without, the answer may be "feasible" and some percent too dear.
+        shape: what problems solved before have found that may be found again; it is changed.
 
     Returns:
         The answer with its bound; ``status`` is "optimal", "feasible", "infeasible" or "no-solution".
@@ -76,10 +80,11 @@ def solve(
     if all(len(costs) == 1 for costs in problem.node_costs) and (only := _only_choice(problem, start)) is not None:
         return only
     search, choice, floor = None, None, -math.inf
+    shape = shape or KnownShape()
     for memory in (False, True):
         graph = CostGraph(problem, memory=memory)
         try:
-            wide = presolve(graph, None if memory else _is_wide)
+            wide = presolve(graph, None if memory else partial(_is_wide, shape=shape))
         except InfeasibleError as error:
             names = tuple(problem.name(i) for i in error.path)
             return _no_answer("infeasible", f"no strategy of {names[0]} fits its neighbours", start, conflict=names)
@@ -87,6 +92,7 @@ def solve(
         if progress is not None:
             progress(f"core of {core.num_nodes} nodes, {len(core.costs)} edges")
         search = Search.of(core, start + time_limit_s, math.inf if is_small(core) else cutoff, unit)
+        search.shape = shape
         search_core(search, problem, seed, rel_gap, proof=proof, wide=wide)
         floor = max(floor, search.bound)
         if search.proven_infeasible:
@@ -101,8 +107,8 @@ def solve(
     return _answer(problem, search, choice, incumbent, floor, start, rel_gap)
 
 
-def _is_wide(graph: CostGraph) -> bool:
-    return len(graph.alive()) <= FEW_NODES and is_wide(extract_core(graph))
+def _is_wide(graph: CostGraph, shape: KnownShape) -> bool:
+    return len(graph.alive()) <= FEW_NODES and is_wide(extract_core(graph), shape)
 
 
 def _only_choice(problem: IntraOpProblem, start: float) -> Solution | None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from alpa_lite.intraop.core import Core, finite
 from alpa_lite.intraop.frontier import Frontier
+from alpa_lite.intraop.known_shape import KnownShape
 from alpa_lite.intraop.prices import Prices
 from alpa_lite.intraop.problem import Array
 from alpa_lite.intraop.repair import Neighbours, improve, neighbours
@@ -41,6 +42,7 @@ class Search:
     rest_gap: float = math.inf  # when it was looked at last what the gap leaves
     rest_pairs: float = math.inf  # entries of the edges in that when it was eliminated last, without success
     around: Neighbours | None = None  # of the core, found when they are first needed
+    shape: KnownShape = field(default_factory=KnownShape)
 
     @classmethod
     def of(cls, core: Core, deadline: float, cutoff: float, unit: float = 1.0) -> Search:

@@ -25,6 +25,7 @@ from alpa_lite.costs.model import CostModel
 from alpa_lite.costs.overlap_order import overlap_order
 from alpa_lite.costs.profile import memory_profile
 from alpa_lite.intraop.decision_graph import DecisionGraph
+from alpa_lite.intraop.known_shape import KnownShape
 from alpa_lite.intraop.pricing import Pricer
 from alpa_lite.intraop.problem import IntraOpProblem, Solution, check_problem, evaluate, scaled
 from alpa_lite.intraop.repeated import repeated
@@ -138,7 +139,7 @@ def _found(
     cutoff: float = math.inf,
 ) -> MeshResult:
     check_problem(problem)
-    solution = solve_in_units(charged, costs, task.options, cutoff, proof=task.proof)
+    solution = solve_in_units(charged, costs, task.options, cutoff, proof=task.proof, shape=task.shared.shape)
     return _write_out(task, costs, pricer.graph, problem, solution, begin)
 
 
@@ -212,7 +213,13 @@ def task_costs(task: MeshTask, cluster: Cluster, mesh: DeviceMesh) -> CostModel:
 
 
 def solve_in_units(
-    problem: IntraOpProblem, costs: CostModel, options: PlanOptions, cutoff: float, *, proof: bool = True
+    problem: IntraOpProblem,
+    costs: CostModel,
+    options: PlanOptions,
+    cutoff: float,
+    *,
+    proof: bool = True,
+    shape: KnownShape | None = None,
 ) -> Solution:
     """Solve; where slices are free and prices whole, of equally dear choices the one with the fewest slices.
 
@@ -228,6 +235,7 @@ def solve_in_units(
         cutoff=cutoff * scale,
         unit=scale,
         proof=proof,
+        shape=shape,
     )
     if scale == 1.0:
         return solution

@@ -21,6 +21,7 @@ from alpa_lite.costs.overlap_order import Schedule
 from alpa_lite.intraop.decision_graph import DecisionGraph
 from alpa_lite.intraop.decisions import build_graph
 from alpa_lite.intraop.derive import derive
+from alpa_lite.intraop.known_shape import KnownShape
 from alpa_lite.intraop.repeats import slot_classes
 from alpa_lite.intraop.restrict import restricted, values_of, weight_positions
 from alpa_lite.intraop.slots import Slots, slots_of
@@ -58,6 +59,7 @@ class Shared:
     roles: tuple[LeafRole, ...]
     parts: KnownParts = field(default_factory=KnownParts)
     strategies: KnownStrategies = field(default_factory=KnownStrategies)
+    shape: KnownShape = field(default_factory=KnownShape)
     _line: tuple[tuple[bool, list[int]], Timeline] | None = None  # the last one; most plans run their ops alike
     _sizes: frozenset[int] | None = None
     _has_layouts: bool | None = None

@@ -18,6 +18,9 @@ from alpa_lite.intraop.problem import Array
 _COMPARED_BYTES = 8192  # arrays up to this size are told by their bytes, larger ones by a digest
 _JOINED_AT_ONCE = 1 << 18  # sums that are formed together; more at a time leave the cache
 _SUM_ERROR = 1e-15  # of an entry of a sum, over the largest entry: a few roundings; exact for whole numbers
+_SPLIT_AT_ONCE = (
+    256  # entries of matrices of which many are looked at together; calls for larger ones take less than sums
+)
 _DOMINANCE_CAP = 4_000_000  # largest k*k*l for which pairwise differences of rows are formed
 
 
@@ -187,8 +190,22 @@ class Tables:
         last = first + sizes - 1
         with np.errstate(invalid="ignore"):
             far = np.abs(flat[last] - flat[last - width + 1] - (flat[first + width - 1] - flat[first]))
-            is_sum = np.isfinite(largest) & (far <= _SUM_ERROR * largest)  # of others, as ``_split`` has it
-        self.whole.update(numbers[matrix & ~is_sum].tolist())
+            may_be_sum = matrix & np.isfinite(largest) & (far <= _SUM_ERROR * largest)  # by its corners
+        self.whole.update(numbers[matrix & ~may_be_sum].tolist())
+        self._look_closer(numbers, np.flatnonzero(may_be_sum & (sizes <= _SPLIT_AT_ONCE)), width, largest)
+
+    def _look_closer(self, numbers: Array, some: Array, width: Array, largest: Array) -> None:
+        """Tells of small matrices whose corners are like those of a sum that they are none, with the sums of ``_split``."""
+        if not len(some):
+            return
+        arrays = [self.arrays[n] for n in numbers[some].tolist()]
+        flat, sizes = np.frombuffer(b"".join(arrays)), np.array([a.size for a in arrays])
+        first = np.cumsum(sizes) - sizes
+        begin = np.repeat(first, sizes)
+        place = np.arange(len(flat))
+        column = (place - begin) % np.repeat(width[some], sizes)
+        error = np.abs(flat - flat[place - column] - (flat[begin + column] - flat[begin]))
+        self.whole.update(numbers[some[np.maximum.reduceat(error, first) > _SUM_ERROR * largest[some]]].tolist())
 
     def usable(self, v: int, matrices: tuple[int, ...]) -> int:
         """Index list of the states with a finite cost and a finite entry in every matrix; -1 if that is all of them."""

@@ -231,7 +231,8 @@ def level_sweeps(
 
 def _joined(costs: Sequence[Array], edges: Sequence[int]) -> Array:
     """Those of the edges, which are contiguous, behind one another."""
-    return np.frombuffer(b"".join([costs[edge] for edge in edges]))
+    parts: list[Any] = [costs[edge] for edge in edges]
+    return np.frombuffer(b"".join(parts))
 
 
 def _numbers(num_groups: int, edges: Sequence[Edges]) -> tuple[list[int], list[int]]:

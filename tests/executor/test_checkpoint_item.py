@@ -58,22 +58,39 @@ def test_what_was_restored_can_be_donated(whole):
     assert (np.asarray(replaced) == -1).all()
 
 
-def test_orbax_alone_reads_an_item(whole):
+def test_orbax_alone_reads_an_item(tmp_path, monkeypatch):
+    """A large leaf is an array of its own, small ones are bytes whose places are in the manifest."""
+    monkeypatch.setattr(checkpoint_item, "PACKED_BYTES", 100)
+    values = {
+        "large": jnp.arange(64.0),
+        "half": jnp.arange(8, dtype=jnp.bfloat16),
+        "keys": jax.random.split(jax.random.key(3), 2),
+    }
+    folder = CheckpointFolder(tmp_path)
+    writer = ItemWriter()
+    writer.start(folder.begin(1) / "submesh_0", values)
+    path = folder.commit(1, [writer.wait()], plan_text="{}")
     with ocp.PyTreeCheckpointer() as reader:
-        got = reader.restore(
-            whole.path() / "submesh_0",
-            restore_args=jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), leaves(mesh())),
-        )
-    assert_equal(got["w"], np.asarray(leaves(mesh())["w"]))
-    assert_equal(got["keys"], np.asarray(jax.random.key_data(leaves(mesh())["keys"])))
+        types = dict.fromkeys(("large", checkpoint_item.PACKED), ocp.RestoreArgs(restore_type=np.ndarray))
+        got = reader.restore(path / "submesh_0", restore_args=types)
+    assert_equal(got["large"], np.arange(64, dtype=np.float32))
+    places = {leaf.path: leaf.pieces[0].offset for leaf in folder.read(1).leaves}
+    assert places["large"] is None
+    packed = got[checkpoint_item.PACKED]
+    half = packed[places["half"] : places["half"] + 16].view(jnp.bfloat16)
+    assert_equal(half, np.asarray(values["half"]))
+    words = packed[places["keys"] : places["keys"] + 16].view(np.uint32).reshape(2, 2)
+    assert_equal(words, np.asarray(jax.random.key_data(values["keys"])))
 
 
 CUTS = {"whole": (), "thirds": (2, 6), "one row": (1,), "as stored": (4,), "beside": (3, 4, 5)}
 
 
+@pytest.mark.parametrize("packed_bytes", [-1, 2**20])
 @pytest.mark.parametrize("stored", CUTS)
 @pytest.mark.parametrize("wanted", CUTS)
-def test_rows_are_stored_and_wanted_in_any_cuts(tmp_path, stored, wanted):
+def test_rows_are_stored_and_wanted_in_any_cuts(tmp_path, monkeypatch, stored, wanted, packed_bytes):
+    monkeypatch.setattr(checkpoint_item, "PACKED_BYTES", packed_bytes)
     values = np.arange(8 * 4, dtype=np.float32).reshape(8, 4)
     keys = jax.random.split(jax.random.key(0), 8)
 

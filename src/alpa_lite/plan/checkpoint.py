@@ -41,12 +41,14 @@ class ItemLeaf(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         rows: (start, stop) of dim 0 of the whole leaf; None if the item has all of it.
         shape: of what the item has.
         dtype: JAX's name; typed keys have "key<fry>" and the like, and lie as their words.
+        offset: its first byte among the item's packed leaves; None if it is an array of its own.
     """
 
     path: str
     rows: Rows | None = None
     shape: tuple[int, ...]
     dtype: str
+    offset: int | None = None
 
 
 class ItemRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -64,10 +66,11 @@ class ItemRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class Piece(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where a leaf, or the rows of it, lie."""
+    """Where a leaf, or the rows of it, lie; ``offset`` as in ``ItemLeaf``."""
 
     item: str
     rows: Rows | None = None
+    offset: int | None = None
 
 
 class StoredLeaf(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -150,7 +153,9 @@ def joined_leaves(items: Iterable[ItemRecord]) -> tuple[StoredLeaf, ...]:
 def _joined(path: str, parts: list[tuple[str, ItemLeaf]]) -> StoredLeaf:
     first = parts[0][1]
     if first.rows is None and len(parts) == 1:
-        return StoredLeaf(path=path, shape=first.shape, dtype=first.dtype, pieces=(Piece(parts[0][0]),))
+        return StoredLeaf(
+            path=path, shape=first.shape, dtype=first.dtype, pieces=(Piece(parts[0][0], None, first.offset),)
+        )
     parts = sorted(parts, key=lambda part: part[1].rows or (0, -1))
     stops = [0, *(leaf.rows[1] if leaf.rows else -1 for _, leaf in parts)]
     follows = all(leaf.rows is not None and leaf.rows[0] == stop for stop, (_, leaf) in zip(stops, parts, strict=False))
@@ -162,7 +167,9 @@ def _joined(path: str, parts: list[tuple[str, ItemLeaf]]) -> StoredLeaf:
             "its rows in several, each row once. Let every writer save what its submesh owns, and commit all items."
         )
     shape = (stops[-1], *first.shape[1:])
-    return StoredLeaf(path=path, shape=shape, dtype=first.dtype, pieces=tuple(Piece(n, x.rows) for n, x in parts))
+    return StoredLeaf(
+        path=path, shape=shape, dtype=first.dtype, pieces=tuple(Piece(n, x.rows, x.offset) for n, x in parts)
+    )
 
 
 def encode_manifest(manifest: CheckpointManifest) -> bytes:

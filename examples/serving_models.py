@@ -1,0 +1,275 @@
+"""The examples' GPT and Llama as models that a serving engine runs: with a cache of keys and values, on the very parameters that
+their training steps make.
+
+A model has ``init_cache(slots, max_length)``, ``prefill(params, cache, tokens, lengths)`` and ``decode(params, cache, tokens)``;
+see ``al.serve.Model``. A cache holds for every slot the keys and values of ``max_length`` tokens, and how many there are. What
+lies behind a slot's length is masked.
+
+Dimension letters: b slot, s token that asks, t token in the cache, h head, k key-value head, g query head of one group, d width
+of a head.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+if __package__ in (None, ""):  # run as a script: make the package `examples` importable
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from examples import gpt_linen, llama_nnx
+from examples.corpus import VOCAB
+
+PyTree = Any
+Cache = dict[str, Any]
+
+
+def write_tokens(cache: jax.Array, new: jax.Array, lengths: jax.Array) -> jax.Array:
+    """``cache`` (b, t, ...) with one token (b, ...) of every slot written behind its last one."""
+
+    def write(row: jax.Array, token: jax.Array, length: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_update_index_in_dim(row, token, length, axis=0)
+
+    return jax.vmap(write)(cache, new.astype(cache.dtype), lengths)
+
+
+def write_prompt(cache: jax.Array, new: jax.Array) -> jax.Array:
+    """``cache`` (b, t, ...) with the prompts (b, s, ...) of all slots at its beginning."""
+    return jax.lax.dynamic_update_slice(cache, new.astype(cache.dtype), (0,) * cache.ndim)
+
+
+def last_tokens(x: jax.Array, lengths: jax.Array) -> jax.Array:
+    """Of (b, s, ...) what belongs to the last token of every prompt: (b, ...)."""
+    return jax.vmap(lambda row, length: jax.lax.dynamic_index_in_dim(row, length - 1, axis=0, keepdims=False))(
+        x, lengths
+    )
+
+
+def masked_softmax(scores: jax.Array, mask: jax.Array) -> jax.Array:
+    """Softmax over the last dim of what the mask admits."""
+    return jax.nn.softmax(jnp.where(mask, scores, jnp.finfo(scores.dtype).min))
+
+
+@dataclass(frozen=True)
+class GPT:
+    """``examples/gpt_linen.py`` with a cache; ``params`` are those of its training state (``state.params``).
+
+    Positions are learned: a slot holds at most ``config.seq_len`` tokens.
+    """
+
+    config: gpt_linen.Config
+    dtype: Any = jnp.float32
+    vocab_size: int = VOCAB
+
+    @classmethod
+    def of(cls, size: str = "small") -> GPT:
+        return cls(gpt_linen.CONFIGS[size])
+
+    def init_params(self, key: jax.Array) -> PyTree:
+        """Parameters as training begins with them."""
+        module = gpt_linen.GPT(self.config, self.dtype)
+        return module.init(key, jnp.zeros((1, self.config.seq_len), jnp.int32))["params"]
+
+    def logits(self, params: PyTree, tokens: jax.Array) -> jax.Array:
+        """The training model's own logits (b, s, vocabulary), without a cache: what serving is compared with."""
+        padded = jnp.pad(tokens, ((0, 0), (0, self.config.seq_len - tokens.shape[1])))
+        return gpt_linen.GPT(self.config, self.dtype).apply({"params": params}, padded)[:, : tokens.shape[1]]
+
+    def init_cache(self, slots: int, max_length: int) -> Cache:
+        """No tokens in any slot."""
+        assert max_length <= self.config.seq_len, f"positions are learned up to {self.config.seq_len}"
+        heads = self.config.num_heads
+        shape = slots, max_length, heads, self.config.width // heads
+        blocks = {
+            f"block{index}": {name: jnp.zeros(shape, self.dtype) for name in ("key", "value")}
+            for index in range(self.config.num_layers)
+        }
+        return {"length": jnp.zeros((slots,), jnp.int32), **blocks}
+
+    def prefill(self, params: PyTree, cache: Cache, tokens: jax.Array, lengths: jax.Array) -> tuple[jax.Array, Cache]:
+        """Prompts (b, s), of which ``lengths`` tokens count, into an empty cache -> logits (b, vocabulary) of what follows."""
+        size = tokens.shape[1]
+        causal = jnp.tril(jnp.ones((size, size), dtype=bool))[None, None]
+        x = self._embedded(params, tokens) + params["positions"][:size].astype(self.dtype)[None]
+        new = {"length": lengths.astype(jnp.int32)}
+        for name, block in self._blocks(params):
+            q, k, v = self._projected(block, x)
+            new[name] = {"key": write_prompt(cache[name]["key"], k), "value": write_prompt(cache[name]["value"], v)}
+            x = self._mixed(block, x, jnp.einsum("bhst,bthd->bshd", masked_softmax(self._scores(q, k), causal), v))
+        return self._head(params, last_tokens(x, lengths)), new
+
+    def decode(self, params: PyTree, cache: Cache, tokens: jax.Array) -> tuple[jax.Array, Cache]:
+        """One more token (b,) for every slot -> logits (b, vocabulary) of what follows."""
+        lengths = cache["length"]
+        max_length = cache["block0"]["key"].shape[1]
+        positions = jnp.take(params["positions"].astype(self.dtype), lengths, axis=0, mode="clip")
+        x = (self._embedded(params, tokens) + positions)[:, None]
+        seen = (jnp.arange(max_length)[None] <= lengths[:, None])[:, None, None]
+        new = {"length": jnp.minimum(lengths + 1, max_length)}
+        for name, block in self._blocks(params):
+            q, k, v = self._projected(block, x)
+            keys = write_tokens(cache[name]["key"], k[:, 0], lengths)
+            values = write_tokens(cache[name]["value"], v[:, 0], lengths)
+            new[name] = {"key": keys, "value": values}
+            x = self._mixed(
+                block, x, jnp.einsum("bhst,bthd->bshd", masked_softmax(self._scores(q, keys), seen), values)
+            )
+        return self._head(params, x[:, 0]), new
+
+    def _embedded(self, params: PyTree, tokens: jax.Array) -> jax.Array:
+        return params["tokens"]["embedding"].astype(self.dtype)[tokens]
+
+    def _blocks(self, params: PyTree) -> list[tuple[str, PyTree]]:
+        return [(f"block{index}", params[f"block{index}"]) for index in range(self.config.num_layers)]
+
+    def _dense(self, params: PyTree, x: jax.Array) -> jax.Array:
+        y = x @ params["kernel"].astype(self.dtype)
+        return y + params["bias"].astype(self.dtype) if "bias" in params else y
+
+    def _norm(self, params: PyTree, x: jax.Array) -> jax.Array:
+        return nn.LayerNorm(dtype=self.dtype).apply({"params": params}, x)
+
+    def _projected(self, block: PyTree, x: jax.Array) -> tuple[jax.Array, ...]:
+        normed = self._norm(block["LayerNorm_0"], x)
+        shape = (*x.shape[:2], self.config.num_heads, -1)
+        return tuple(self._dense(block["attention"][name], normed).reshape(shape) for name in ("query", "key", "value"))
+
+    def _scores(self, q: jax.Array, k: jax.Array) -> jax.Array:
+        return jnp.einsum("bshd,bthd->bhst", q, k) / jnp.sqrt(jnp.asarray(q.shape[-1], q.dtype))
+
+    def _mixed(self, block: PyTree, x: jax.Array, attended: jax.Array) -> jax.Array:
+        x = x + self._dense(block["attention"]["out"], attended.reshape(x.shape))
+        hidden = nn.gelu(self._dense(block["up"], self._norm(block["LayerNorm_1"], x)))
+        return x + self._dense(block["down"], hidden)
+
+    def _head(self, params: PyTree, x: jax.Array) -> jax.Array:
+        return self._dense(params["head"], self._norm(params["LayerNorm_0"], x)).astype(jnp.float32)
+
+
+def rotate_at(x: jax.Array, positions: jax.Array) -> jax.Array:
+    """Rotary positions for x of shape (b, s, heads, d), as ``llama_nnx.rotate``, with ``positions`` (b or 1, s)."""
+    half = x.shape[-1] // 2
+    frequencies = 10000.0 ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angles = positions.astype(jnp.float32)[:, :, None, None] * frequencies
+    cos, sin = jnp.cos(angles).astype(x.dtype), jnp.sin(angles).astype(x.dtype)
+    real, imaginary = x[..., :half], x[..., half:]
+    return jnp.concatenate([real * cos - imaginary * sin, real * sin + imaginary * cos], axis=-1)
+
+
+@dataclass(frozen=True)
+class Llama:
+    """``examples/llama_nnx.py`` with a cache; ``params`` are those of its training state (``state["params"]``)."""
+
+    config: llama_nnx.Config
+    dtype: Any = jnp.float32
+    vocab_size: int = VOCAB
+
+    @classmethod
+    def of(cls, size: str = "small") -> Llama:
+        return cls(llama_nnx.CONFIGS[size])
+
+    @cached_property
+    def _graphdef(self) -> Any:
+        from flax import nnx
+
+        module = nnx.eval_shape(lambda: llama_nnx.Llama(self.config, self.dtype, rngs=nnx.Rngs(params=0)))
+        return nnx.graphdef(module)
+
+    def init_params(self, key: jax.Array) -> PyTree:
+        """Parameters as training begins with them."""
+        from flax import nnx
+
+        module = llama_nnx.Llama(self.config, self.dtype, rngs=nnx.Rngs(params=key))
+        return nnx.to_pure_dict(nnx.state(module, nnx.Param))
+
+    def logits(self, params: PyTree, tokens: jax.Array) -> jax.Array:
+        """The training model's own logits (b, s, vocabulary), without a cache: what serving is compared with."""
+        from flax import nnx
+
+        return nnx.merge(self._graphdef, params)(tokens)
+
+    def init_cache(self, slots: int, max_length: int) -> Cache:
+        """No tokens in any slot. The first dim of keys and values is the layer, as that of the blocks' parameters."""
+        config = self.config
+        shape = config.num_layers, slots, max_length, config.num_kv_heads, config.head_width
+        return {
+            "length": jnp.zeros((slots,), jnp.int32),
+            "key": jnp.zeros(shape, self.dtype),
+            "value": jnp.zeros(shape, self.dtype),
+        }
+
+    def prefill(self, params: PyTree, cache: Cache, tokens: jax.Array, lengths: jax.Array) -> tuple[jax.Array, Cache]:
+        """Prompts (b, s), of which ``lengths`` tokens count, into an empty cache -> logits (b, vocabulary) of what follows."""
+        size = tokens.shape[1]
+        causal = jnp.tril(jnp.ones((size, size), dtype=bool))[None, None, None]
+        positions = jnp.arange(size)[None]
+
+        def layer(x: jax.Array, given: tuple[PyTree, jax.Array, jax.Array]) -> tuple[jax.Array, Any]:
+            block, keys, values = given
+            q, k, v = self._projected(block, x, positions)
+            x = self._mixed(block, x, self._attended(q, k, v, causal))
+            return x, (write_prompt(keys, k), write_prompt(values, v))
+
+        x, (keys, values) = jax.lax.scan(
+            layer, self._embedded(params, tokens), (params["blocks"], cache["key"], cache["value"])
+        )
+        new = {"length": lengths.astype(jnp.int32), "key": keys, "value": values}
+        return self._head(params, last_tokens(x, lengths)), new
+
+    def decode(self, params: PyTree, cache: Cache, tokens: jax.Array) -> tuple[jax.Array, Cache]:
+        """One more token (b,) for every slot -> logits (b, vocabulary) of what follows."""
+        lengths, max_length = cache["length"], cache["key"].shape[2]
+        seen = (jnp.arange(max_length)[None] <= lengths[:, None])[:, None, None, None]
+
+        def layer(x: jax.Array, given: tuple[PyTree, jax.Array, jax.Array]) -> tuple[jax.Array, Any]:
+            block, keys, values = given
+            q, k, v = self._projected(block, x, lengths[:, None])
+            keys, values = write_tokens(keys, k[:, 0], lengths), write_tokens(values, v[:, 0], lengths)
+            return self._mixed(block, x, self._attended(q, keys, values, seen)), (keys, values)
+
+        x = self._embedded(params, tokens)[:, None]
+        x, (keys, values) = jax.lax.scan(layer, x, (params["blocks"], cache["key"], cache["value"]))
+        new = {"length": jnp.minimum(lengths + 1, max_length), "key": keys, "value": values}
+        return self._head(params, x[:, 0]), new
+
+    def _embedded(self, params: PyTree, tokens: jax.Array) -> jax.Array:
+        return params["embed"]["embedding"].astype(self.dtype)[tokens]
+
+    def _dense(self, params: PyTree, x: jax.Array) -> jax.Array:
+        return x @ params["kernel"].astype(self.dtype)
+
+    def _norm(self, params: PyTree, x: jax.Array) -> jax.Array:
+        return nn.RMSNorm(dtype=self.dtype).apply({"params": params}, x)
+
+    def _projected(self, block: PyTree, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, ...]:
+        normed, attention = self._norm(block["attention_norm"], x), block["attention"]
+        q, k, v = (
+            self._dense(attention[name], normed).reshape(*x.shape[:2], -1, self.config.head_width)
+            for name in ("query", "key", "value")
+        )
+        return rotate_at(q, positions), rotate_at(k, positions), v
+
+    def _attended(self, q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
+        q = q.reshape(*q.shape[:2], self.config.num_kv_heads, -1, self.config.head_width)
+        scores = jnp.einsum("bskgd,btkd->bkgst", q, k) / jnp.sqrt(jnp.asarray(self.config.head_width, q.dtype))
+        return jnp.einsum("bkgst,btkd->bskgd", masked_softmax(scores, mask), v)
+
+    def _mixed(self, block: PyTree, x: jax.Array, attended: jax.Array) -> jax.Array:
+        x = x + self._dense(block["attention"]["out"], attended.reshape(*x.shape[:2], -1))
+        normed = self._norm(block["mlp_norm"], x)
+        return x + self._dense(
+            block["down"], jax.nn.silu(self._dense(block["gate"], normed)) * self._dense(block["up"], normed)
+        )
+
+    def _head(self, params: PyTree, x: jax.Array) -> jax.Array:
+        return self._dense(params["head"], self._norm(params["norm"], x)).astype(jnp.float32)
+
+
+MODELS = {"gpt": GPT.of, "llama": Llama.of}

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from alpa_lite import analysis as analysis
     from alpa_lite import interop as interop
     from alpa_lite import schedule as schedule
+    from alpa_lite import serve as serve
     from alpa_lite.api import Checkpoint as Checkpoint
     from alpa_lite.api import Cluster as Cluster
     from alpa_lite.api import Elastic as Elastic
@@ -89,6 +90,7 @@ _MODULES = {
     "interop": "alpa_lite.interop",
     "rules": "alpa_lite.trace.rule_tools",
     "schedule": "alpa_lite.schedule",
+    "serve": "alpa_lite.serve",
 }
 
 

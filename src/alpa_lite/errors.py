@@ -141,3 +141,23 @@ class WorkerLost(AlpaLiteError):
     def __init__(self, message: str, position: int = 0) -> None:
         super().__init__(message)
         self.position = position
+
+
+class ServeError(AlpaLiteError):
+    """An engine cannot be made or cannot go on; base of what serving raises."""
+
+
+class RequestError(ServeError):
+    """A request cannot be served as it was given: its prompt, its length, its sampling."""
+
+
+class QueueFull(ServeError):
+    """So many requests wait already that no more are taken; try again later."""
+
+
+class DeadlineExceeded(ServeError):
+    """A request was not finished by its deadline."""
+
+
+class EngineClosed(ServeError):
+    """The engine takes no more requests, and ended this one before it was finished."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from alpa_lite.cli.buckets import buckets
 from alpa_lite.cli.doctor import doctor
 from alpa_lite.cli.launch import launch
 from alpa_lite.cli.run import run
@@ -39,6 +40,7 @@ main.command()(solve)
 main.command()(launch)
 main.command()(doctor)
 main.command()(run)
+main.command()(buckets)
 
 
 @contextlib.contextmanager

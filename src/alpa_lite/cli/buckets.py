@@ -1,0 +1,61 @@
+"""``alpa-lite buckets LENGTHS``: which buckets requests of these lengths want."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from alpa_lite.errors import AlpaLiteError
+
+_BAD_INPUT = 2
+
+
+def buckets(
+    file: Annotated[Path, typer.Argument(metavar="LENGTHS", help="a text of lengths in tokens, one per request")],
+    k: Annotated[int, typer.Option("--buckets", "-k", help="how many there may be")] = 4,
+    multiple: Annotated[int, typer.Option("--multiple", help="sizes are multiples of this")] = 1,
+    program_tokens: Annotated[
+        float, typer.Option("--program-tokens", help="padded tokens that a program more must save")
+    ] = 0.0,
+    program_tokens_per_token: Annotated[
+        float, typer.Option("--program-tokens-per-token", help="the same, per token of the bucket's size")
+    ] = 0.0,
+) -> None:
+    """Propose buckets that waste least on padding, and print what each of them wastes."""
+    from alpa_lite.serve.buckets import propose_buckets
+
+    try:
+        advice = propose_buckets(
+            _lengths(file),
+            k,
+            multiple=multiple,
+            program_tokens=program_tokens,
+            program_tokens_per_token=program_tokens_per_token,
+        )
+    except AlpaLiteError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(_BAD_INPUT) from None
+    typer.echo(str(advice), nl=False)
+    typer.echo(f"--buckets {','.join(map(str, advice.buckets))}")
+
+
+def _lengths(file: Path) -> list[int]:
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise AlpaLiteError(
+            f"the lengths {str(file)!r} cannot be read: {reason}. It must be a text file of whole numbers. Correct the path."
+        ) from None
+    found = []
+    for number, line in enumerate(text.splitlines(), 1):
+        for word in line.replace(",", " ").split():
+            if not word.isdecimal():
+                raise AlpaLiteError(
+                    f"{word!r} was found among the lengths. Lengths are whole numbers from 1, separated by spaces, commas or new "
+                    f"lines. In {str(file)!r}, line {number}. Correct it."
+                )
+            found.append(int(word))
+    return found

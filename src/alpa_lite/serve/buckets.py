@@ -1,0 +1,160 @@
+"""Buckets for the lengths of requests: sizes to which prompts are padded, each with a program of its own.
+
+In: lengths of requests, as seen. Out: at most k sizes that cost least. The cost, in tokens, is
+
+    sum over requests (size of its bucket - length)                          padding waste
+    + sum over buckets (program_tokens + program_tokens_per_token * size)    memory of compiled programs
+
+where a request goes into the smallest bucket that holds it. Some optimal size is always a length that occurs (rounded up to
+``multiple``): a bucket may shrink to its longest request. So the problem is to cut the sorted sizes into at most k runs, and a
+dynamic program over (buckets used, last size covered) is exact.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from alpa_lite.errors import AlpaLiteError, user_line
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketAdvice:
+    """Buckets and what they would have cost; ``print`` it.
+
+    Attributes:
+        buckets: sizes in tokens, rising.
+        requests: per bucket, how many of the requests go there.
+        padded_tokens: per bucket, what they are padded by.
+        num_tokens: of all requests.
+        cost: the objective, in tokens.
+    """
+
+    buckets: tuple[int, ...]
+    requests: tuple[int, ...]
+    padded_tokens: tuple[int, ...]
+    num_tokens: int
+    cost: float
+
+    @property
+    def waste(self) -> float:
+        """The share of padding among all tokens that would be computed."""
+        padded = sum(self.padded_tokens)
+        return padded / (padded + self.num_tokens)
+
+    def __str__(self) -> str:
+        lines = [f"{'bucket':>8} {'requests':>9} {'padded tokens':>14} {'waste':>7}"]
+        for size, count, padded in zip(self.buckets, self.requests, self.padded_tokens, strict=True):
+            lines.append(f"{size:8d} {count:9d} {padded:14d} {_percent(padded, size * count):>7}")
+        padded, total = sum(self.padded_tokens), sum(self.padded_tokens) + self.num_tokens
+        lines.append(f"{'all':>8} {sum(self.requests):9d} {padded:14d} {_percent(padded, total):>7}")
+        longest = self.buckets[-1] * sum(self.requests)
+        lines.append(f"one bucket of {self.buckets[-1]} would waste {_percent(longest - self.num_tokens, longest)}")
+        return "\n".join(lines) + "\n"
+
+
+def smallest_bucket(buckets: Sequence[int], length: int) -> int | None:
+    """The first of rising sizes that holds a prompt; None if it is longer than all."""
+    index = bisect_left(buckets, length)
+    return buckets[index] if index < len(buckets) else None
+
+
+def propose_buckets(
+    lengths: Iterable[int],
+    k: int,
+    *,
+    multiple: int = 1,
+    program_tokens: float = 0.0,
+    program_tokens_per_token: float = 0.0,
+) -> BucketAdvice:
+    """At most ``k`` buckets that cost least for requests of these lengths. Exact.
+
+    Args:
+        lengths: of requests, in tokens, as they came.
+        k: how many programs there may be.
+        multiple: sizes are multiples of this, e.g. 128 for matmul units.
+        program_tokens: what a compiled program costs, whatever its size, in padded tokens: it must save more than that.
+        program_tokens_per_token: what it costs beside that per token of its size (its temporaries).
+
+    Raises:
+        AlpaLiteError: a value is not allowed.
+
+    Example:
+        >>> al.serve.propose_buckets([12, 15, 100, 900, 1000], k=3).buckets
+        (15, 100, 1000)
+    """
+    given = list(lengths)
+    _check(given, k, multiple, program_tokens, program_tokens_per_token)
+    rounded = np.ceil(np.asarray(given, np.float64) / multiple).astype(np.int64) * multiple
+    sizes, counts = np.unique(rounded, return_counts=True)
+    fixed = program_tokens + program_tokens_per_token * sizes
+    cuts = _cheapest_cuts(sizes, counts, fixed, min(k, sizes.size))
+    buckets = tuple(int(sizes[i]) for i in cuts)
+    index = np.searchsorted(np.asarray(buckets), given)
+    padded = np.bincount(index, np.asarray(buckets)[index] - np.asarray(given), len(buckets)).astype(np.int64)
+    return BucketAdvice(
+        buckets=buckets,
+        requests=tuple(np.bincount(index, minlength=len(buckets)).tolist()),
+        padded_tokens=tuple(padded.tolist()),
+        num_tokens=int(sum(given)),
+        cost=float(padded.sum() + fixed[list(cuts)].sum()),
+    )
+
+
+def _cheapest_cuts(sizes: np.ndarray, counts: np.ndarray, fixed: np.ndarray, k: int) -> tuple[int, ...]:
+    """Positions of the sizes that become buckets, rising; the last one always does. Of equally cheap ones the fewest.
+
+    ``best[j]``: cheapest cost of covering sizes 0..j with the buckets used so far, the last of them being size j. With one more,
+
+        best'[j] = min over i < j of best[i] + waste(i + 1..j) + fixed[j]
+    """
+    requests, tokens = np.concatenate([[0], np.cumsum(counts)]), np.concatenate([[0], np.cumsum(counts * sizes)])
+    best = sizes * requests[1:] - tokens[1:] + fixed
+    # The waste of sizes i+1..j in bucket j is sizes[j] * (requests up to j - up to i) - (tokens up to j - up to i).
+    found, choices, cheapest = [best[-1]], [], 0
+    for used in range(1, k):
+        following = np.full(sizes.size, math.inf)
+        came_from = np.zeros(sizes.size, np.int64)
+        for j in range(used, sizes.size):
+            costs = best[:j] + sizes[j] * (requests[j + 1] - requests[1 : j + 1]) - (tokens[j + 1] - tokens[1 : j + 1])
+            came_from[j] = int(np.argmin(costs))
+            following[j] = costs[came_from[j]] + fixed[j]
+        best = following
+        choices.append(came_from)
+        found.append(best[-1])
+        if found[-1] < found[cheapest]:
+            cheapest = used
+    cuts = [sizes.size - 1]
+    for came_from in reversed(choices[:cheapest]):
+        cuts.append(int(came_from[cuts[-1]]))
+    return tuple(reversed(cuts))
+
+
+def _check(lengths: Sequence[int], k: int, multiple: int, *costs: float) -> None:
+    wrong = next((x for x in lengths if not _is_count(x)), None)
+    for bad, fault in (
+        (not lengths, "no lengths were given; at least one is needed"),
+        (wrong is not None, f"the length {wrong!r} was given; lengths are whole numbers from 1"),
+        (not _is_count(k), f"k={k!r} was given; it must be a whole number from 1"),
+        (not _is_count(multiple), f"multiple={multiple!r} was given; it must be a whole number from 1"),
+        (
+            any(not 0 <= c < math.inf for c in costs),
+            f"program_tokens={costs[0]!r} and program_tokens_per_token={costs[1]!r} were given; they must be numbers from 0",
+        ),
+    ):
+        if bad:
+            raise AlpaLiteError(
+                f"propose_buckets: {fault}. At {user_line()}. Correct it, e.g. propose_buckets([12, 80, 1000], k=2)."
+            )
+
+
+def _is_count(x: object) -> bool:
+    return isinstance(x, (int, np.integer)) and not isinstance(x, bool) and bool(x >= 1)
+
+
+def _percent(part: int, whole: int) -> str:
+    return f"{100 * part / whole:.1f}%" if whole else "-"

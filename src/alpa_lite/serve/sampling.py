@@ -1,0 +1,144 @@
+"""From logits to the next token: greedy, or drawn with temperature, top-k and top-p, each row by its own settings.
+
+A row's draws depend on its key and on how many tokens it has drawn, and on nothing else: not on its slot, nor on what the
+other slots do. The same request gives the same tokens however it is batched.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from alpa_lite.errors import RequestError, user_line
+
+_KEY_TYPE = "threefry2x32"
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the next token is chosen.
+
+    Attributes:
+        temperature: what logits are divided by; 0 takes the likeliest token (greedy), whatever the others say.
+        top_k: only so many of the likeliest tokens are drawn from; 0 = all.
+        top_p: only the fewest likeliest tokens whose probabilities reach this sum are drawn from; 1 = all.
+        seed: of the draws.
+        key: a JAX key instead of a seed.
+
+    Raises:
+        RequestError: a value is not allowed.
+
+    Example:
+        >>> al.serve.Sampling(temperature=0.8, top_k=40, top_p=0.95, seed=7)
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    key: Any = None
+
+    def __post_init__(self) -> None:
+        for name, good, allowed in (
+            ("temperature", _is_number(self.temperature) and self.temperature >= 0, "a number from 0"),
+            ("top_k", _is_whole(self.top_k) and self.top_k >= 0, "a whole number from 0 (all tokens)"),
+            ("top_p", _is_number(self.top_p) and 0 < self.top_p <= 1, "a number above 0, up to 1 (all tokens)"),
+            ("seed", _is_whole(self.seed) and 0 <= self.seed < 2**32, "a whole number from 0 to 2**32 - 1"),
+            ("key", self.key is None or _is_key(self.key), f"a JAX key of type {_KEY_TYPE}, as of jax.random.key(0)"),
+        ):
+            if not good:
+                raise RequestError(
+                    f"Sampling: {name}={getattr(self, name)!r} was given; it must be {allowed}. At {user_line()}. Correct it, or "
+                    "leave it out."
+                )
+
+    def key_words(self) -> np.ndarray:
+        """The key as uint32[2]."""
+        if self.key is None:
+            return np.array([0, self.seed], np.uint32)
+        words = jax.random.key_data(self.key) if jnp.issubdtype(self.key.dtype, jax.dtypes.prng_key) else self.key
+        return np.asarray(words, np.uint32)
+
+
+class Rows(NamedTuple):
+    """Settings of all rows as arrays of one number (the key: two) per row; ``drawn`` counts a row's tokens so far."""
+
+    temperature: Any
+    top_k: Any
+    top_p: Any
+    key: Any
+    drawn: Any
+
+    @classmethod
+    def greedy(cls, count: int) -> Rows:
+        """Rows that take the likeliest token."""
+        return cls(
+            np.zeros(count, np.float32),
+            np.zeros(count, np.int32),
+            np.ones(count, np.float32),
+            np.zeros((count, 2), np.uint32),
+            np.zeros(count, np.int32),
+        )
+
+    def set(self, row: int, sampling: Sampling, drawn: int = 0) -> None:
+        """In place."""
+        self.temperature[row] = sampling.temperature
+        self.top_k[row] = min(sampling.top_k, 2**31 - 1)
+        self.top_p[row] = sampling.top_p
+        self.key[row] = sampling.key_words()
+        self.drawn[row] = drawn
+
+
+def sample(logits: jax.Array, rows: Rows) -> jax.Array:
+    """The next token of every row; to be jitted.
+
+    Args:
+        logits: (rows, vocabulary).
+        rows: the settings, each with one entry per row.
+
+    Returns:
+        int32 (rows,).
+    """
+    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+    def drawn() -> jax.Array:
+        found = jax.vmap(_draw)(logits.astype(jnp.float32), *rows)
+        return jnp.where(rows.temperature > 0, found, greedy)
+
+    return jax.lax.cond(jnp.any(rows.temperature > 0), drawn, lambda: greedy)
+
+
+def _draw(
+    logits: jax.Array, temperature: jax.Array, top_k: jax.Array, top_p: jax.Array, key: jax.Array, drawn: jax.Array
+) -> jax.Array:
+    """A token of one row (vocabulary,): sorted, with what is too unlikely cut off, and the rest drawn by Gumbel's trick."""
+    order = jnp.argsort(-logits)
+    scaled = logits[order] / jnp.where(temperature > 0, temperature, 1.0)
+    kept = jnp.arange(logits.size) < jnp.where(top_k > 0, top_k, logits.size)
+    probabilities = jax.nn.softmax(jnp.where(kept, scaled, -jnp.inf))
+    before = jnp.cumsum(probabilities) - probabilities
+    kept &= (before < top_p) | (top_p >= 1)  # a cumulative sum may round to 1 before its end
+    own = jax.random.fold_in(jax.random.wrap_key_data(key, impl=_KEY_TYPE), drawn)
+    noise = jax.random.gumbel(own, logits.shape)
+    return order[jnp.argmax(jnp.where(kept, scaled + noise, -jnp.inf))].astype(jnp.int32)
+
+
+def _is_number(x: object) -> bool:
+    return isinstance(x, (int, float)) and not isinstance(x, bool) and math.isfinite(x)
+
+
+def _is_whole(x: object) -> bool:
+    return isinstance(x, (int, np.integer)) and not isinstance(x, bool)
+
+
+def _is_key(x: Any) -> bool:
+    if not isinstance(x, jax.Array):
+        return False
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return x.shape == () and str(jax.random.key_impl(x)) == _KEY_TYPE
+    return x.shape == (2,) and x.dtype == jnp.uint32

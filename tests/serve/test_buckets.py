@@ -1,0 +1,82 @@
+"""Bucket advice against brute force, and its messages."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from alpa_lite.errors import AlpaLiteError
+from alpa_lite.serve.buckets import propose_buckets, smallest_bucket
+
+
+def cost_of(buckets: tuple[int, ...], lengths: list[int], fixed: float, per_token: float) -> float:
+    """As in the module's docstring, request by request."""
+    padding = sum(min(b for b in buckets if b >= length) - length for length in lengths)
+    return padding + sum(fixed + per_token * b for b in buckets)
+
+
+@given(
+    st.lists(st.integers(1, 20), min_size=1, max_size=10),
+    st.integers(1, 3),
+    st.sampled_from([1, 3, 8]),
+    st.sampled_from([0.0, 3.0, 25.0]),
+    st.sampled_from([0.0, 0.5]),
+)
+def test_no_set_of_sizes_is_cheaper(lengths: list[int], k: int, multiple: int, fixed: float, per_token: float) -> None:
+    found = propose_buckets(lengths, k, multiple=multiple, program_tokens=fixed, program_tokens_per_token=per_token)
+    # All sizes up to the first that holds every request, whether such a length occurs or not.
+    sizes = range(multiple, -(-max(lengths) // multiple) * multiple + 1, multiple)
+    every = [c for n in range(1, k + 1) for c in combinations(sizes, n) if c[-1] >= max(lengths)]
+    cheapest = min(cost_of(c, lengths, fixed, per_token) for c in every)
+    assert found.cost == pytest.approx(cheapest)
+    assert cost_of(found.buckets, lengths, fixed, per_token) == pytest.approx(found.cost)
+    assert len(found.buckets) <= k and all(b % multiple == 0 for b in found.buckets)
+    assert sum(found.requests) == len(lengths) and found.num_tokens == sum(lengths)
+    assert sum(found.padded_tokens) == cost_of(found.buckets, lengths, 0, 0)
+
+
+def test_the_smallest_bucket_that_holds_a_prompt() -> None:
+    buckets = (16, 64, 256)
+    assert [smallest_bucket(buckets, n) for n in (1, 16, 17, 64, 256, 257)] == [16, 16, 64, 64, 256, None]
+
+
+def test_as_many_buckets_as_lengths_waste_nothing() -> None:
+    assert propose_buckets([5, 9, 9, 30], k=8).buckets == (5, 9, 30)
+    assert propose_buckets([5, 9, 9, 30], k=8).waste == 0
+
+
+def test_many_lengths_take_no_time() -> None:
+    lengths = np.random.default_rng(0).integers(1, 2049, 20_000).tolist()
+    found = propose_buckets(lengths, 4, multiple=16)
+    assert found.buckets[-1] == 2048 and found.waste < propose_buckets(lengths, 3, multiple=16).waste < 0.3
+
+
+def test_it_prints_what_each_bucket_wastes() -> None:
+    assert str(propose_buckets([12, 15, 100, 900, 1000], k=3)) == (
+        "  bucket  requests  padded tokens   waste\n"
+        "      15         2              3   10.0%\n"
+        "     100         1              0    0.0%\n"
+        "    1000         2            100    5.0%\n"
+        "     all         5            103    4.8%\n"
+        "one bucket of 1000 would waste 59.5%\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("lengths", "settings", "match"),
+    [
+        ([], {"k": 1}, "no lengths were given"),
+        ([3, 0], {"k": 1}, "the length 0 was given; lengths are whole numbers from 1"),
+        ([3, 2.5], {"k": 1}, r"the length 2\.5 was given"),
+        ([3], {"k": 0}, "k=0 was given; it must be a whole number from 1"),
+        ([3], {"k": 1, "multiple": 0}, "multiple=0 was given"),
+        ([3], {"k": 1, "program_tokens": -1.0}, r"program_tokens=-1\.0 and .* must be numbers from 0.*test_buckets"),
+    ],
+)
+def test_bad_input_is_refused(lengths: list[int], settings: dict, match: str) -> None:
+    with pytest.raises(AlpaLiteError, match=match):
+        propose_buckets(lengths, **settings)

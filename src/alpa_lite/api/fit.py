@@ -193,6 +193,7 @@ class _Run:
                     state, metrics, position = self._advance(state, position)
                     if position < 0:
                         break
+                    self._keep(state, position)
                 else:
                     self._finish(state, position)
                     break
@@ -252,12 +253,7 @@ class _Run:
             return None, None, self._not_finite(position, metrics)
         if self.on_step is not None:
             self.on_step(self._report(position, metrics, time.perf_counter() - start))
-        position += 1
-        if self.checkpoint is not None:
-            self._save(state, position)
-        else:
-            self.batches.release(position)
-        return state, metrics, position
+        return state, metrics, position + 1
 
     def _report(self, position: int, metrics: Any, step_s: float) -> StepReport:
         busy = self.step.busy()
@@ -283,6 +279,13 @@ class _Run:
         return -1
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
+
+    def _keep(self, state: Any, position: int) -> None:
+        """What a loss from here on would need, and no more."""
+        if self.checkpoint is not None:
+            self._save(state, position)
+        else:
+            self.batches.release(position)
 
     def _save(self, state: Any, position: int) -> None:
         """Look after the checkpoint that is being written; begin one if it is time."""

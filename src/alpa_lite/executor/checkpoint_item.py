@@ -1,8 +1,8 @@
 """Arrays to and from one item of a checkpoint, by Orbax.
 
 In: leaves by path, each an array of any layout, which need not lie in one process. Out: a folder in Orbax's own form, which Orbax
-alone can read too, and an ``ItemRecord`` of it; and back: leaves in any other layout, on any mesh, by reading of every stored
-array only what this process's devices hold.
+alone can read too, beside it in the folder one file of the bytes of small leaves, and an ``ItemRecord`` of it all; and back:
+leaves in any other layout, on any mesh, by reading of every stored array only what this process's devices hold.
 
 All processes that hold parts of an item's arrays write it together, each its own parts. Items of one checkpoint that have no
 process in common are written without knowing of each other. Typed keys are stored as their words.
@@ -10,13 +10,13 @@ process in common are written without knowing of each other. Typed keys are stor
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ from alpa_lite.plan.checkpoint import CheckpointManifest, ItemLeaf, ItemRecord, 
 from alpa_lite.plan.leaf_rows import rows_path, split_path
 from alpa_lite.plan.manifest import digests
 
-PACKED = ".packed"
+PACKED = "packed.bin"
 PACKED_BYTES = 2**20  # up to which a leaf is written together with others
 _WINDOW_BYTES = 2**30  # of host memory, for what is read and not yet on its device
 _CACHE_BYTES = 2**28  # a stored chunk that several tiles need is decoded once
@@ -53,6 +53,17 @@ def orbax() -> Any:
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
+
+
+_T = TypeVar("_T")
+
+
+def in_thread(work: Callable[[], _T]) -> Future[_T]:
+    """Does some of the work of a checkpoint beside the steps; a program that ends waits for it."""
+    pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+    running = pool.submit(work)
+    pool.shutdown(wait=False)
+    return running
 
 
 class ItemWriter:
@@ -82,6 +93,25 @@ class ItemWriter:
         self._running = None
         ocp = orbax()
         together = _processes(leaves.values())
+        try:
+            if together == {jax.process_index()}:
+                described, large, packed = _packed(leaves)
+            else:
+                described, large, packed = tuple(_described(*leaf) for leaf in leaves.items()), leaves, None
+            saver = None
+            if large or packed is None:
+                saver = self._saver(ocp, folder, large, together)
+            else:
+                folder.mkdir()
+        except Exception as error:  # Orbax and TensorStore raise what they like
+            raise _not_saved(folder, error) from error
+        finish = functools.partial(
+            _finish, saver, packed, folder, described, first=jax.process_index() == min(together)
+        )
+        self._running = in_thread(finish)
+
+    def _saver(self, ocp: Any, folder: Path, leaves: Mapping[str, jax.Array], together: set[int]) -> Any:
+        """Orbax, which has begun to write."""
         processes = ocp.options.MultiprocessingOptions()
         if jax.process_count() > 1:
             # The processes meet at barriers of the job's own service, which run no collectives on devices: a save may start
@@ -89,24 +119,16 @@ class ItemWriter:
             processes = ocp.options.MultiprocessingOptions(
                 primary_host=min(together), active_processes=together, barrier_sync_key_prefix=str(folder)
             )
-        try:
-            alone = together == {jax.process_index()}
-            described, arrays = _packed(leaves) if alone else (_all_described(leaves), leaves)
-            saver = ocp.AsyncCheckpointer(
-                ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=False, multiprocessing_options=processes),
-                # Folders are made at once: if they cannot be, other threads of Orbax would wait for them in vain.
-                async_options=ocp.options.AsyncOptions(
-                    timeout_secs=max(1, int(self._timeout_s)), create_directories_asynchronously=False
-                ),
-                multiprocessing_options=processes,
-            )
-            saver.save(folder.resolve(), args=ocp.args.PyTreeSave({path: _words(x) for path, x in arrays.items()}))
-        except Exception as error:  # Orbax and TensorStore raise what they like
-            raise _not_saved(folder, error) from error
-        finish = partial(_finish, saver, folder, described, first=jax.process_index() == min(together))
-        pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")  # a program that ends waits for it
-        self._running = pool.submit(finish)
-        pool.shutdown(wait=False)
+        saver = ocp.AsyncCheckpointer(
+            ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=False, multiprocessing_options=processes),
+            # Folders are made at once: if they cannot be, other threads of Orbax would wait for them in vain.
+            async_options=ocp.options.AsyncOptions(
+                timeout_secs=max(1, int(self._timeout_s)), create_directories_asynchronously=False
+            ),
+            multiprocessing_options=processes,
+        )
+        saver.save(folder.resolve(), args=ocp.args.PyTreeSave({path: _words(x) for path, x in leaves.items()}))
+        return saver
 
     def is_writing(self) -> bool:
         """Whether something was started that has not ended."""
@@ -132,12 +154,8 @@ class ItemWriter:
             self._running.exception()
 
 
-def _all_described(leaves: Mapping[str, jax.Array]) -> tuple[ItemLeaf, ...]:
-    return tuple(_described(path, array) for path, array in leaves.items())
-
-
-def _packed(leaves: Mapping[str, jax.Array]) -> tuple[tuple[ItemLeaf, ...], dict[str, jax.Array]]:
-    """Small leaves as one array of bytes, large ones as they are: Orbax takes a millisecond of processor time for each array."""
+def _packed(leaves: Mapping[str, jax.Array]) -> tuple[tuple[ItemLeaf, ...], dict[str, jax.Array], np.ndarray | None]:
+    """Large leaves as they are, and a copy of the bytes of small ones, of which Orbax makes much work each."""
     described: list[ItemLeaf] = []
     large: dict[str, jax.Array] = {}
     pieces: list[np.ndarray] = []
@@ -147,18 +165,22 @@ def _packed(leaves: Mapping[str, jax.Array]) -> tuple[tuple[ItemLeaf, ...], dict
         if array.nbytes > PACKED_BYTES:
             large[path] = array
         else:
-            pieces.append(np.ascontiguousarray(np.asarray(_words(array))).reshape(-1).view(np.uint8))
+            pieces.append(np.asarray(_words(array)).reshape(-1).view(np.uint8))
             leaf, size = msgspec.structs.replace(leaf, offset=size), size + pieces[-1].size
         described.append(leaf)
-    assert PACKED not in large
-    return tuple(described), large | ({PACKED: jnp.asarray(np.concatenate(pieces))} if pieces else {})
+    return tuple(described), large, np.concatenate(pieces) if pieces else None
 
 
-def _finish(saver: Any, folder: Path, leaves: tuple[ItemLeaf, ...], *, first: bool) -> ItemRecord:
+def _finish(
+    saver: Any, packed: np.ndarray | None, folder: Path, leaves: tuple[ItemLeaf, ...], *, first: bool
+) -> ItemRecord:
     """In a thread: until Orbax has renamed the item into its place, in which all processes take part."""
     try:
-        saver.wait_until_finished()
-        saver.close()
+        if saver is not None:
+            saver.wait_until_finished()
+            saver.close()
+        if packed is not None:
+            (folder / PACKED).write_bytes(packed.data)
         return ItemRecord(name=folder.name, leaves=leaves, files=digests(folder) if first else {})
     except Exception as error:  # as above
         raise _not_saved(folder, error) from error
@@ -175,11 +197,14 @@ def _not_saved(folder: Path, error: Exception) -> CheckpointError:
 def _described(path: str, array: jax.Array) -> ItemLeaf:
     whole, rows = split_path(path)
     assert rows is None or rows[1] - rows[0] == array.shape[0], f"{path} has {array.shape[0]} rows"
-    return ItemLeaf(path=whole, rows=rows, shape=tuple(array.shape), dtype=str(array.dtype))
+    return ItemLeaf(path=whole, rows=rows, shape=tuple(array.shape), dtype=_name(array.dtype))
 
 
 def _words(array: jax.Array) -> jax.Array:
-    return jax.jit(jax.random.key_data)(array) if str(array.dtype) in KEY_TYPES else array
+    return jax.jit(jax.random.key_data)(array) if _name(array.dtype) in KEY_TYPES else array
+
+
+_name = functools.cache(str)  # of a type of elements: NumPy makes it anew each time, for every leaf of every save
 
 
 def _processes(arrays: Any) -> set[int]:
@@ -222,15 +247,18 @@ Box = tuple[tuple[int, int], ...]  # per dim: first index and the one after the 
 
 @dataclass(frozen=True, slots=True)
 class _Unpacked:
-    """A part of a small leaf, when its bytes are read."""
+    """A part of a small leaf, read when it is asked for."""
 
-    future: Any
+    file: Path
+    offset: int
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
     index: tuple[slice, ...]
 
     def result(self) -> np.ndarray:
-        return np.ascontiguousarray(self.future.result()).view(self.dtype).reshape(self.shape)[self.index]
+        size = math.prod(self.shape)
+        words = np.fromfile(self.file, np.uint8, size * self.dtype.itemsize, offset=self.offset)
+        return words.view(self.dtype).reshape(self.shape)[self.index]
 
 
 class _Stores:
@@ -243,11 +271,11 @@ class _Stores:
         self._context = ts.Context({"cache_pool": {"total_bytes_limit": _CACHE_BYTES}})
         self._ts = ts
 
-    def packed(self, item: str) -> Any:
+    def packed(self, item: str) -> Path:
         """The bytes of an item's small leaves."""
-        return self(item, PACKED, None, np.dtype("uint8"))
+        return self._folder / item / PACKED
 
-    def __call__(self, item: str, name: str, shape: tuple[int, ...] | None, dtype: np.dtype[Any]) -> Any:
+    def __call__(self, item: str, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
         key = item, name
         if key not in self._open:
             kvstore = {"driver": "ocdbt", "base": f"file://{self._folder / item}/", "path": f"{name}/"}
@@ -255,8 +283,8 @@ class _Stores:
                 store = self._ts.open({"driver": "zarr", "kvstore": kvstore}, context=self._context, read=True).result()
             except ValueError as error:
                 raise _unreadable(self._folder, item, name, str(error)) from error
-            if shape not in (None, store.shape) or store.dtype.numpy_dtype != dtype:
-                found = f"it is {store.dtype.name}{list(store.shape)}, its manifest says {dtype}{list(shape or ())}"
+            if store.shape != shape or store.dtype.numpy_dtype != dtype:
+                found = f"it is {store.dtype.name}{list(store.shape)}, its manifest says {dtype}{list(shape)}"
                 raise _unreadable(self._folder, item, name, found)
             self._open[key] = store
         return self._open[key]
@@ -349,9 +377,8 @@ class _Request:
                 if piece.rows is not None:
                     name, shape = rows_path(name, start, stop), (stop - start, *shape[1:])
             if piece.offset is not None:
-                stop = piece.offset + math.prod(shape) * self.dtype.itemsize
-                future = stores.packed(piece.item)[piece.offset : stop].read()
-                yield tuple(target), (piece.item, _Unpacked(future, self.dtype, shape, tuple(source)))
+                file = stores.packed(piece.item)
+                yield tuple(target), (piece.item, _Unpacked(file, piece.offset, self.dtype, shape, tuple(source)))
                 continue
             store = stores(piece.item, name, shape, self.dtype)
             yield tuple(target), (piece.item, store[tuple(source)].read())
@@ -364,14 +391,16 @@ class _Request:
         key = KEY_TYPES.get(self.stored.dtype)
         if key is None:
             return array
-        return jax.jit(partial(jax.random.wrap_key_data, impl=key[0]), out_shardings=self.struct.sharding)(array)
+        return jax.jit(functools.partial(jax.random.wrap_key_data, impl=key[0]), out_shardings=self.struct.sharding)(
+            array
+        )
 
     def _tile(self, box: Box, parts: Sequence[tuple[Any, Any]]) -> np.ndarray:
         tile = np.empty([hi - lo for lo, hi in box], self.dtype)
         for where, (item, future) in parts:
             try:
                 tile[where] = future.result()
-            except ValueError as error:
+            except (OSError, ValueError) as error:
                 raise _unreadable(self.folder, item, self.path, str(error)) from error
         return tile
 

@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from alpa_lite._jax_compat import JobStore
 from alpa_lite.errors import CheckpointError
-from alpa_lite.executor.checkpoint_item import ItemWriter, read_leaves
+from alpa_lite.executor.checkpoint_item import ItemWriter, in_thread, read_leaves
 from alpa_lite.executor.host_tiles import dtype_of
 from alpa_lite.executor.local import local_mesh
 from alpa_lite.executor.processes import placed
@@ -71,7 +71,6 @@ class Saving:
         extra: Mapping[str, Any] | None = None,
     ) -> None:
         self._folder, self._step, self._plan, self._position, self._extra = folder, step, plan, position, extra
-        self._done: Path | None = None
         self._writers: list[ItemWriter] = []
         self._first = _FirstProcess()
         unfinished = Path(self._first.tells("folder", lambda: str(folder.begin(step))))
@@ -83,6 +82,7 @@ class Saving:
         except BaseException:
             self._give_up()
             raise
+        self._running = in_thread(self._complete)
 
     def poll(self) -> Path | None:
         """The checkpoint's folder; None while it is being written.
@@ -90,27 +90,22 @@ class Saving:
         Raises:
             CheckpointError: it could not be written; nothing of it is left, and older checkpoints stay.
         """
-        if self._done is None:
-            try:
-                if any(writer.poll() is None for writer in self._writers) or not self._first.told("path"):
-                    return None
-            except CheckpointError:
-                self._give_up()
-                raise
-        return self.wait()
+        return self.wait() if self._running.done() else None
 
     def wait(self) -> Path:
         """The checkpoint's folder, when it is complete; raises as ``poll``."""
-        if self._done is None:
-            try:
-                if not self._first.mine:
-                    for writer in self._writers:
-                        writer.wait()
-                self._done = Path(self._first.tells("path", self._commit))
-            except BaseException:
-                self._give_up()
-                raise
-        return self._done
+        return self._running.result()
+
+    def _complete(self) -> Path:
+        """In a thread: until all that was begun is written and the first process has made a checkpoint of it."""
+        try:
+            if not self._first.mine:
+                for writer in self._writers:
+                    writer.wait()
+            return Path(self._first.tells("path", self._commit))
+        except BaseException:
+            self._give_up()
+            raise
 
     def _commit(self) -> str:
         path = self._folder.commit(
@@ -165,10 +160,6 @@ class _FirstProcess:
         if text.startswith("!"):
             raise CheckpointError(text[1:])
         return text[1:]
-
-    def told(self, what: str) -> bool:
-        """Whether ``tells`` returns at once, or does the work here."""
-        return self._store is None or self.mine or self._store.get(f"{self._prefix}/{what}", 1e-3) is not None
 
 
 def _by_submesh(state: Any) -> list[dict[str, jax.Array]]:

@@ -174,16 +174,12 @@ def _joined(path: str, parts: list[tuple[str, ItemLeaf]]) -> StoredLeaf:
 
 def encode_manifest(manifest: CheckpointManifest) -> bytes:
     """The file's bytes, with the digest filled in."""
-    return _text(msgspec.structs.replace(manifest, digest=_digest(manifest))).encode()
+    return json_text(msgspec.to_builtins(msgspec.structs.replace(manifest, digest=_digest(manifest)))).encode()
 
 
 def _digest(manifest: CheckpointManifest) -> str:
-    text = _text(msgspec.structs.replace(manifest, digest=""))
-    return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
-
-
-def _text(manifest: CheckpointManifest) -> str:
-    return json_text(msgspec.to_builtins(manifest))
+    content = msgspec.json.encode(msgspec.structs.replace(manifest, digest=""))
+    return f"sha256:{hashlib.sha256(content).hexdigest()}"
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import importlib.metadata
 import os
 import re
@@ -39,6 +40,7 @@ from alpa_lite.plan.records import PlanIdentity
 # A step that is saved again gets a further number, so that what stands there stays until the new one is complete.
 _COMPLETE = re.compile(r"step_(\d{8,})(?:\.(\d+))?")
 _UNFINISHED = ".step_*.partial"
+_version = functools.cache(importlib.metadata.version)  # which reads files
 
 
 class CheckpointFolder:
@@ -127,7 +129,7 @@ class CheckpointFolder:
                 identity=identity or PlanIdentity(),
                 extra=dict(extra or {}),
                 files=_files(items) | {PLAN: digest_of(folder / PLAN)},
-                jax_version=importlib.metadata.version("jax"),
+                jax_version=_version("jax"),
                 alpa_lite_version=__version__,
             )
             sync_tree(folder)

@@ -91,6 +91,9 @@ def digests(folder: Path) -> dict[str, FileDigest]:
 
 def digests_of(paths: Iterable[Path]) -> list[FileDigest]:
     """Of several files, some at a time: digests are made outside of Python's lock."""
+    paths = list(paths)
+    if len(paths) < 2:
+        return [digest_of(path) for path in paths]
     with ThreadPoolExecutor(_THREADS) as pool:
         return list(pool.map(digest_of, paths))
 

@@ -6,10 +6,13 @@ Workers read and write the folder themselves, so all hosts must see it under one
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from alpa_lite.errors import CheckpointError
+from alpa_lite.executor.checkpoint_item import in_thread
 from alpa_lite.executor.ray.remote_array import RemoteArray
 from alpa_lite.executor.ray.remote_step import RemoteStep
 from alpa_lite.executor.save_restore import named_parts, paths_of, plan_text, state_leaves, whole_types
@@ -45,7 +48,7 @@ class RemoteSaving:
     ) -> None:
         self._step, self._folder, self._number = step, folder, number
         self._position, self._extra = position, extra
-        self._done: Path | None = None
+        self._committing: Future[Path] | None = None
         leaves = _by_submesh(state)
         self._submeshes = frozenset(leaves)
         unfinished = folder.begin(number).resolve()
@@ -67,13 +70,18 @@ class RemoteSaving:
             CheckpointError: it could not be written; nothing of it is left, and older checkpoints stay.
             WorkerLost: a worker was lost meanwhile; as above.
         """
-        if self._done is None and self._step.saving:
+        if self._committing is None and self._step.saving:
             return None
-        return self.wait()
+        committing = self._commit()
+        return committing.result() if committing.done() else None
 
     def wait(self) -> Path:
         """The checkpoint's folder, when it is complete; raises as ``poll``."""
-        if self._done is None:
+        return self._commit().result()
+
+    def _commit(self) -> Future[Path]:
+        """Waits until all items are written, and makes a checkpoint of them in a thread."""
+        if self._committing is None:
             try:
                 items: list[ItemRecord] = self._step.group.each("finish_save", self._asked)
             except BaseException:
@@ -81,16 +89,20 @@ class RemoteSaving:
                 raise
             first = {site.number for site in self._step.parcel.sites if site.process == 0}
             numbers = [site.number for site in self._step.parcel.sites if self._asked(site) is not None]
-            plan = self._step.plan
-            self._done = self._folder.commit(
-                self._number,
-                [item for number, item in zip(numbers, items, strict=True) if number in first],
-                plan_text=plan_text(plan),
-                identity=plan.identity,
-                position=self._position,
-                extra=self._extra,
-            )
-        return self._done
+            records = [item for number, item in zip(numbers, items, strict=True) if number in first]
+            self._committing = in_thread(partial(self._committed, records))
+        return self._committing
+
+    def _committed(self, items: list[ItemRecord]) -> Path:
+        plan = self._step.plan
+        return self._folder.commit(
+            self._number,
+            items,
+            plan_text=plan_text(plan),
+            identity=plan.identity,
+            position=self._position,
+            extra=self._extra,
+        )
 
     def _asked(self, site: Site) -> tuple[()] | None:
         return () if site.submesh in self._submeshes else None

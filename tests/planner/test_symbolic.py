@@ -23,9 +23,9 @@ def planned(monkeypatch):
     made = []
     plan_on_mesh = symbolic.plan_on_mesh
 
-    def counted(task, cluster, mesh):
+    def counted(task, cluster, mesh, **known):
         made.append(mesh.shape[0])
-        return plan_on_mesh(task, cluster, mesh)
+        return plan_on_mesh(task, cluster, mesh, **known)
 
     monkeypatch.setattr(symbolic, "plan_on_mesh", counted)
     return made

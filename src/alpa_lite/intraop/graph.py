@@ -38,7 +38,7 @@ class CostGraph:
         carries: per node whether its choice may change the memory in use.
         base: bytes per time that no choice changes.
         limit: bytes; None if memory is ignored.
-        constants: cost parts that no choice changes.
+        constants: cost parts that no choice changes, as ``Tables.least`` says them.
     """
 
     __slots__ = ("adjacent", "base", "carries", "constants", "epoch", "limit", "log", "tables", "unary", "usages")
@@ -70,7 +70,7 @@ class CostGraph:
         self.epoch = 0
         self.base = np.zeros(problem.num_times, dtype=np.int64)
         self.limit = problem.usage_limit if memory else None
-        self.constants: list[float] = []
+        self.constants: list[Any] = []
         self.log: list[tuple[Any, ...]] = []
         if memory:
             self._add_usages(problem)
@@ -130,6 +130,15 @@ class CostGraph:
             self.usages[i] = ()
         self._set_usages(items)
         return {i for i in items if not self.usages[i]}
+
+    def number_anew(self) -> None:
+        """Gives equal arrays one number; what was shared with other graphs is this one's own from then on (``in_step.py``)."""
+        if self.tables.knows_content:
+            return
+        self.tables, numbers = self.tables.numbered()
+        self.unary = [v if v < 0 else numbers[v] for v in self.unary]
+        self.adjacent = [near and {j: numbers[m] for j, m in near.items()} for near in self.adjacent]
+        self.usages, self.carries, self.log = list(self.usages), list(self.carries), list(self.log)
 
     def add_edge(self, i: int, j: int, m: int) -> None:
         """Adds a matrix (rows: i) to the edge between two nodes."""

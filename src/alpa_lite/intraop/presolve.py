@@ -18,23 +18,26 @@ the same arrays and the tables answer from memory.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from itertools import chain
 
 import numpy as np
 
 from alpa_lite.intraop.graph import CostGraph, InfeasibleError, interval_sums
 from alpa_lite.intraop.problem import Array
+from alpa_lite.intraop.tables import PartError
 
 _JOIN_CAP = 8_000_000  # work of one elimination, k_i * k_j * k_l
 _SMALL_EDGE = 4096  # an edge of this many entries may always arise
 
 
-def presolve(graph: CostGraph, enough: Callable[[CostGraph], bool] | None = None) -> bool:
+def presolve(graph: CostGraph, enough: Callable[[CostGraph], bool] | None = None, *, reduced: bool = False) -> bool:
     """Shrinks the graph in place until nothing applies.
 
     Args:
         graph: changed in place.
         enough: asked before states are first compared, whether what is left by then will do.
+        reduced: whether ``reduce_nodes`` has been done.
 
     Returns:
         Whether ``enough`` said so.
@@ -42,19 +45,20 @@ def presolve(graph: CostGraph, enough: Callable[[CostGraph], bool] | None = None
     Raises:
         InfeasibleError: a domain became empty.
     """
-    dirty = set(graph.alive())
-    changed = set(dirty)  # since dominance was looked at
+    changed = set(graph.alive())  # since dominance was looked at
+    dirty = set() if reduced else set(changed)
     while True:
-        while dirty:
-            _filter(graph, dirty)
-            changed |= dirty
-            dirty = _round(graph, dirty)
-            changed |= dirty
+        rounds = Rounds(dirty)
+        reduce_nodes(graph, rounds)
+        changed |= rounds.seen
         dirty = trim_usages(graph) if graph.limit is not None else set()
         if not dirty and enough is not None:
             if enough(graph):
                 return True
             enough = None
+        if reduced and graph.alive():
+            graph.number_anew()
+            reduced = False
         if not dirty:
             # Usages may have been trimmed of nodes that keep others.
             dirty = _dominated(graph, changed if graph.limit is None else set(graph.alive()))
@@ -63,57 +67,112 @@ def presolve(graph: CostGraph, enough: Callable[[CostGraph], bool] | None = None
             return False
 
 
-def _filter(graph: CostGraph, dirty: set[int]) -> None:
-    """Arc consistency from the given nodes on; nodes that lose states, and their neighbours, become dirty."""
+@dataclass(slots=True)
+class Rounds:
+    """What rounds have still to look at, so that they may go on, on a copy of the graph, where they were cut short.
+
+    Attributes:
+        dirty: nodes of the next round.
+        queue, again: of arc consistency in it, those that are left, and those that are to be looked at again.
+        nodes, touched, later: of the round itself, those that are left, and those of the round that follows.
+        seen: nodes that were looked at.
+    """
+
+    dirty: set[int]
+    queue: list[int] | None = None
+    again: set[int] = field(default_factory=set)
+    nodes: list[int] | None = None
+    touched: set[int] = field(default_factory=set)
+    later: set[int] = field(default_factory=set)
+    seen: set[int] = field(default_factory=set)
+
+    def copy(self) -> Rounds:
+        sets = (self.dirty.copy(), self.again.copy(), self.touched.copy(), self.later.copy(), self.seen.copy())
+        dirty, again, touched, later, seen = sets
+        return replace(self, dirty=dirty, again=again, touched=touched, later=later, seen=seen)
+
+
+def reduce_nodes(graph: CostGraph, rounds: Rounds) -> None:
+    """Rounds until nothing but comparing states applies.
+
+    Raises:
+        InfeasibleError: a domain became empty.
+        PartError: the graph is that of several problems (``in_step.py``); ``rounds`` say where they part.
+    """
+    while rounds.dirty:
+        if rounds.nodes is None:
+            _filter(graph, rounds)
+            rounds.seen |= rounds.dirty
+            rounds.nodes = sorted(rounds.dirty)
+        _round(graph, rounds)
+        rounds.dirty, rounds.nodes = rounds.later | rounds.touched, None
+        rounds.touched, rounds.later = set(), set()
+
+
+def _filter(graph: CostGraph, rounds: Rounds) -> None:
+    """Arc consistency from the dirty nodes on; nodes that lose states, and their neighbours, become dirty."""
+    dirty = rounds.dirty
     unary, adjacent, usable, is_open = graph.unary, graph.adjacent, graph.tables.usable, graph.tables.is_open
     opened = graph.tables.open
     closed = graph.tables.closed()
     around = chain.from_iterable(map(dict.values, map(adjacent.__getitem__, dirty)))
-    if not closed or (closed.isdisjoint(map(unary.__getitem__, dirty)) and closed.isdisjoint(around)):
-        return
-    queue = sorted(dirty)
-    while queue:
-        again: set[int] = set()
-        for i in queue:
-            if unary[i] < 0 or (unary[i] in opened and opened.issuperset(adjacent[i].values())):
-                continue
-            if is_open(unary[i]) and all(map(is_open, adjacent[i].values())):
-                continue
-            index = usable(unary[i], tuple(sorted(set(adjacent[i].values()))))
-            if index < 0:
-                continue
-            if not graph.tables.arrays[index].size:
-                raise InfeasibleError(i, (i, *adjacent[i]))
-            graph.keep_states(i, index)
-            again.update(adjacent[i])
-            dirty.add(i)
-        dirty |= again
-        queue = sorted(again)
+    if rounds.queue is None:
+        if not closed or (closed.isdisjoint(map(unary.__getitem__, dirty)) and closed.isdisjoint(around)):
+            return
+        rounds.queue = sorted(dirty)
+    while rounds.queue:
+        i, left = -1, iter(rounds.queue)
+        try:
+            for i in left:
+                if unary[i] < 0 or (unary[i] in opened and opened.issuperset(adjacent[i].values())):
+                    continue
+                if is_open(unary[i]) and all(map(is_open, adjacent[i].values())):
+                    continue
+                index = usable(unary[i], tuple(sorted(set(adjacent[i].values()))))
+                if index < 0:
+                    continue
+                if not graph.tables.arrays[index].size:
+                    raise InfeasibleError(i, (i, *adjacent[i]))
+                graph.keep_states(i, index)
+                rounds.again.update(adjacent[i])
+                dirty.add(i)
+        except PartError:
+            rounds.queue = [i, *left]
+            raise
+        dirty |= rounds.again
+        rounds.queue, rounds.again = sorted(rounds.again), set()
+    rounds.queue = None
 
 
-def _round(graph: CostGraph, dirty: set[int]) -> set[int]:
-    """One round over the dirty nodes; returns the nodes to look at next."""
-    touched: set[int] = set()
-    later: set[int] = set()
+def _round(graph: CostGraph, rounds: Rounds) -> None:
+    """One round over the nodes that are left of it."""
+    assert rounds.nodes is not None
+    i, left, touched = -1, iter(rounds.nodes), rounds.touched
     unary, adjacent, carries = graph.unary, graph.adjacent, graph.carries
     whole, loose = graph.tables.whole, graph.tables.loose
-    for i in sorted(dirty):
-        if unary[i] < 0:
-            continue
-        if i in touched:
-            later.add(i)
-            continue
-        if not whole.issuperset(adjacent[i].values()):
-            touched |= _separate(graph, i)
-        if not loose.issuperset(adjacent[i].values()) and (merged := _merge(graph, i)):
-            touched |= merged
-        elif not carries[i] and len(adjacent[i]) <= 2:
-            touched |= _eliminate(graph, i)
-    return later | touched
+    try:
+        for i in left:
+            if unary[i] < 0:
+                continue
+            if i in touched:
+                rounds.later.add(i)
+                continue
+            if not whole.issuperset(adjacent[i].values()):
+                _separate(graph, i, touched)
+            if not loose.issuperset(adjacent[i].values()) and (merged := _merge(graph, i)):
+                touched |= merged
+            elif not carries[i] and len(adjacent[i]) <= 2:
+                touched |= _eliminate(graph, i)
+    except PartError:
+        rounds.nodes = [i, *left]
+        if i in touched:  # by itself, as some edges had been split
+            touched.remove(i)
+            rounds.later.add(i)
+        raise
 
 
-def _separate(graph: CostGraph, i: int) -> set[int]:
-    tables, touched = graph.tables, set()
+def _separate(graph: CostGraph, i: int, touched: set[int]) -> None:
+    tables = graph.tables
     for j, m in list(graph.adjacent[i].items()):
         if m in tables.whole:
             continue
@@ -123,7 +182,6 @@ def _separate(graph: CostGraph, i: int) -> set[int]:
             graph.unary[j] = tables.add(graph.unary[j], parts[1])
             graph.drop_edge(i, j)
             touched |= {i, j}
-    return touched
 
 
 def _merge(graph: CostGraph, i: int) -> set[int]:
@@ -175,7 +233,7 @@ def _eliminate(graph: CostGraph, i: int) -> set[int]:
         unary[j] = tables.add(unary[j], tables.fold(v, m))
         touched = {j}
     else:
-        graph.constants.append(float(tables.arrays[v].min()))
+        graph.constants.append(tables.least(v))
         touched = set()
     adjacent[i] = {}
     unary[i] = -1

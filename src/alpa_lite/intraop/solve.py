@@ -56,6 +56,7 @@ def solve(
     unit: float = 1.0,
     proof: bool = True,
     shape: KnownShape | None = None,
+    reduced: CostGraph | None = None,
 ) -> Solution:
     """Finds the cheapest choice within the memory limit.
 
@@ -70,6 +71,7 @@ def solve(
         unit: where all costs are whole, how much of a difference matters.
         proof: whether a gap that sweeps leave is closed; without, the answer may be "feasible" and some percent too dear.
         shape: what problems solved before have found that may be found again; it is changed.
+        reduced: the graph of this problem, without memory, after ``reduce_nodes``; it is changed.
 
     Returns:
         The answer with its bound; ``status`` is "optimal", "feasible", "infeasible" or "no-solution".
@@ -82,9 +84,10 @@ def solve(
     search, choice, floor = None, None, -math.inf
     shape = shape or KnownShape()
     for memory in (False, True):
-        graph = CostGraph(problem, memory=memory)
+        graph = CostGraph(problem, memory=memory) if memory or reduced is None else reduced
+        enough = None if memory else partial(_is_wide, shape=shape)
         try:
-            wide = presolve(graph, None if memory else partial(_is_wide, shape=shape))
+            wide = presolve(graph, enough, reduced=graph is reduced)
         except InfeasibleError as error:
             names = tuple(problem.name(i) for i in error.path)
             return _no_answer("infeasible", f"no strategy of {names[0]} fits its neighbours", start, conflict=names)

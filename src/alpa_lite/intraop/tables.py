@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Hashable
 from functools import lru_cache
 from hashlib import blake2b
+from typing import Any
 
 import numpy as np
 
@@ -17,7 +18,7 @@ from alpa_lite.intraop.problem import Array
 
 _COMPARED_BYTES = 8192  # arrays up to this size are told by their bytes, larger ones by a digest
 _JOINED_AT_ONCE = 1 << 18  # sums that are formed together; more at a time leave the cache
-_SUM_ERROR = 1e-15  # of an entry of a sum, over the largest entry: a few roundings; exact for whole numbers
+SUM_ERROR = 1e-15  # of an entry of a sum, over the largest entry: a few roundings; exact for whole numbers
 _SPLIT_AT_ONCE = (
     256  # entries of matrices of which many are looked at together; calls for larger ones take less than sums
 )
@@ -28,12 +29,23 @@ _DOMINANCE_CAP = 4_000_000  # largest k*k*l for which pairwise differences of ro
 _all, _any = np.logical_and.reduce, np.logical_or.reduce
 
 
+class PartError(Exception):
+    """What was asked holds of some problems only (``in_step.py``); ``groups`` are places of problems that agree."""
+
+    def __init__(self, groups: list[list[int]]) -> None:
+        super().__init__(groups)
+        self.groups = groups
+
+
 class Tables:
     """Interned vectors and matrices (costs, index lists, usages alike).
 
     ``joins``, ``transposes`` and ``picks`` are what is known of ``join``, ``transpose`` and ``pick``, for those who ask so often
-    that calls take longer than answers.
+    that calls take longer than answers. ``stacks`` is what is computed with: ``arrays``, or the arrays of several problems
+    (``in_step.py``), of which ``arrays`` are the first one's.
     """
+
+    axis = 0  # of ``stacks``, which counts states
 
     __slots__ = (
         "_by_content",
@@ -53,12 +65,14 @@ class Tables:
         "loose",
         "open",
         "picks",
+        "stacks",
         "transposes",
         "whole",
     )
 
     def __init__(self) -> None:
         self.arrays: list[Array] = []
+        self.stacks = self.arrays
         self._by_content: dict[tuple[object, ...], int] = {}
         self._by_id: dict[int, int] = {}
         self._keep: list[Array] = []  # ids of arrays stay valid only while the arrays live
@@ -82,17 +96,30 @@ class Tables:
 
     def intern(self, array: Array) -> int:
         """The number of an array's content."""
-        if array.nbytes <= _COMPARED_BYTES:
-            content = array.tobytes()
-        else:
-            array = np.ascontiguousarray(array)
-            content = blake2b(array.data, digest_size=16).digest()
-        key = (array.shape, array.dtype.char, content)
+        key = content(array)
         number = self._by_content.get(key)
         if number is None:
             number = self._by_content[key] = len(self.arrays)
             self.arrays.append(np.ascontiguousarray(array))
         return number
+
+    @property
+    def knows_content(self) -> bool:
+        """Whether equal arrays have one number."""
+        return bool(self._by_content) or not self.arrays
+
+    def numbered(self) -> tuple[Tables, list[int]]:
+        """The same arrays where equal ones have one number, and which each has: the smallest, of the one that was there first.
+
+        What is remembered of operations is left behind, as it may name the others.
+        """
+        found = Tables()
+        found.arrays += self.arrays
+        known = found._by_content
+        numbers = [known.setdefault(content(array), number) for number, array in enumerate(found.arrays)]
+        found.open, found.whole, found.loose = set(self.open), set(self.whole), set(self.loose)
+        found._closed, found._looked_at = set(self._closed), self._looked_at
+        return found, numbers
 
     def intern_object(self, array: Array, convert: Callable[[Array], Array]) -> int:
         """As ``intern(convert(array))``, remembered by object identity."""
@@ -111,7 +138,7 @@ class Tables:
     def transpose(self, m: int) -> int:
         number = self.transposes.get(m)
         if number is None:
-            number = self.transposes[m] = self.intern(self.arrays[m].T)
+            number = self.transposes[m] = self.intern(self.stacks[m].swapaxes(-1, -2))
             self.transposes[number] = m
         return number
 
@@ -119,12 +146,12 @@ class Tables:
         """Sum of two arrays of one shape."""
         number = self._sums.get((a, b))
         if number is None:
-            number = self._sums[a, b] = self.intern(self.arrays[a] + self.arrays[b])
+            number = self._sums[a, b] = self.intern(self.stacks[a] + self.stacks[b])
         return number
 
     def take(self, a: int, index: int) -> int:
         """Rows (or entries) ``index`` of an array."""
-        return self._remember(("take", a, index), lambda: self.arrays[a][self.arrays[index]])
+        return self._remember(("take", a, index), lambda: self.stacks[a].take(self.arrays[index], axis=self.axis))
 
     def take_both(self, m: int, index: int) -> tuple[int, int]:
         """Rows ``index`` of a matrix, and the transpose of that."""
@@ -176,36 +203,31 @@ class Tables:
     def _look_at(self, numbers: Array) -> None:
         """Tells of most costs that nothing is to be done of them, of all at once."""
         arrays = [self.arrays[n] for n in numbers.tolist()]
-        flat = np.frombuffer(b"".join(arrays))  # all are contiguous
-        sizes = np.array([a.size for a in arrays])
-        rows = np.array(list(map(len, arrays)))  # of a vector, its entries
+        flat = np.frombuffer(b"".join([self.stacks[n] for n in numbers.tolist()]))  # all are contiguous
+        each, holds = self.problems(len(arrays))
+        sizes = each(np.array([a.size for a in arrays]))
+        rows = each(np.array(list(map(len, arrays))))  # of a vector, its entries
         first, first_row, width = np.cumsum(sizes) - sizes, np.cumsum(rows) - rows, sizes // rows
         row_starts = np.repeat(first - first_row * width, rows) + np.arange(int(rows.sum())) * np.repeat(width, rows)
         least = np.minimum.reduceat(flat, row_starts)
-        self.open.update(numbers[np.maximum.reduceat(least, first_row) < math.inf].tolist())
+        self.open.update(numbers[holds(np.maximum.reduceat(least, first_row) < math.inf)].tolist())
         top = np.maximum.reduceat(flat, first)
-        matrix = np.array([a.ndim == 2 for a in arrays])
-        self.loose.update(numbers[matrix & (top < math.inf) & (rows > 1)].tolist())
+        matrix = each(np.array([a.ndim == 2 for a in arrays]))
+        self.loose.update(numbers[holds(matrix & (top < math.inf) & (rows > 1))].tolist())
         largest = np.maximum(top, -np.minimum.reduceat(least, first_row))
         last = first + sizes - 1
         with np.errstate(invalid="ignore"):
             far = np.abs(flat[last] - flat[last - width + 1] - (flat[first + width - 1] - flat[first]))
-            may_be_sum = matrix & np.isfinite(largest) & (far <= _SUM_ERROR * largest)  # by its corners
-        self.whole.update(numbers[matrix & ~may_be_sum].tolist())
-        self._look_closer(numbers, np.flatnonzero(may_be_sum & (sizes <= _SPLIT_AT_ONCE)), width, largest)
+            may_be_sum = matrix & np.isfinite(largest) & (far <= SUM_ERROR * largest)  # by its corners
+        is_none = matrix & ~may_be_sum
+        some = np.flatnonzero(may_be_sum & (sizes <= _SPLIT_AT_ONCE))
+        if len(some):
+            is_none[some] = _no_sums(flat, first[some], sizes[some], width[some], largest[some])
+        self.whole.update(numbers[holds(is_none)].tolist())
 
-    def _look_closer(self, numbers: Array, some: Array, width: Array, largest: Array) -> None:
-        """Tells of small matrices whose corners are like those of a sum that they are none, with the sums of ``_split``."""
-        if not len(some):
-            return
-        arrays = [self.arrays[n] for n in numbers[some].tolist()]
-        flat, sizes = np.frombuffer(b"".join(arrays)), np.array([a.size for a in arrays])
-        first = np.cumsum(sizes) - sizes
-        begin = np.repeat(first, sizes)
-        place = np.arange(len(flat))
-        column = (place - begin) % np.repeat(width[some], sizes)
-        error = np.abs(flat - flat[place - column] - (flat[begin + column] - flat[begin]))
-        self.whole.update(numbers[some[np.maximum.reduceat(error, first) > _SUM_ERROR * largest[some]]].tolist())
+    def problems(self, count: int) -> tuple[Callable[[Array], Array], Callable[[Array], Array]]:
+        """What repeats something of so many arrays for all problems, and what says of which arrays a mask over that holds."""
+        return _same, _same
 
     def usable(self, v: int, matrices: tuple[int, ...]) -> int:
         """Index list of the states with a finite cost and a finite entry in every matrix; -1 if that is all of them."""
@@ -238,7 +260,7 @@ class Tables:
 
         def make() -> Array:
             to = self.arrays[f]
-            return self.arrays[v] + self.arrays[m][np.arange(len(to)), to] + self.arrays[source][to]
+            return self.stacks[v] + self.stacks[m][..., np.arange(len(to)), to] + self.stacks[source][..., to]
 
         return self._remember(("follow", v, m, source, f), make)
 
@@ -253,15 +275,19 @@ class Tables:
 
     def fold(self, v: int, m: int) -> int:
         """``min_x v[x] + m[x, y]`` for all y."""
-        return self._remember(("fold", v, m), lambda: (self.arrays[v][:, None] + self.arrays[m]).min(0))
+        return self._remember(("fold", v, m), lambda: (self.stacks[v][..., None] + self.stacks[m]).min(-2))
 
     def join(self, v: int, m: int, n: int) -> int:
         """``min_x m[x, y] + v[x] + n[x, z]`` for all y, z."""
         number = self.joins.get((v, m, n))
         if number is None:
-            joined = min_plus(self.arrays[m] + self.arrays[v][:, None], self.arrays[n])
+            joined = min_plus(self.stacks[m] + self.stacks[v][..., None], self.stacks[n])
             number = self.joins[v, m, n] = self.intern(joined)
         return number
+
+    def least(self, v: int) -> Any:
+        """The smallest cost."""
+        return float(self.arrays[v].min())
 
     def pick(self, v: int, rows: tuple[int, ...]) -> int:
         """Lowest index that minimises ``v[x] + sum m[x, y]`` over the given m, y, m, y and so on."""
@@ -305,12 +331,33 @@ class Tables:
         return kept
 
 
+def _same(array: Array) -> Array:
+    return array
+
+
+def _no_sums(flat: Array, first: Array, sizes: Array, width: Array, largest: Array) -> Array:
+    """Mask of the small matrices, whose corners are like those of a sum, that are none; with the sums of ``_split``."""
+    starts = np.cumsum(sizes) - sizes
+    begin = np.repeat(first, sizes)
+    place = np.arange(len(begin)) - np.repeat(starts, sizes) + begin
+    column = (place - begin) % np.repeat(width, sizes)
+    error = np.abs(flat[place] - flat[place - column] - (flat[begin + column] - flat[begin]))
+    return np.asarray(np.maximum.reduceat(error, starts) > SUM_ERROR * largest)
+
+
+def content(array: Array) -> tuple[object, ...]:
+    """What tells arrays apart."""
+    if array.nbytes <= _COMPARED_BYTES:
+        return array.shape, array.dtype.char, array.tobytes()
+    return array.shape, array.dtype.char, blake2b(np.ascontiguousarray(array).data, digest_size=16).digest()
+
+
 def min_plus(a: Array, b: Array) -> Array:
-    """``min_x a[x, y] + b[x, z]``; with x first, whole tables are compared at once."""
-    width, step = a.shape[1], max(1, _JOINED_AT_ONCE // b.size)
+    """``min_x a[..., x, y] + b[..., x, z]``; with x first, whole tables are compared at once."""
+    width, step = a.shape[-1], max(1, _JOINED_AT_ONCE // b.size)
     if width <= step:
-        return np.asarray(np.minimum.reduce(a[:, :, None] + b[:, None], axis=0))
-    return np.concatenate([min_plus(a[:, p : p + step], b) for p in range(0, width, step)])
+        return np.asarray(np.minimum.reduce(a[..., None] + b[..., None, :], axis=-3))
+    return np.concatenate([min_plus(a[..., p : p + step], b) for p in range(0, width, step)], axis=-2)
 
 
 @lru_cache(maxsize=64)
@@ -333,6 +380,6 @@ def _split(m: Array) -> tuple[Array | None, Array | None]:
         return None, None
     a, b = m[:, 0], m[0] - m[0, 0]
     error = np.abs(m - a[:, None] - b)
-    if error.max() > _SUM_ERROR * largest:
+    if error.max() > SUM_ERROR * largest:
         return None, None
     return a, b

@@ -25,6 +25,8 @@ from alpa_lite.costs.model import CostModel
 from alpa_lite.costs.overlap_order import overlap_order
 from alpa_lite.costs.profile import memory_profile
 from alpa_lite.intraop.decision_graph import DecisionGraph
+from alpa_lite.intraop.graph import CostGraph
+from alpa_lite.intraop.in_step import reduced_together
 from alpa_lite.intraop.known_shape import KnownShape
 from alpa_lite.intraop.pricing import Pricer
 from alpa_lite.intraop.problem import IntraOpProblem, Solution, check_problem, evaluate, scaled
@@ -39,6 +41,8 @@ from alpa_lite.planner.realise import Realised, realise
 from alpa_lite.planner.rent import bytes_at, with_rent
 from alpa_lite.planner.shared import Shared
 
+_Posed = tuple[CostModel, Pricer, Callable[[int | None], IntraOpProblem]]
+"""Prices, what prices the decisions, and what is to be solved under a limit of the solver's own count of memory."""
 Rent = Callable[[Pricer, IntraOpProblem], Sequence[np.ndarray]]
 """Costs of all nodes with what they are charged beside their prices."""
 
@@ -64,22 +68,53 @@ class MeshTask:
     rent: Rent | None = None
 
 
-def plan_on_mesh(task: MeshTask, cluster: Cluster, mesh: DeviceMesh, *, cutoff: float = math.inf) -> MeshResult:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Begun:
+    """A mesh whose problem has been posed, without a limit, and reduced together with those of others.
+
+    ``reduced`` is of the problem as it is solved (``solve_in_units``), which changes it.
+    """
+
+    posed: _Posed
+    problem: IntraOpProblem
+    reduced: CostGraph | None
+
+
+def begin_together(tasks: Sequence[tuple[MeshTask, Cluster, DeviceMesh]]) -> list[Begun]:
+    """Meshes with one decision graph, to be handed to ``plan_on_mesh``. Bad pins raise ``PinError``."""
+    posed = [_pose(*task) for task in tasks]
+    problems = [problem_within(None) for _, _, problem_within in posed]
+    in_units = [scaled(problem, _units(costs)) for (costs, _, _), problem in zip(posed, problems, strict=True)]
+    of_each = zip(posed, problems, reduced_together(in_units), strict=True)
+    return [Begun(posed=p, problem=problem, reduced=graph) for p, problem, graph in of_each]
+
+
+def plan_on_mesh(
+    task: MeshTask,
+    cluster: Cluster,
+    mesh: DeviceMesh,
+    *,
+    cutoff: float = math.inf,
+    begun: Begun | None = None,
+) -> MeshResult:
     """Solve one mesh. Infeasible and unsolved are results, not errors; bad pins raise ``PinError``.
 
     Args:
         task: what is to be planned.
         cluster, mesh: the devices, and their logical grid.
         cutoff: the search of a large problem may end once it is known to cost more than this.
+        begun: what has been done of it (``begin_together``; no rent), so that it is not done again.
     """
     begin = time.perf_counter()
-    costs, pricer, problem_within = _pose(task, cluster, mesh)
+    costs, pricer, problem_within = begun.posed if begun else _pose(task, cluster, mesh)
 
     def found(problem: IntraOpProblem, charged: IntraOpProblem) -> MeshResult:
         return _found(task, costs, pricer, problem, charged, begin, cutoff)
 
     def solved(limit: int | None) -> MeshResult:
         """The best plan by the solver's own count of memory, written out."""
+        if begun and limit is None:  # once, as it is changed
+            return _found(task, costs, pricer, begun.problem, begun.problem, begin, cutoff, begun.reduced)
         problem = problem_within(limit)
         return replace(found(problem, _charged(task, pricer, problem)), limit=limit)
 
@@ -137,9 +172,11 @@ def _found(
     charged: IntraOpProblem,
     begin: float,
     cutoff: float = math.inf,
+    reduced: CostGraph | None = None,
 ) -> MeshResult:
     check_problem(problem)
-    solution = solve_in_units(charged, costs, task.options, cutoff, proof=task.proof, shape=task.shared.shape)
+    known = task.shared.shape
+    solution = solve_in_units(charged, costs, task.options, cutoff, proof=task.proof, shape=known, reduced=reduced)
     return _write_out(task, costs, pricer.graph, problem, solution, begin)
 
 
@@ -173,10 +210,7 @@ def greedy_first(task: MeshTask, cluster: Cluster, result: MeshResult) -> Search
     return replace(step, objective=float(math.floor(step.objective)))
 
 
-def _pose(
-    task: MeshTask, cluster: Cluster, mesh: DeviceMesh
-) -> tuple[CostModel, Pricer, Callable[[int | None], IntraOpProblem]]:
-    """Prices, what prices the decisions, and what is to be solved under a limit of the solver's own count of memory."""
+def _pose(task: MeshTask, cluster: Cluster, mesh: DeviceMesh) -> _Posed:
     task.pins.check(mesh)
     costs = task_costs(task, cluster, mesh)
     rules = costs.rules
@@ -220,6 +254,7 @@ def solve_in_units(
     *,
     proof: bool = True,
     shape: KnownShape | None = None,
+    reduced: CostGraph | None = None,
 ) -> Solution:
     """Solve; where slices are free and prices whole, of equally dear choices the one with the fewest slices.
 
@@ -227,7 +262,7 @@ def solve_in_units(
     convention's unit, and the answer is brought back to it. (Where a search is needed, it stops at a proof of the price:
     there may be a plan of that price with fewer slices.)
     """
-    scale = 1.0 / TIE if _in_ties(costs) else 1.0
+    scale = _units(costs)
     solution = solve(
         scaled(problem, scale),
         time_limit_s=options.time_limit_s,
@@ -236,6 +271,7 @@ def solve_in_units(
         unit=scale,
         proof=proof,
         shape=shape,
+        reduced=reduced,
     )
     if scale == 1.0:
         return solution
@@ -249,6 +285,11 @@ def solve_in_units(
     bound = float(math.ceil(bound)) if math.isfinite(bound) else bound
     trace = tuple(replace(s, objective=own(s.objective), lower_bound=own(s.lower_bound)) for s in solution.trace)
     return replace(solution, objective=own(solution.objective), lower_bound=bound, trace=trace)
+
+
+def _units(costs: CostModel) -> float:
+    """By which prices are brought to whole numbers; 1 where that is not done."""
+    return 1.0 / TIE if _in_ties(costs) else 1.0
 
 
 def _in_ties(costs: CostModel) -> bool:

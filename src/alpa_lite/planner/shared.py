@@ -92,7 +92,7 @@ class Shared:
         program, weights = self._restricted[rules]
         penalty = conversions.costs.replication_penalty > 0
         alike = rules, tuple(ties), penalty
-        key = *alike, self._mesh_class(conversions.mesh)
+        key = *alike, self.mesh_class_of(conversions.mesh)
         if key not in self._posed:
             base = None if self._names_axes else self._built.get(alike)
             if base is None:
@@ -141,7 +141,7 @@ class Shared:
             self._has_layouts = any(op.layout is not None for _, _, op in self.program.walk())
         return self._has_layouts
 
-    def _mesh_class(self, mesh: DeviceMesh) -> Hashable:
+    def mesh_class_of(self, mesh: DeviceMesh) -> Hashable:
         return mesh if self._names_axes else mesh_class(mesh, self.sizes)
 
 

@@ -9,12 +9,14 @@ Numbers with the same decisions form a *regime* (``regime.py``), whose memory an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from itertools import combinations, pairwise
 from typing import TYPE_CHECKING
 
+from alpa_lite.cluster.cluster import Cluster
 from alpa_lite.cluster.symbolic import SymbolicCluster
 from alpa_lite.core.collective import CollectiveKind
 from alpa_lite.core.mesh import DeviceMesh
@@ -22,7 +24,7 @@ from alpa_lite.errors import AlpaLiteError, MemoryBudgetError
 from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.records import MemoryProfile
 from alpa_lite.planner.collector import collector_paused
-from alpa_lite.planner.one_mesh import MeshResult, MeshTask, plan_on_mesh, task_costs
+from alpa_lite.planner.one_mesh import Begun, MeshResult, MeshTask, begin_together, plan_on_mesh, task_costs
 from alpa_lite.planner.plan_step import Versions, axis_names_of, plan_of_result
 from alpa_lite.planner.regime import Regime, ranges, regime_of
 
@@ -90,6 +92,7 @@ class SymbolicPlan:
         self._free = _is_free(task.task)
         mesh = task.at(max(task.cluster.values))[1]  # with one worker, rules are not enumerated anew for the other axes
         task.task.shared.strategies.over = tuple(a for a in mesh.axis_names if mesh.axis_size(a) > 1)
+        self._begun: dict[int, Begun] = {}
         self._prices: dict[int, list[float | tuple[float, float]] | None] = {}
 
     @property
@@ -125,7 +128,10 @@ class SymbolicPlan:
         """The different plans, each with its numbers and its formulas, by smallest number."""
         if self._regimes is None:
             alike: list[tuple[Realised, list[int]]] = []
+            in_step = self._in_step()
             for n in self.values:
+                if n in in_step:
+                    self._begin(in_step[n])
                 written = self._written(n)
                 if written is not None:
                     numbers = next((found for other, found in alike if _same_decisions(written, other)), None)
@@ -136,6 +142,24 @@ class SymbolicPlan:
             planned = tuple(n for _, numbers in alike for n in numbers)
             self._regimes = tuple(self._regime(tuple(numbers), planned) for _, numbers in alike)
         return self._regimes
+
+    def _in_step(self) -> dict[int, list[int]]:
+        """Numbers without a plan so far that have one decision graph, by the first of each set."""
+        alike: dict[Hashable, list[int]] = {}
+        for n in self.values:
+            if n not in self._results and not self._indivisible(n):
+                alike.setdefault(self._task.task.shared.mesh_class_of(self._task.at(n)[1]), []).append(n)
+        return {numbers[0]: numbers for numbers in alike.values() if len(numbers) > 1}
+
+    def _begin(self, numbers: Sequence[int]) -> None:
+        """Begins them together."""
+        if self._task.task.rent is None:
+            with suppress(AlpaLiteError):  # which is said of each number by itself
+                self._begun.update(zip(numbers, begin_together([self._at(n) for n in numbers]), strict=True))
+
+    def _at(self, n: int) -> tuple[MeshTask, Cluster, DeviceMesh]:
+        task, mesh = self._task.at(n)
+        return task, self._task.cluster.specialize(n, others=mesh.num_devices // n), mesh
 
     def _regime(self, numbers: tuple[int, ...], planned: tuple[int, ...]) -> Regime:
         largest = numbers[-1]
@@ -235,13 +259,12 @@ class SymbolicPlan:
 
     @collector_paused()
     def _planned(self, n: int) -> MeshResult | AlpaLiteError:
-        task, mesh = self._task.at(n)
-        cluster = self._task.cluster.specialize(n, others=mesh.num_devices // n)
+        task, cluster, mesh = self._at(n)
         try:
             forced = self._forced(n)
             if forced is not None:
                 return replace(forced, mesh=mesh)
-            result = plan_on_mesh(task, cluster, mesh)
+            result = plan_on_mesh(task, cluster, mesh, begun=self._begun.pop(n, None))
         except AlpaLiteError as error:
             return error
         # Only the reason why there is no plan is sought in the problem later on, and problems are large.

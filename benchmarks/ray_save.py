@@ -22,7 +22,7 @@ from benchmarks.report import Row, finish
 from examples import gpt_linen
 from examples.example import use_virtual_devices
 
-EVERY, NUM_STEPS, NUM_ROUNDS = 20, 60, 7
+EVERY, NUM_STEPS, NUM_ROUNDS = 20, 60, 11
 
 
 def saving(size: str, executor: str, num_rounds: int) -> Row:
@@ -66,7 +66,7 @@ def main() -> None:
     use_virtual_devices(2)
     with local_ray(2):
         cases = [(size, name) for size in ("small", "wide") for name in ("local", "ray")]
-        finish([saving(size, name, NUM_ROUNDS if size == "small" else 3) for size, name in cases], sys.argv[1:])
+        finish([saving(size, name, NUM_ROUNDS if size == "small" else 5) for size, name in cases], sys.argv[1:])
 
 
 if __name__ == "__main__":

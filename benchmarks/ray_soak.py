@@ -1,4 +1,4 @@
-"""2,000 steps on 4 workers, a checkpoint every 100: what driver and workers hold of memory, open files and the object store.
+"""5,000 steps on 4 workers, a checkpoint every 100: what driver and workers hold of memory, open files and the object store.
 
 Sampled every 100 steps; the slopes are least squares over what follows the warm-up. ``--steps N`` takes another number.
 """
@@ -23,7 +23,7 @@ from benchmarks.report import Row, finish
 from examples import gpt_linen
 from examples.example import use_virtual_devices
 
-EVERY, WARM_UP = 100, 500
+EVERY, WARM_UP = 100, 3000
 
 
 def sample(pids: list[int]) -> list[float]:
@@ -59,7 +59,7 @@ def soak(num_steps: int) -> list[Row]:
             on_step=on_step,
         )
     table = np.asarray(seen)
-    table = table[table[:, 0] >= min(WARM_UP, num_steps // 4)]
+    table = table[table[:, 0] >= min(WARM_UP, num_steps // 2)]
     who = ["driver", *(f"worker {k}" for k in range(4))]
     cases = [f"{w}, {what}" for what in ("memory", "open files") for w in who] + ["object store"]
     units = ["MiB"] * 5 + ["files"] * 5 + ["MiB"]
@@ -78,7 +78,7 @@ def soak(num_steps: int) -> list[Row]:
 
 def main() -> None:
     use_virtual_devices(4)
-    num_steps = int(sys.argv[sys.argv.index("--steps") + 1]) if "--steps" in sys.argv else 2000
+    num_steps = int(sys.argv[sys.argv.index("--steps") + 1]) if "--steps" in sys.argv else 5000
     with local_ray(4):
         finish(soak(num_steps), sys.argv[1:])
 

@@ -76,6 +76,7 @@ class ItemWriter:
     def __init__(self, *, timeout_s: float = 1200.0) -> None:
         self._timeout_s = timeout_s
         self._running: Future[ItemRecord] | None = None
+        self._buffer = np.empty(0, np.uint8)
 
     def start(self, folder: Path, leaves: Mapping[str, jax.Array]) -> None:
         """Begins to write an item; when this returns, the arrays may be donated or deleted.
@@ -94,11 +95,12 @@ class ItemWriter:
         ocp = orbax()
         together = _processes(leaves.values())
         try:
+            packed = saver = None
             if together == {jax.process_index()}:
-                described, large, packed = _packed(leaves)
+                described, large, pieces = _packed(leaves)
+                packed = self._copied(pieces) if pieces else None
             else:
-                described, large, packed = tuple(_described(*leaf) for leaf in leaves.items()), leaves, None
-            saver = None
+                described, large = tuple(_described(*leaf) for leaf in leaves.items()), leaves
             if large or packed is None:
                 saver = self._saver(ocp, folder, large, together)
             else:
@@ -109,6 +111,13 @@ class ItemWriter:
             _finish, saver, packed, folder, described, first=jax.process_index() == min(together)
         )
         self._running = in_thread(finish)
+
+    def _copied(self, pieces: list[np.ndarray]) -> np.ndarray:
+        """One behind the other, where those of the last item were if there is room: new memory is slow to get."""
+        size = sum(piece.size for piece in pieces)
+        if self._buffer.size < size:
+            self._buffer = np.empty(size, np.uint8)
+        return np.concatenate(pieces, out=self._buffer[:size])
 
     def _saver(self, ocp: Any, folder: Path, leaves: Mapping[str, jax.Array], together: set[int]) -> Any:
         """Orbax, which has begun to write."""
@@ -154,8 +163,10 @@ class ItemWriter:
             self._running.exception()
 
 
-def _packed(leaves: Mapping[str, jax.Array]) -> tuple[tuple[ItemLeaf, ...], dict[str, jax.Array], np.ndarray | None]:
-    """Large leaves as they are, and a copy of the bytes of small ones, of which Orbax makes much work each."""
+def _packed(
+    leaves: Mapping[str, jax.Array],
+) -> tuple[tuple[ItemLeaf, ...], dict[str, jax.Array], list[np.ndarray]]:
+    """Large leaves as they are, and the bytes of small ones, of which Orbax would make much work each."""
     described: list[ItemLeaf] = []
     large: dict[str, jax.Array] = {}
     pieces: list[np.ndarray] = []
@@ -168,7 +179,7 @@ def _packed(leaves: Mapping[str, jax.Array]) -> tuple[tuple[ItemLeaf, ...], dict
             pieces.append(np.asarray(_words(array)).reshape(-1).view(np.uint8))
             leaf, size = msgspec.structs.replace(leaf, offset=size), size + pieces[-1].size
         described.append(leaf)
-    return tuple(described), large, np.concatenate(pieces) if pieces else None
+    return tuple(described), large, pieces
 
 
 def _finish(

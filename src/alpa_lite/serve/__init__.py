@@ -7,12 +7,29 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from alpa_lite.serve.buckets import BucketAdvice as BucketAdvice
     from alpa_lite.serve.buckets import propose_buckets as propose_buckets
+    from alpa_lite.serve.engine import Engine as Engine
+    from alpa_lite.serve.model_graphs import Model as Model
+    from alpa_lite.serve.model_graphs import graphs as graphs
+    from alpa_lite.serve.request import Request as Request
     from alpa_lite.serve.sampling import Sampling as Sampling
+    from alpa_lite.serve.statistics import Histogram as Histogram
+    from alpa_lite.serve.statistics import Statistics as Statistics
 
 # Loaded on first use: advice about buckets needs no JAX.
 _PUBLIC = {
     "BucketAdvice": "alpa_lite.serve.buckets",
+    "DeadlineExceeded": "alpa_lite.errors",
+    "Engine": "alpa_lite.serve.engine",
+    "EngineClosed": "alpa_lite.errors",
+    "Histogram": "alpa_lite.serve.statistics",
+    "Model": "alpa_lite.serve.model_graphs",
+    "QueueFull": "alpa_lite.errors",
+    "Request": "alpa_lite.serve.request",
+    "RequestError": "alpa_lite.errors",
     "Sampling": "alpa_lite.serve.sampling",
+    "ServeError": "alpa_lite.errors",
+    "Statistics": "alpa_lite.serve.statistics",
+    "graphs": "alpa_lite.serve.model_graphs",
     "propose_buckets": "alpa_lite.serve.buckets",
 }
 

@@ -93,6 +93,14 @@ class Rows(NamedTuple):
         self.key[row] = sampling.key_words()
         self.drawn[row] = drawn
 
+    def reset(self, row: int) -> None:
+        """The row is greedy again: as long as all are, no row draws."""
+        self.temperature[row] = 0
+
+    def row(self, row: int) -> Rows:
+        """One row alone."""
+        return Rows(*(x[row : row + 1] for x in self))
+
 
 def sample(logits: jax.Array, rows: Rows) -> jax.Array:
     """The next token of every row; to be jitted.

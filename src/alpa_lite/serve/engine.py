@@ -1,0 +1,275 @@
+"""``al.serve.Engine``: a model that answers requests, many at once, from one copy of its parameters."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from os import PathLike
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from alpa_lite.errors import RequestError, ServeError, user_line
+from alpa_lite.plan.files import as_path
+from alpa_lite.plan.plan import Plan
+from alpa_lite.serve.layout import plan_graphs
+from alpa_lite.serve.model_graphs import DECODE, Model, check_sizes, graphs
+from alpa_lite.serve.programs import Programs
+from alpa_lite.serve.request import Request
+from alpa_lite.serve.sampling import Sampling
+from alpa_lite.serve.scheduler import Scheduler
+from alpa_lite.serve.statistics import Statistics
+
+_GREEDY = Sampling()
+
+
+class Layout(Protocol):
+    """Plans by graph, as ``al.plan_shared`` makes them."""
+
+    @property
+    def plans(self) -> Mapping[str, Plan]: ...
+
+
+class Engine:
+    """Serves a model on this process's devices. All methods may be called from any thread.
+
+    A thread of its own runs the model; it ends with ``close``, at the end of a ``with`` block, or when nobody holds the engine.
+
+    Args:
+        model: see ``al.serve.Model``.
+        params: its parameters: arrays on the host or on devices.
+        layout: of ``al.plan_shared``: plans of ``al.serve.graphs(model, params, ...)`` with the same sizes; None plans them for
+            the devices of this process.
+        slots: requests that are served at once.
+        max_length: tokens of a request, prompt and answer together.
+        buckets: sizes to which prompts are padded, the largest being the longest prompt; None = powers of four from 32 and
+            ``max_length``.
+        queue_limit: requests that may wait; None = 4 times ``slots``.
+        prefills_per_step: prompts that are taken in between two tokens of those that run: with more, requests start sooner, with
+            fewer, tokens come more evenly.
+        compile_cache: folder where compiled programs are kept for the next start. JAX has one for the whole process: this sets
+            it, unless one is set already.
+
+    Raises:
+        ServeError: a number is not allowed, or the layout is another model's.
+
+    Example:
+        >>> with al.serve.Engine(model, params, slots=16, max_length=2048) as engine:
+        ...     answers = engine.generate(prompts, max_tokens=64)
+        ...     for token in engine.submit(prompt, max_tokens=64, sampling=al.serve.Sampling(temperature=0.8)):
+        ...         print(token)
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        params: Any,
+        layout: Layout | None = None,
+        *,
+        slots: int = 16,
+        max_length: int = 2048,
+        buckets: Sequence[int] | None = None,
+        queue_limit: int | None = None,
+        prefills_per_step: int = 4,
+        compile_cache: str | PathLike[str] | None = None,
+    ) -> None:
+        sizes = check_sizes(slots, max_length, default_buckets(max_length) if buckets is None else buckets)
+        limit = 4 * slots if queue_limit is None else queue_limit
+        for name, value in (("queue_limit", limit), ("prefills_per_step", prefills_per_step)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ServeError(
+                    f"{name}={value!r} was given; it must be a whole number from 1. At {user_line()}. Correct it."
+                )
+        if compile_cache is not None:
+            _keep_compiled(compile_cache)
+        made = graphs(model, params, slots=slots, max_length=max_length, buckets=sizes)
+        plans = plan_graphs(made) if layout is None else layout.plans
+        self.max_length, self.buckets = max_length, sizes
+        self.programs = Programs(model, params, made, plans, slots=slots, max_length=max_length, buckets=sizes)
+        self.vocab_size = int(jax.eval_shape(*_flat(made[DECODE]))[0].shape[-1])
+        self._scheduler = Scheduler(self.programs, queue_limit=limit, prefills_per_step=prefills_per_step)
+        # The thread holds the scheduler, not the engine: an engine that nobody holds ends its thread. The finalizer also runs
+        # at the end of the process, before JAX's own clean-up, as it was registered later.
+        self._thread = threading.Thread(target=self._scheduler.run, name="alpa_lite-engine", daemon=True)
+        self._end = weakref.finalize(self, _end, self._scheduler, self._thread)
+        self._thread.start()
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        prompt: Sequence[int] | np.ndarray,
+        *,
+        max_tokens: int = 16,
+        sampling: Sampling = _GREEDY,
+        stop: Iterable[int] = (),
+        timeout_s: float | None = None,
+    ) -> Request:
+        """Queue a request and return at once.
+
+        Args:
+            prompt: tokens, at least one and at most the largest bucket.
+            max_tokens: how many to make, at most ``max_length`` less the prompt's.
+            sampling: how they are chosen; by default the likeliest.
+            stop: tokens after which it ends.
+            timeout_s: seconds from now by when it must be finished; None = whenever.
+
+        Returns:
+            A ``Request``: iterate over it for tokens as they come, or ask for its ``result()``.
+
+        Raises:
+            RequestError: it cannot be served.
+            QueueFull: too many requests wait already.
+            EngineClosed: the engine was closed.
+        """
+        return self._submit(prompt, max_tokens, sampling, stop, timeout_s, wait=False)
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int] | np.ndarray],
+        *,
+        max_tokens: int = 16,
+        sampling: Sampling | Sequence[Sampling] = _GREEDY,
+        stop: Iterable[int] = (),
+    ) -> list[list[int]]:
+        """The answers to all prompts; waits for room in the queue where there are many.
+
+        Args:
+            prompts, max_tokens, stop: as for ``submit``.
+            sampling: for all, or one per prompt.
+
+        Raises:
+            RequestError, EngineClosed: as ``submit``.
+        """
+        each = [sampling] * len(prompts) if isinstance(sampling, Sampling) else list(sampling)
+        if len(each) != len(prompts):
+            raise RequestError(
+                f"{len(each)} samplings were given for {len(prompts)} prompts; it must be one for all, or one for each. At "
+                f"{user_line()}. Correct it."
+            )
+        stop = tuple(stop)
+        requests: list[Request] = []
+        try:
+            for prompt, own in zip(prompts, each, strict=True):
+                requests.append(self._submit(prompt, max_tokens, own, stop, None, wait=True))
+            return [list(request.result()) for request in requests]
+        finally:
+            for request in requests:
+                request.cancel()
+
+    def _submit(
+        self,
+        prompt: Any,
+        max_tokens: int,
+        sampling: Sampling,
+        stop: Iterable[int],
+        timeout_s: float | None,
+        *,
+        wait: bool,
+    ) -> Request:
+        tokens = self._checked(prompt, max_tokens, sampling, timeout_s)
+        request = Request(tokens, max_tokens=max_tokens, sampling=sampling, stop=frozenset(stop), timeout_s=timeout_s)
+        self._scheduler.submit(request, wait=wait)
+        return request
+
+    def _checked(self, prompt: Any, max_tokens: Any, sampling: Any, timeout_s: Any) -> np.ndarray:
+        tokens = np.asarray(prompt)
+        whole = isinstance(max_tokens, int) and not isinstance(max_tokens, bool) and max_tokens >= 1
+        longest = self.buckets[-1]
+        for fault in (
+            (tokens.ndim != 1 or tokens.dtype.kind not in "iu")
+            and tokens.size > 0
+            and f"a prompt of shape {list(tokens.shape)} and type {tokens.dtype} was given; it must be a list of whole numbers",
+            tokens.size == 0 and "an empty prompt was given; it must have at least one token",
+            tokens.size > longest and f"a prompt of {tokens.size} tokens was given; the largest bucket holds {longest}",
+            not whole and f"max_tokens={max_tokens!r} was given; it must be a whole number from 1",
+            whole
+            and tokens.size + max_tokens > self.max_length
+            and f"a prompt of {tokens.size} tokens with max_tokens={max_tokens} was given; together they may be at most "
+            f"max_length={self.max_length}",
+            not isinstance(sampling, Sampling) and f"sampling={sampling!r} was given; it must be an al.serve.Sampling",
+            timeout_s is not None
+            and not (isinstance(timeout_s, (int, float)) and timeout_s > 0)
+            and f"timeout_s={timeout_s!r} was given; it must be a positive number of seconds, or None",
+        ):
+            if fault:
+                raise RequestError(f"{fault}. At {user_line()}. Change the request, or make an engine that takes it.")
+        if tokens.min() < 0 or tokens.max() >= self.vocab_size:
+            wrong = int(tokens[(tokens < 0) | (tokens >= self.vocab_size)][0])
+            raise RequestError(
+                f"a prompt with the token {wrong} was given; the model's tokens are 0 to {self.vocab_size - 1}. At "
+                f"{user_line()}. Encode it with the model's own tokenizer."
+            )
+        return tokens.astype(np.int32)
+
+    # -- the engine itself ---------------------------------------------------------------------------------------------
+
+    @property
+    def params(self) -> Any:
+        """On the devices."""
+        return self.programs.params
+
+    @property
+    def plans(self) -> Mapping[str, Plan]:
+        """By graph."""
+        return self.programs.plans
+
+    @property
+    def closed(self) -> bool:
+        return not self._thread.is_alive()
+
+    def statistics(self) -> Statistics:
+        """What was counted so far."""
+        return self._scheduler.statistics()
+
+    def warm_up(self) -> None:
+        """Compiles all programs, which otherwise happens when each is first used; waits until no request runs."""
+        self._scheduler.call(self.programs.warm_up).result()
+
+    def close(self, *, drain_s: float = 0.0) -> None:
+        """Ends the engine: takes no more requests, and ends those that are not finished.
+
+        Args:
+            drain_s: seconds that requests may go on for before that.
+        """
+        if drain_s > 0:
+            self._scheduler.drain()
+            self._thread.join(drain_s)
+        self._end()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def default_buckets(max_length: int) -> tuple[int, ...]:
+    """Powers of four from 32 below ``max_length``, and ``max_length``."""
+    found, size = [max_length] if isinstance(max_length, int) else [], 32
+    while found and size < max_length:
+        found.append(size)
+        size *= 4
+    return tuple(sorted(found))
+
+
+def _end(scheduler: Scheduler, thread: threading.Thread) -> None:
+    scheduler.close("it was asked to")
+    if thread is not threading.current_thread():
+        thread.join()
+
+
+def _flat(graph: Any) -> tuple[Any, ...]:
+    fn, args = graph
+    return (fn, *args)
+
+
+def _keep_compiled(folder: str | PathLike[str]) -> None:
+    """As workers on Ray keep theirs (``executor/ray/actor.py``): whatever takes however long to compile."""
+    path = as_path(folder, 'al.serve.Engine(compile_cache="folder")', ServeError)
+    if getattr(jax.config, "jax_compilation_cache_dir") is None:  # noqa: B009 - its attributes are made at run time
+        jax.config.update("jax_compilation_cache_dir", str(path))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

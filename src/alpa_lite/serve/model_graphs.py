@@ -1,0 +1,141 @@
+"""The graphs of a served model: one per bucket that takes a prompt in, and one that makes the next token of all slots.
+
+In: a model and the shapes of its parameters. Out: name -> (function, arguments), as ``al.plan_shared`` takes them. The parameters
+are argument 0 of all graphs and the cache is argument 1, donated and given back: in one layout for all graphs, nothing moves when
+the engine goes from one to another, and the memory of both is part of every plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from alpa_lite.errors import ServeError, user_line
+
+Graph = tuple[Callable[..., Any], tuple[Any, ...]]
+DECODE = "decode"
+
+
+class Model(Protocol):
+    """What an engine serves. All functions are pure JAX; a cache is any pytree that keeps the length of each slot itself.
+
+    Every leaf of a cache has one dim that is the slot (found from the shapes that ``init_cache`` makes).
+    """
+
+    def init_cache(self, slots: int, max_length: int) -> Any:
+        """A cache in which no slot has any token."""
+        ...
+
+    def prefill(self, params: Any, cache: Any, tokens: jax.Array, lengths: jax.Array) -> tuple[jax.Array, Any]:
+        """Prompts int32 (slots, size), of which the first ``lengths`` (slots,) tokens count, into an empty cache.
+
+        Returns:
+            Logits (slots, vocabulary) of the token after each prompt, and the cache.
+        """
+        ...
+
+    def decode(self, params: Any, cache: Any, tokens: jax.Array) -> tuple[jax.Array, Any]:
+        """One more token, int32 (slots,), for every slot; it may be nonsense for slots without a request.
+
+        Returns:
+            Logits (slots, vocabulary) of the token after it, and the cache.
+        """
+        ...
+
+
+def prefill_name(bucket: int) -> str:
+    return f"prefill_{bucket}"
+
+
+def graphs(model: Model, params: Any, *, slots: int, max_length: int, buckets: Sequence[int]) -> dict[str, Graph]:
+    """The graphs of an engine by name: ``prefill_<bucket>`` for each bucket, and ``decode``.
+
+    Args:
+        model: see ``Model``.
+        params: arrays or ``jax.ShapeDtypeStruct``; only shapes are looked at.
+        slots: requests that are served at once.
+        max_length: tokens of a request, prompt and answer together.
+        buckets: sizes to which prompts are padded.
+
+    Raises:
+        ServeError: a number is not allowed, or the model's cache has a leaf without a slot dim.
+
+    Example:
+        >>> graphs = al.serve.graphs(model, params, slots=16, max_length=2048, buckets=(128, 512, 2048))
+        >>> layout = al.plan_shared(graphs, shared=("0", "1"), cluster=cluster, donate_argnums=1)
+    """
+    buckets = check_sizes(slots, max_length, buckets)
+    dims = slot_dims(model, max_length)
+
+    def prefill(params: Any, cache: Any, slot: jax.Array, tokens: jax.Array, lengths: jax.Array) -> tuple[Any, Any]:
+        logits, own = model.prefill(params, model.init_cache(tokens.shape[0], max_length), tokens, lengths)
+
+        def put(whole: jax.Array, rows: jax.Array, dim: int) -> jax.Array:
+            return jax.lax.dynamic_update_slice_in_dim(whole, rows.astype(whole.dtype), slot, axis=dim)
+
+        return logits, jax.tree.map(put, cache, own, dims)
+
+    def decode(params: Any, cache: Any, tokens: jax.Array) -> tuple[Any, Any]:
+        return model.decode(params, cache, tokens)
+
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), x.dtype), params)
+    cache = jax.eval_shape(lambda: model.init_cache(slots, max_length))
+    made: dict[str, Graph] = {
+        prefill_name(bucket): (prefill, (shapes, cache, _ints(), _ints(1, bucket), _ints(1))) for bucket in buckets
+    }
+    return made | {DECODE: (decode, (shapes, cache, _ints(slots)))}
+
+
+def slot_dims(model: Model, max_length: int) -> Any:
+    """Which dim of every leaf of the cache is the slot: the one that grows with the number of slots.
+
+    Raises:
+        ServeError: a leaf has none, or several.
+    """
+
+    def dim_of(path: Any, two: Any, three: Any) -> int:
+        grown = [dim for dim, sizes in enumerate(zip(two.shape, three.shape, strict=True)) if sizes[0] != sizes[1]]
+        if len(grown) == 1 and (two.shape[grown[0]], three.shape[grown[0]]) == (2, 3):
+            return grown[0]
+        raise ServeError(
+            f"the leaf {jax.tree_util.keystr(path, simple=True, separator='/')!r} of the model's cache has the shapes "
+            f"{list(two.shape)} for 2 slots and {list(three.shape)} for 3. Each leaf must have exactly one dim of as many "
+            f"entries as there are slots: there a prompt is put. At {user_line()}. Change init_cache(slots, max_length)."
+        )
+
+    sizes = [jax.eval_shape(lambda slots=slots: model.init_cache(slots, max_length)) for slots in (2, 3)]
+    return jax.tree_util.tree_map_with_path(dim_of, *sizes)
+
+
+def check_sizes(slots: int, max_length: int, buckets: Sequence[int]) -> tuple[int, ...]:
+    """Buckets in rising order.
+
+    Raises:
+        ServeError: a number is not allowed.
+    """
+    for name, value in (("slots", slots), ("max_length", max_length)):
+        if not _is_count(value):
+            raise ServeError(
+                f"{name}={value!r} was given; it must be a whole number from 1. At {user_line()}. Correct it, e.g. slots=16, "
+                "max_length=2048."
+            )
+    found = (
+        tuple(sorted(set(buckets))) if isinstance(buckets, (tuple, list, set)) and all(map(_is_count, buckets)) else ()
+    )
+    if not found or found[-1] > max_length:
+        raise ServeError(
+            f"buckets={buckets!r} was given; they must be whole numbers from 1 to max_length={max_length}, at least one. At "
+            f"{user_line()}. Correct them, e.g. buckets=({max_length},); al.serve.propose_buckets finds good ones."
+        )
+    return found
+
+
+def _ints(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+def _is_count(x: object) -> bool:
+    return isinstance(x, int) and not isinstance(x, bool) and x >= 1

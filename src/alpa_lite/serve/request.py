@@ -1,0 +1,173 @@
+"""A request: what was asked for, and its tokens as they come, for any thread and any event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+
+import numpy as np
+
+from alpa_lite.errors import DeadlineExceeded
+from alpa_lite.serve.sampling import Sampling
+
+
+class Request:
+    """Made by ``engine.submit``. Iterate over it, with ``for`` or ``async for``, to get tokens as they come.
+
+    Iterations are independent: each begins with the first token. As a context manager it is cancelled at the end of the block
+    unless it is finished.
+
+    Attributes:
+        prompt: int32 tokens.
+        max_tokens, sampling, stop: as submitted.
+        submitted_s: when, on ``time.monotonic``'s clock.
+        deadline_s: by when it must be finished, on the same clock; inf = whenever.
+    """
+
+    def __init__(
+        self,
+        prompt: np.ndarray,
+        *,
+        max_tokens: int,
+        sampling: Sampling,
+        stop: frozenset[int] = frozenset(),
+        timeout_s: float | None = None,
+    ) -> None:
+        self.prompt, self.max_tokens, self.sampling, self.stop = prompt, max_tokens, sampling, stop
+        self.submitted_s = time.monotonic()
+        self.timeout_s = timeout_s
+        self.deadline_s = float("inf") if timeout_s is None else self.submitted_s + timeout_s
+        self._changed = threading.Condition()
+        self._tokens: list[int] = []
+        self._reason: str | None = None
+        self._error: BaseException | None = None
+        self._listeners: list[Callable[[], None]] = []
+        self._on_finish: Callable[[Request, str], None] | None = None
+
+    # -- for users -----------------------------------------------------------------------------------------------------
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Those that have come so far."""
+        return tuple(self._tokens)
+
+    @property
+    def done(self) -> bool:
+        return self._reason is not None
+
+    @property
+    def finish_reason(self) -> str | None:
+        """None while it runs; then "length" (``max_tokens`` came), "stop" (a token of ``stop``, which is the last one),
+        "cancelled", "deadline", "closed" or "error"."""
+        return self._reason
+
+    def cancel(self) -> None:
+        """No more tokens come. Its slot is free with the next step. Nothing happens if it is finished."""
+        self._finish("cancelled")
+
+    def result(self, timeout_s: float | None = None) -> tuple[int, ...]:
+        """All tokens, when it is finished.
+
+        Raises:
+            TimeoutError: it is not finished by then; it goes on.
+            DeadlineExceeded: its own deadline passed.
+            ServeError: the engine was closed, or failed.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: self.done, timeout_s):
+                raise TimeoutError(f"the request was not finished within {timeout_s} s")
+        self._check()
+        return self.tokens
+
+    def __iter__(self) -> Iterator[int]:
+        for index in range(self.max_tokens):
+            with self._changed:
+                self._changed.wait_for(lambda index=index: self.done or len(self._tokens) > index)
+            if index >= len(self._tokens):
+                break
+            yield self._tokens[index]
+        self._check()
+
+    async def __aiter__(self) -> AsyncIterator[int]:
+        loop, woken = asyncio.get_running_loop(), asyncio.Event()
+
+        def wake() -> None:
+            with contextlib.suppress(RuntimeError):  # that loop has ended
+                loop.call_soon_threadsafe(woken.set)
+
+        with self._changed:
+            self._listeners.append(wake)
+        try:
+            for index in range(self.max_tokens):
+                while not self.done and len(self._tokens) <= index:
+                    await woken.wait()
+                    woken.clear()
+                if index >= len(self._tokens):
+                    break
+                yield self._tokens[index]
+        finally:
+            with self._changed:
+                self._listeners.remove(wake)
+        self._check()
+
+    def __enter__(self) -> Request:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.cancel()
+
+    def __repr__(self) -> str:
+        state = self._reason or "running"
+        return f"<Request of {self.prompt.size} tokens: {len(self._tokens)} of {self.max_tokens} came, {state}>"
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    # -- for the engine ------------------------------------------------------------------------------------------------
+
+    def _append(self, token: int) -> bool:
+        """Whether it goes on after this token."""
+        with self._changed:
+            if self.done:
+                return False
+            self._tokens.append(token)
+            ended = "stop" if token in self.stop else "length" if len(self._tokens) == self.max_tokens else None
+            if ended is None:
+                self._tell()
+        if ended is not None:
+            self._finish(ended)
+        return ended is None
+
+    def _finish(self, reason: str, error: BaseException | None = None) -> None:
+        """Ends it, if nothing else has."""
+        with self._changed:
+            if self.done:
+                return
+            # A reader that sees `done` must see why.
+            self._error = error
+            self._reason = reason
+            self._tell()
+        if self._on_finish is not None:
+            self._on_finish(self, reason)
+
+    def _expire(self) -> None:
+        self._finish(
+            "deadline",
+            DeadlineExceeded(
+                f"the request was not finished within its {self.timeout_s} s: {len(self._tokens)} of {self.max_tokens} tokens "
+                "had come. A request ends at its deadline, in the queue or in a slot. Give it more time, or fewer tokens."
+            ),
+        )
+
+    def _tell(self) -> None:
+        self._changed.notify_all()
+        for listener in self._listeners:
+            listener()
+
+    @property
+    def _last(self) -> int:
+        return self._tokens[-1]

@@ -1,0 +1,313 @@
+"""The engine with the examples' models on 8 virtual devices: right answers, parameters that never move, clean ends."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import alpa_lite as al
+from alpa_lite.errors import EngineClosed, RequestError, ServeError
+from alpa_lite.serve.layout import plan_graphs
+from examples.serving_models import MODELS
+from tests.compiling import QUICK_COMPILE
+
+pytestmark = pytest.mark.medium  # each model's programs take seconds to compile
+
+SIZES = {"slots": 4, "max_length": 32, "buckets": (4, 8, 16, 24)}  # with decode, 5 graphs
+NAMES = sorted(MODELS)
+
+
+@cache
+def model_and_params(name: str) -> tuple[Any, Any]:
+    model = MODELS[name]("small")
+    return model, jax.jit(model.init_params, compiler_options=QUICK_COMPILE)(jax.random.key(3))
+
+
+@cache
+def unsharded(name: str) -> Any:
+    """``logits(tokens)`` of the training model on one device, after each token."""
+    model, params = model_and_params(name)
+    run = jax.jit(partial(model.logits, params), compiler_options=QUICK_COMPILE)
+
+    def logits(tokens: Any) -> np.ndarray:
+        padded = np.zeros((1, SIZES["max_length"]), np.int32)
+        padded[0, : len(tokens)] = tokens
+        return np.asarray(run(padded))[0, : len(tokens)]
+
+    return logits
+
+
+class Given:
+    """A layout, as ``al.plan_shared`` gives it."""
+
+    def __init__(self, plans: Any) -> None:
+        self.plans = plans
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def engine(request: pytest.FixtureRequest) -> Iterator[al.serve.Engine]:
+    model, params = model_and_params(request.param)
+    with al.serve.Engine(model, params, **SIZES) as made:
+        made.name = request.param
+        made.warm_up()
+        yield made
+
+
+def assert_greedy(name: str, prompt: Any, tokens: Any) -> None:
+    """Each token is the unsharded model's likeliest, wherever it is likelier than the next by more than 1e-3."""
+    whole = [*prompt, *tokens]
+    logits = unsharded(name)(whole)[len(prompt) - 1 : -1]
+    for token, row in zip(tokens, logits, strict=True):
+        second, first = np.sort(row)[-2:]
+        assert token == row.argmax() or first - second <= 1e-3
+
+
+def prompts_of(*lengths: int, seed: int = 0) -> list[np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, 256, length) for length in lengths]
+
+
+def test_answers_are_those_of_the_unsharded_model(engine: al.serve.Engine) -> None:
+    prompts = prompts_of(1, 4, 5, 8, 9, 13, 16, 17, 24, 2)
+    for prompt, tokens in zip(prompts, engine.generate(prompts, max_tokens=8), strict=True):
+        assert len(tokens) == 8
+        assert_greedy(engine.name, prompt, tokens)
+
+
+def test_logits_are_those_of_the_unsharded_model_in_every_slot_and_bucket(engine: al.serve.Engine) -> None:
+    programs = engine.programs
+    slots = SIZES["slots"]
+    for round_ in range(2):
+        prompts = prompts_of(*((3, 7, 11, 24), (1, 16, 20, 5))[round_], seed=round_)
+        for slot, prompt in enumerate(prompts):
+            bucket = next(b for b in engine.buckets if b >= prompt.size)
+            logits = programs.prefill_logits(bucket, slot, prompt)
+            np.testing.assert_allclose(logits[0], unsharded(engine.name)(prompt)[-1], rtol=1e-4, atol=1e-5)
+        for step in range(3):
+            new = np.arange(slots, dtype=np.int32) + 7 * step
+            prompts = [np.append(prompt, token) for prompt, token in zip(prompts, new, strict=True)]
+            logits = np.asarray(programs.decode_logits(new))
+            for slot, prompt in enumerate(prompts):
+                np.testing.assert_allclose(logits[slot], unsharded(engine.name)(prompt)[-1], rtol=1e-4, atol=1e-5)
+
+
+def pointers(tree: Any) -> list[int]:
+    return [s.data.unsafe_buffer_pointer() for x in jax.tree.leaves(tree) for s in x.addressable_shards]
+
+
+def test_switching_buckets_moves_no_byte_of_parameters_and_cache(engine: al.serve.Engine) -> None:
+    programs = engine.programs
+    before = pointers(engine.params)
+    engine.generate(prompts_of(1, 6, 12, 20, 3), max_tokens=3)
+    where = pointers(programs.cache)
+    with jax.transfer_guard("disallow"):  # only what is put and fetched by name may cross
+        for bucket in (4, 24, 8, 16, 4):
+            jax.block_until_ready(programs.prefill_logits(bucket, 1, np.ones(bucket, np.int32)))
+            jax.block_until_ready(programs.decode_logits(np.ones(SIZES["slots"], np.int32)))
+    assert pointers(engine.params) == before
+    assert pointers(programs.cache) == where, "a donated cache stays where it is"
+
+
+def test_all_graphs_have_one_layout_and_count_the_cache_in_their_memory(engine: al.serve.Engine) -> None:
+    count = len(jax.tree.leaves((engine.params, engine.programs.cache)))
+    assert set(engine.plans) == {"prefill_4", "prefill_8", "prefill_16", "prefill_24", "decode"}
+    assert len({tuple((leaf.path, leaf.spec) for leaf in plan.inputs[:count]) for plan in engine.plans.values()}) == 1
+    held = sum(
+        shard.data.nbytes
+        for x in jax.tree.leaves((engine.params, engine.programs.cache))
+        for shard in x.addressable_shards
+        if shard.device == jax.devices()[0]
+    )
+    assert all(plan.memory.peak >= held for plan in engine.plans.values())
+
+
+def test_a_cache_beyond_the_memory_budget_is_refused_when_planning() -> None:
+    model, params = model_and_params("llama")
+    graphs = al.serve.graphs(model, params, slots=8, max_length=4096, buckets=(8,))
+    fn, args = graphs["decode"]
+    cache_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(args[1]))
+    options = al.PlanOptions(memory_budget_bytes=cache_bytes // 8)
+    with pytest.raises(al.AlpaLiteError, match="budget"):
+        al.plan(fn, *args, cluster=al.Cluster.parse("1x8:cpu"), donate_argnums=1, options=options)
+
+
+def test_parameters_are_on_the_devices_once_for_five_graphs() -> None:
+    model, params = model_and_params("gpt")
+    host = jax.tree.map(np.asarray, params)
+    shapes = {x.shape for x in jax.tree.leaves(host)} - {(4,)}
+
+    def live_bytes() -> int:
+        gc.collect()
+        return sum(x.nbytes for x in jax.live_arrays() if x.shape in shapes)
+
+    before = live_bytes()
+    with al.serve.Engine(model, host, **SIZES) as engine:
+        engine.warm_up()
+        own = sum(x.nbytes for x in jax.tree.leaves(engine.params))
+        assert live_bytes() - before == own == sum(x.nbytes for x in jax.tree.leaves(host))
+        assert len(engine.programs.compile_s) == 5
+
+
+def test_sampling_depends_on_the_seed_and_not_on_who_else_is_there(engine: al.serve.Engine) -> None:
+    prompt, others = prompts_of(9)[0], prompts_of(3, 14, 20, 7, 11, seed=1)
+    drawn = al.serve.Sampling(temperature=1.0, top_k=50, seed=4)
+    alone = engine.generate([prompt], max_tokens=12, sampling=drawn)[0]
+    samplings = [al.serve.Sampling(temperature=1.5, seed=n) for n in range(5)]
+    crowd = engine.generate([*others, prompt], max_tokens=12, sampling=[*samplings, drawn])
+    assert crowd[-1] == alone
+    assert engine.generate([prompt], max_tokens=12, sampling=replace(drawn, seed=5))[0] != alone
+
+
+def test_two_engines_do_not_disturb_each_other(engine: al.serve.Engine) -> None:
+    other = next(name for name in NAMES if name != engine.name)
+    prompts = prompts_of(2, 6, 11, 18, 3, 9)
+    found: dict[str, Any] = {}
+    with al.serve.Engine(*model_and_params(other), **SIZES | {"slots": 3, "buckets": (24,)}) as second:
+
+        def use(name: str, used: al.serve.Engine) -> None:
+            found[name] = used.generate(prompts, max_tokens=6)
+
+        threads = [threading.Thread(target=use, args=pair) for pair in ((engine.name, engine), (other, second))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    for name, answers in found.items():
+        for prompt, tokens in zip(prompts, answers, strict=True):
+            assert_greedy(name, prompt, tokens)
+    assert len(found) == 2 and found[NAMES[0]] != found[NAMES[1]]
+    assert not engine.closed and second.closed
+
+
+def test_statistics_and_readiness_of_the_engine(engine: al.serve.Engine) -> None:
+    before = engine.statistics()
+    engine.generate(prompts_of(3, 8), max_tokens=4)
+    after = engine.statistics()
+    assert after.generated_tokens - before.generated_tokens == 8
+    assert after.padded_tokens[4] - before.padded_tokens[4] == 1
+    assert after.prefills[8] - before.prefills[8] == 1 and (after.active, after.queued) == (0, 0)
+    assert after.time_to_first_token.quantile(0.5) < 60.0
+
+
+def test_requests_that_cannot_be_served_are_refused(engine: al.serve.Engine) -> None:
+    for prompt, settings, match in (
+        ([], {}, "an empty prompt was given"),
+        ([1] * 25, {}, "a prompt of 25 tokens was given; the largest bucket holds 24"),
+        ([1] * 24, {"max_tokens": 9}, "together they may be at most max_length=32"),
+        ([1.5], {}, "it must be a list of whole numbers"),
+        ([[1]], {}, "it must be a list of whole numbers"),
+        ([256], {}, "the token 256 was given; the model's tokens are 0 to 255"),
+        ([-1], {}, "the token -1 was given"),
+        ([1], {"max_tokens": 0}, "max_tokens=0 was given"),
+        ([1], {"sampling": 0.5}, r"sampling=0\.5 was given; it must be an al\.serve\.Sampling"),
+        ([1], {"timeout_s": 0}, "timeout_s=0 was given.*test_engine"),
+    ):
+        with pytest.raises(RequestError, match=match):
+            engine.submit(prompt, **settings)
+    with pytest.raises(RequestError, match="2 samplings were given for 1 prompts"):
+        engine.generate([[1]], sampling=[al.serve.Sampling()] * 2)
+
+
+def test_layouts_that_are_not_of_this_model_are_refused() -> None:
+    model, params = model_and_params("gpt")
+    plans = plan_graphs(al.serve.graphs(model, params, **SIZES))
+    make = partial(al.serve.Engine, model, params)
+    with pytest.raises(ServeError, match=r"no plan for 'prefill_12'; it has.*same buckets"):
+        make(Given(plans), **SIZES | {"buckets": (4, 12)})
+    with pytest.raises(ServeError, match=r"plan of 'prefill_4' the leaf '1/block0/key' is .*4, 32.* there and .*4, 30"):
+        make(Given(plans), **SIZES | {"max_length": 30})
+    other = al.serve.Engine, *model_and_params("llama")
+    with pytest.raises(ServeError, match=r"another model or other sizes.*leaf '0/"):
+        partial(*other)(Given(plans), **SIZES)
+    fn, args = al.serve.graphs(model, params, **SIZES)["decode"]
+    free = plans["prefill_4"].specs_by_path["0/block0/up/kernel"]
+    pinned = jax.sharding.PartitionSpec(None, plans["decode"].mesh.axis_names[0])
+    assert free != pinned
+    moved = al.plan(fn, *args, cluster=al.Cluster.local(), donate_argnums=1, pins={"0/block0/up/kernel": pinned})
+    with pytest.raises(ServeError, match=r"0/.*lies as .* for 'prefill_4' and as .* for 'decode'.*plan_shared"):
+        make(Given(plans | {"decode": moved}), **SIZES)
+
+
+def test_sizes_that_are_none_are_refused() -> None:
+    model, params = model_and_params("gpt")
+    for settings, match in (
+        ({"slots": 0}, "slots=0 was given; it must be a whole number from 1"),
+        ({"max_length": 2.5}, r"max_length=2\.5 was given"),
+        ({"buckets": ()}, r"buckets=\(\) was given; they must be whole numbers from 1 to max_length=32"),
+        ({"buckets": (64,)}, r"buckets=\(64,\) was given"),
+        ({"queue_limit": 0}, "queue_limit=0 was given"),
+        ({"prefills_per_step": 0}, "prefills_per_step=0 was given.*test_engine"),
+    ):
+        with pytest.raises(ServeError, match=match):
+            al.serve.Engine(model, params, **SIZES | settings)
+
+    class Odd:
+        def init_cache(self, slots: int, max_length: int) -> dict:
+            return {"flat": jnp.zeros((slots * max_length,))}
+
+    with pytest.raises(
+        ServeError, match=r"leaf 'flat' of the model's cache has the shapes \[64\] for 2 slots and \[96\] for 3"
+    ):
+        al.serve.graphs(Odd(), params, **SIZES)
+
+
+def test_the_thread_ends_when_the_engine_is_closed_or_forgotten() -> None:
+    model, params = model_and_params("gpt")
+    layout = Given(plan_graphs(al.serve.graphs(model, params, **SIZES)))
+
+    def engines() -> int:
+        return sum(thread.name == "alpa_lite-engine" for thread in threading.enumerate())
+
+    before = engines()
+    closed, forgotten = (al.serve.Engine(model, params, layout, **SIZES) for _ in range(2))
+    assert engines() == before + 2
+    request = closed.submit([1, 2, 3], max_tokens=28)
+    closed.close()
+    closed.close()
+    assert closed.closed and request.done and engines() == before + 1
+    with pytest.raises(EngineClosed):
+        closed.submit([1])
+    del forgotten
+    gc.collect()
+    assert engines() == before
+
+
+SCRIPT = """
+import sys
+import jax
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_platforms", "cpu")
+import alpa_lite as al
+from examples.serving_models import MODELS
+hits = []
+jax.monitoring.register_event_listener(lambda event, **_: hits.append(event.rsplit("/", 1)[-1]))
+model = MODELS["llama"]("small")
+params = jax.jit(model.init_params)(jax.random.key(3))
+engine = al.serve.Engine(model, params, slots=2, max_length=16, buckets=(8,), compile_cache=sys.argv[1])
+print(engine.generate([[1, 2, 3]], max_tokens=5)[0], hits.count("cache_hits") > 2)
+"""  # it ends without closing the engine
+
+
+def test_programs_are_kept_on_disk_and_a_process_ends_with_an_engine_open(tmp_path: Any) -> None:
+    lines = []
+    for _ in range(2):
+        command = [sys.executable, "-c", SCRIPT, str(tmp_path / "compiled")]
+        found = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=_ROOT)
+        assert found.returncode == 0 and not found.stderr.strip(), found.stderr
+        lines.append(found.stdout.rsplit(" ", 1))
+    assert lines[0][0] == lines[1][0], "other tokens"
+    assert [line[1].strip() for line in lines] == ["False", "True"]
+
+
+_ROOT = __file__.rsplit("/tests/", 1)[0]

@@ -1,0 +1,324 @@
+"""Continuous batching without a model: every request gets its own answer whatever else comes, goes, or breaks."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from alpa_lite.errors import DeadlineExceeded, EngineClosed, QueueFull, ServeError
+from alpa_lite.serve.request import Request
+from alpa_lite.serve.sampling import Sampling
+from alpa_lite.serve.scheduler import Scheduler
+from tests.serve.fake_runner import FakeRunner, answer
+
+
+def request_of(*prompt: int, count: int = 3, **rest) -> Request:
+    return Request(np.array(prompt, np.int32), max_tokens=count, sampling=Sampling(), **rest)
+
+
+def scheduler_of(runner: FakeRunner | None = None, *, queue_limit: int = 8, prefills_per_step: int = 2) -> Scheduler:
+    return Scheduler(runner or FakeRunner(), queue_limit=queue_limit, prefills_per_step=prefills_per_step)
+
+
+def finish(scheduler: Scheduler) -> None:
+    for _ in range(1000):
+        if scheduler.idle:
+            return
+        scheduler.step()
+    raise AssertionError("it does not end")
+
+
+@contextmanager
+def running(scheduler: Scheduler) -> Iterator[Scheduler]:
+    thread = threading.Thread(target=scheduler.run)
+    thread.start()
+    try:
+        yield scheduler
+    finally:
+        scheduler.close("the test has ended")
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+EVENTS = st.lists(
+    st.one_of(
+        st.tuples(st.just("submit"), st.lists(st.integers(0, 100), min_size=1, max_size=16), st.integers(1, 5)),
+        st.tuples(st.just("cancel"), st.integers(0, 30), st.none()),
+        st.tuples(st.just("expire"), st.integers(0, 30), st.none()),
+        st.tuples(st.just("step"), st.none(), st.none()),
+    ),
+    max_size=60,
+)
+
+
+@given(EVENTS, st.integers(1, 4), st.integers(1, 3), st.integers(-1, 12))
+def test_everyone_gets_their_own_answer(events: list, slots: int, prefills_per_step: int, fail_at: int) -> None:
+    runner = FakeRunner(slots, fail_at=fail_at)
+    scheduler = scheduler_of(runner, queue_limit=3, prefills_per_step=prefills_per_step)
+    requests: list[Request] = []
+    refused = 0
+    for kind, value, count in events:
+        if kind == "submit":
+            request = request_of(*value, count=count)
+            waiting = scheduler.statistics().queued
+            try:
+                scheduler.submit(request)
+                assert waiting < 3
+                requests.append(request)
+            except QueueFull:
+                assert waiting == 3
+                refused += 1
+        elif kind == "step":
+            scheduler.step()
+        elif requests:
+            chosen = requests[value % len(requests)]
+            if kind == "cancel":
+                chosen.cancel()
+            else:
+                chosen.deadline_s = 0.0
+        assert scheduler.statistics().active <= slots
+    finish(scheduler)
+    scheduler.step()
+    for request in requests:
+        whole = answer(request.prompt.tolist(), request.max_tokens)
+        assert list(request.tokens) == whole[: len(request.tokens)]
+        assert request.finish_reason in ("length", "cancelled", "deadline", "error")
+        if request.finish_reason == "length":
+            assert list(request.result()) == whole
+    found = scheduler.statistics()
+    assert (found.active, found.queued) == (0, 0), "a slot was not freed"
+    assert sum(found.finished.values()) == len(requests) + refused
+    assert found.finished.get("refused", 0) == refused
+    assert found.generated_tokens >= sum(len(r.tokens) for r in requests)
+    assert sum(found.prefills.values()) == found.time_to_first_token.count == found.queue_time.count
+    assert found.time_per_token.count == found.decoded_rows <= found.decode_steps * slots
+
+
+def test_requests_enter_between_the_steps_of_others() -> None:
+    scheduler = scheduler_of(FakeRunner(2))
+    long, short, late = request_of(1, count=6), request_of(2, count=2), request_of(3, count=2)
+    for request in (long, short, late):
+        scheduler.submit(request)
+    scheduler.step()
+    assert [len(r.tokens) for r in (long, short, late)] == [2, 2, 0] and short.done
+    scheduler.step()
+    assert [len(r.tokens) for r in (long, short, late)] == [3, 2, 2]
+    finish(scheduler)
+    assert scheduler.statistics().batch_fill == pytest.approx((2 + 2 + 1 + 1 + 1) / (5 * 2))
+
+
+def test_at_most_so_many_prompts_between_two_tokens() -> None:
+    runner = FakeRunner(4)
+    scheduler = scheduler_of(runner, prefills_per_step=1)
+    requests = [request_of(n, count=8) for n in range(4)]
+    for request in requests:
+        scheduler.submit(request)
+    for _ in range(3):
+        scheduler.step()
+    assert [len(r.tokens) for r in requests] == [4, 3, 2, 0]
+
+
+def test_prompts_go_into_the_smallest_bucket_and_the_padding_is_counted() -> None:
+    runner = FakeRunner(buckets=(2, 4, 16))
+    scheduler = scheduler_of(runner)
+    for size in (1, 2, 3, 5, 16):
+        scheduler.submit(request_of(*range(size), count=1))
+    finish(scheduler)
+    assert runner.used == [2, 2, 4, 16, 16]
+    found = scheduler.statistics()
+    assert found.prefills == {2: 2, 4: 1, 16: 2} and found.padded_tokens == {2: 1, 4: 1, 16: 11}
+    assert found.padding_waste == pytest.approx(13 / 40) and found.prompt_tokens == 27
+
+
+def test_a_stop_token_is_the_last_one() -> None:
+    scheduler = scheduler_of()
+    tokens = answer([1, 2], 10)
+    stopping, other = request_of(1, 2, count=10, stop=frozenset({tokens[3]})), request_of(1, 2, count=10)
+    scheduler.submit(stopping)
+    scheduler.submit(other)
+    finish(scheduler)
+    assert list(stopping.result()) == tokens[: tokens.index(tokens[3]) + 1] and stopping.finish_reason == "stop"
+    assert list(other.result()) == tokens and other.finish_reason == "length"
+
+
+def test_a_cancelled_request_leaves_the_queue_at_once_and_its_slot_with_the_next_step() -> None:
+    scheduler = scheduler_of(FakeRunner(1), queue_limit=1)
+    first, second, third = request_of(1, count=50), request_of(2, count=2), request_of(3, count=2)
+    scheduler.submit(first)
+    scheduler.step()
+    scheduler.submit(second)
+    with pytest.raises(QueueFull, match=r"1 requests wait already for one of 1 slots.*queue_limit=1.*Try again later"):
+        scheduler.submit(third)
+    second.cancel()
+    scheduler.submit(third)
+    first.cancel()
+    scheduler.step()
+    assert third.done and list(third.tokens) == answer([3], 2)
+    assert second.result() == () and second.finish_reason == "cancelled"
+
+
+def test_deadlines_end_requests_in_the_queue_and_in_a_slot() -> None:
+    scheduler = scheduler_of(FakeRunner(1))
+    running_one, waiting = request_of(1, count=9, timeout_s=60.0), request_of(2, count=9, timeout_s=0.001)
+    scheduler.submit(running_one)
+    scheduler.submit(waiting)
+    time.sleep(0.002)
+    scheduler.step()
+    assert waiting.finish_reason == "deadline" and not running_one.done
+    running_one.deadline_s = 0.0
+    scheduler.step()
+    assert running_one.finish_reason == "deadline" and scheduler.idle
+    with pytest.raises(DeadlineExceeded, match=r"within its 0\.001 s: 0 of 9 tokens had come"):
+        waiting.result()
+    seen = []
+    with pytest.raises(DeadlineExceeded, match=r"2 of 9 tokens"):
+        for token in running_one:
+            seen.append(token)
+    assert seen == answer([1], 2)
+
+
+def test_a_failing_step_ends_what_runs_and_nothing_else() -> None:
+    scheduler = scheduler_of(FakeRunner(1, fail_at=3))
+    first, second = request_of(1, count=5), request_of(2, count=5)
+    scheduler.submit(first)
+    scheduler.submit(second)
+    finish(scheduler)
+    with pytest.raises(ServeError, match=r"failed: RuntimeError: out of memory.*Try again") as raised:
+        first.result()
+    assert isinstance(raised.value.__cause__, RuntimeError) and list(first.tokens) == answer([1], 2)
+    assert list(second.result()) == answer([2], 5)
+
+
+def test_a_runner_that_cannot_begin_anew_closes_the_engine_and_leaves_nobody_waiting() -> None:
+    class Broken(FakeRunner):
+        def reset(self) -> None:
+            raise RuntimeError("no device")
+
+    scheduler = scheduler_of(Broken(1, fail_at=2))
+    requests = [request_of(n, count=5) for n in range(3)]
+    for request in requests:
+        scheduler.submit(request)
+    with pytest.raises(RuntimeError, match="no device"):
+        scheduler.run()
+    assert [r.finish_reason for r in requests] == ["error", "closed", "closed"]
+    with pytest.raises(EngineClosed, match="it failed: RuntimeError: no device"):
+        requests[1].result()
+    with pytest.raises(EngineClosed, match="the engine is closed"):
+        scheduler.submit(request_of(1))
+
+
+def test_closing_ends_all_and_draining_lets_them_finish() -> None:
+    with running(scheduler_of(FakeRunner(1, delay_s=0.005))) as scheduler:
+        requests = [request_of(n, count=1000) for n in range(3)]
+        for request in requests:
+            scheduler.submit(request)
+        scheduler.close("the test says so")
+        for request in requests:
+            with pytest.raises(EngineClosed, match="the test says so"):
+                request.result(10)
+    with running(scheduler_of(FakeRunner(1, delay_s=0.001))) as scheduler:
+        requests = [request_of(n, count=5) for n in range(3)]
+        for request in requests:
+            scheduler.submit(request)
+        scheduler.drain()
+        with pytest.raises(EngineClosed, match="about to end"):
+            scheduler.submit(request_of(1))
+        assert [list(r.result(10)) for r in requests] == [answer([n], 5) for n in range(3)]
+
+
+def test_calls_wait_until_no_request_runs() -> None:
+    scheduler = scheduler_of()
+    request = request_of(1, count=3)
+    scheduler.submit(request)
+    scheduler.step()
+    called = []
+    future = scheduler.call(lambda: called.append(request.done))
+    failing = scheduler.call(lambda: 1 / 0)
+    finish(scheduler)
+    scheduler.step()
+    assert called == [True] and future.result(1) is None
+    with pytest.raises(ZeroDivisionError):
+        failing.result(1)
+
+
+def test_tokens_come_one_by_one_to_many_readers() -> None:
+    with running(scheduler_of(FakeRunner(delay_s=0.002))) as scheduler:
+        request = request_of(5, count=40)
+        scheduler.submit(request)
+        lags = []
+        for index, token in enumerate(request):
+            assert token == request.tokens[index]
+            lags.append(len(request.tokens) - index)
+        assert min(lags) == 1, "no token was read before the next one came"
+        assert list(request) == list(request.result()) == answer([5], 40), "a second reader begins with the first token"
+
+
+def test_event_loops_read_tokens_too() -> None:
+    async def read(request: Request) -> list[int]:
+        return [token async for token in request]
+
+    async def read_all(scheduler: Scheduler) -> list[list[int]]:
+        requests = [request_of(n, count=20) for n in range(6)]
+        for request in requests:
+            scheduler.submit(request)
+        slow = request_of(9, count=100_000, timeout_s=0.1)
+        scheduler.submit(slow)
+        with pytest.raises(DeadlineExceeded):
+            await read(slow)
+        return await asyncio.gather(*(read(request) for request in requests))
+
+    with running(scheduler_of(FakeRunner(delay_s=0.001))) as scheduler:
+        assert asyncio.run(read_all(scheduler)) == [answer([n], 20) for n in range(6)]
+
+
+def test_a_reader_that_stops_reading_harms_nobody_and_its_block_cancels() -> None:
+    with running(scheduler_of(FakeRunner(1, delay_s=0.001))) as scheduler:
+        with request_of(1, count=10_000) as request:
+            scheduler.submit(request)
+            next(iter(request))
+        assert request.finish_reason == "cancelled"
+        other = request_of(2, count=3)
+        scheduler.submit(other)
+        assert list(other.result(10)) == answer([2], 3)
+
+
+def test_many_threads_at_once() -> None:
+    failures = []
+
+    def use(scheduler: Scheduler, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        for _ in range(15):
+            request = request_of(*rng.integers(0, 100, rng.integers(1, 10)).tolist(), count=int(rng.integers(1, 6)))
+            scheduler.submit(request, wait=True)
+            if rng.random() < 0.2:
+                request.cancel()
+            elif list(request.result(20)) != answer(request.prompt.tolist(), request.max_tokens):
+                failures.append(request)
+
+    with running(scheduler_of(FakeRunner(2), queue_limit=2)) as scheduler:
+        threads = [threading.Thread(target=use, args=(scheduler, seed)) for seed in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert not failures and not any(thread.is_alive() for thread in threads)
+        assert sum(scheduler.statistics().finished.values()) == 8 * 15
+
+
+def test_a_request_that_waits_too_long_for_its_result_goes_on() -> None:
+    scheduler = scheduler_of()
+    request = request_of(1, count=2)
+    scheduler.submit(request)
+    with pytest.raises(TimeoutError, match=r"within 0\.01 s"):
+        request.result(0.01)
+    assert "0 of 2 came, running" in repr(request)
+    finish(scheduler)
+    assert list(request.result()) == answer([1], 2)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from alpa_lite.serve.sampling import Sampling as Sampling
     from alpa_lite.serve.statistics import Histogram as Histogram
     from alpa_lite.serve.statistics import Statistics as Statistics
+    from alpa_lite.serve.stored import StoredParams as StoredParams
 
 # Loaded on first use: advice about buckets needs no JAX.
 _PUBLIC = {
@@ -29,6 +30,7 @@ _PUBLIC = {
     "Sampling": "alpa_lite.serve.sampling",
     "ServeError": "alpa_lite.errors",
     "Statistics": "alpa_lite.serve.statistics",
+    "StoredParams": "alpa_lite.serve.stored",
     "graphs": "alpa_lite.serve.model_graphs",
     "propose_buckets": "alpa_lite.serve.buckets",
 }

@@ -21,6 +21,7 @@ from alpa_lite.serve.request import Request
 from alpa_lite.serve.sampling import Sampling
 from alpa_lite.serve.scheduler import Scheduler
 from alpa_lite.serve.statistics import Statistics
+from alpa_lite.serve.stored import shapes_of
 
 _GREEDY = Sampling()
 
@@ -39,7 +40,7 @@ class Engine:
 
     Args:
         model: see ``al.serve.Model``.
-        params: its parameters: arrays on the host or on devices.
+        params: its parameters: arrays on the host or on devices, or ``al.serve.StoredParams``: where they lie in a checkpoint.
         layout: of ``al.plan_shared``: plans of ``al.serve.graphs(model, params, ...)`` with the same sizes; None plans them for
             the devices of this process.
         slots: requests that are served at once.
@@ -54,6 +55,7 @@ class Engine:
 
     Raises:
         ServeError: a number is not allowed, or the layout is another model's.
+        CheckpointError: the parameters cannot be read.
 
     Example:
         >>> with al.serve.Engine(model, params, slots=16, max_length=2048) as engine:
@@ -84,7 +86,7 @@ class Engine:
                 )
         if compile_cache is not None:
             _keep_compiled(compile_cache)
-        made = graphs(model, params, slots=slots, max_length=max_length, buckets=sizes)
+        made = graphs(model, shapes_of(params), slots=slots, max_length=max_length, buckets=sizes)
         plans = plan_graphs(made) if layout is None else layout.plans
         self.max_length, self.buckets = max_length, sizes
         self.programs = Programs(model, params, made, plans, slots=slots, max_length=max_length, buckets=sizes)

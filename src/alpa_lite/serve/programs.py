@@ -23,6 +23,7 @@ from alpa_lite.lowering.lower import partition_spec
 from alpa_lite.plan.plan import Plan
 from alpa_lite.serve.model_graphs import DECODE, Graph, Model, prefill_name
 from alpa_lite.serve.sampling import Rows, Sampling, sample
+from alpa_lite.serve.stored import placed
 
 _SHARED = ("parameter", "leaf of the cache")  # arguments 0 and 1 of all graphs
 
@@ -32,7 +33,7 @@ class Programs:
 
     Args:
         model: see ``model_graphs.Model``.
-        params: arrays, on the host or on devices; those that already lie as planned are not copied.
+        params: arrays, on the host or on devices, or ``StoredParams``; those that already lie as planned are not copied.
         graphs: of the model.
         plans: one per graph.
 
@@ -59,7 +60,7 @@ class Programs:
         layouts = [NamedSharding(self._mesh, partition_spec(leaf.spec)) for leaf in decode.inputs]
         trees = [jax.tree_util.tree_structure(argument) for argument in graphs[DECODE][1][:2]]
         own, cache = layouts[: trees[0].num_leaves], layouts[trees[0].num_leaves : -1]
-        self.params = jax.device_put(params, jax.tree_util.tree_unflatten(trees[0], own))
+        self.params = placed(params, jax.tree_util.tree_unflatten(trees[0], own))
         shardings = jax.tree_util.tree_unflatten(trees[1], cache)
         self._init_cache = jax.jit(partial(model.init_cache, slots, max_length), out_shardings=shardings)
         self.cache = self._init_cache()

@@ -1,0 +1,127 @@
+"""Parameters from a checkpoint of another plan: the same bits, on the devices, without ever being on the host together."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import alpa_lite as al
+from alpa_lite.errors import CheckpointError
+from examples import gpt_linen
+from examples.serving_models import MODELS
+
+pytestmark = pytest.mark.medium
+P = PartitionSpec
+ROOT = Path(__file__).resolve().parents[2]
+SIZES = {"slots": 2, "max_length": 16, "buckets": (8,)}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A checkpoint of a GPT that was trained on two stages of 2x2 devices, and its parameters."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    example = gpt_linen.make("small")
+    options = al.PlanOptions(mesh_shape=(2, 2), num_stages=2, num_microbatches=2)
+    step = al.parallelize(example.train_step, options=options, donate_argnums=0)
+    step.plan(*example.abstract_args())
+    state = step.init(example.init, jax.random.key(0))
+    state, _ = step(state, example.batch(0))
+    step.save(folder, state, step=1)
+    return folder, jax.tree.map(np.asarray, state.params)
+
+
+def test_a_model_is_served_from_the_checkpoint_of_a_training_plan(trained: tuple[Path, Any]) -> None:
+    folder, params = trained
+    model = MODELS["gpt"]("small")
+    shapes = jax.eval_shape(model.init_params, jax.random.key(0))
+    with al.serve.Engine(model, al.serve.StoredParams(folder, shapes), **SIZES) as engine:
+        for (path, leaf), want in zip(
+            jax.tree_util.tree_leaves_with_path(engine.params), jax.tree.leaves(params), strict=True
+        ):
+            planned = engine.plans["decode"].specs_by_path[
+                "0/" + jax.tree_util.keystr(path, simple=True, separator="/")
+            ]
+            assert leaf.sharding.is_equivalent_to(NamedSharding(leaf.sharding.mesh, planned), leaf.ndim)
+            assert np.array_equal(leaf, want)
+        answer = engine.generate([[1, 2, 3]], max_tokens=5)
+    with al.serve.Engine(model, params, **SIZES) as engine:
+        assert engine.generate([[1, 2, 3]], max_tokens=5) == answer
+
+
+def test_what_is_not_there_is_told(trained: tuple[Path, Any], tmp_path: Path) -> None:
+    folder, _ = trained
+    shapes = jax.eval_shape(MODELS["gpt"]("small").init_params, jax.random.key(0))
+    shardings = jax.tree.map(lambda _: jax.sharding.SingleDeviceSharding(jax.devices()[0]), shapes)
+    with pytest.raises(CheckpointError, match="no checkpoint of step 7"):
+        al.serve.StoredParams(folder, shapes, step=7).load(shardings)
+    with pytest.raises(CheckpointError, match="has no leaf 'weights/LayerNorm_0/bias'"):
+        al.serve.StoredParams(folder, shapes, path="weights").load(shardings)
+    with pytest.raises(CheckpointError, match="there is no checkpoint in"):
+        al.serve.StoredParams(tmp_path / "none", shapes).load(shardings)
+    other = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, np.dtype("bfloat16")), shapes)
+    with pytest.raises(CheckpointError, match="is wanted as bfloat16"):
+        al.serve.StoredParams(folder, other).load(shardings)
+
+
+SCRIPT = """
+import gc, json, resource, sys
+import jax
+jax.config.update("jax_num_cpu_devices", 4)
+jax.config.update("jax_platforms", "cpu")
+from pathlib import Path
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from alpa_lite.serve.stored import StoredParams
+
+def rss(name):
+    text = Path("/proc/self/status").read_text()
+    return int(text.split(name + ":")[1].split()[0]) * 1024
+
+mesh = Mesh(np.array(jax.devices()).reshape(4), ("x",))
+sharding = NamedSharding(mesh, P(None, "x"))
+shapes = {f"w{n}": jax.ShapeDtypeStruct((SIZE, SIZE), np.float32) for n in range(COUNT)}
+small = {"w0": shapes["w0"]}
+StoredParams(sys.argv[1], small, path="").load({"w0": sharding})  # brings the libraries
+gc.collect()
+Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+before = rss("VmRSS")
+params = StoredParams(sys.argv[1], shapes, path="").load(dict.fromkeys(shapes, sharding))
+total = sum(x.nbytes for x in params.values())
+print(json.dumps({"peak": rss("VmHWM") - before, "held": total}))
+"""
+COUNT, SIZE = 36, 1408  # 36 parameters of 7.6 MiB
+# What the reader keeps: stored chunks as they are and decoded, pieces of files whose digests are compared, the allocator's rest.
+BUFFER = 160 * 2**20
+
+
+def test_host_memory_never_holds_more_than_one_parameter_and_a_buffer(tmp_path: Path) -> None:
+    """Devices are the host here: all parameters are in its memory at the end, and little more on the way."""
+    if not Path("/proc/self/clear_refs").exists():
+        pytest.skip("the peak of a process is read from Linux's /proc")
+    mesh = Mesh(np.array(jax.devices()[:2]), ("x",))
+    rng = np.random.default_rng(0)
+    rows = NamedSharding(mesh, P("x", None))
+    params = {f"w{n}": jax.device_put(rng.random((SIZE, SIZE), np.float32), rows) for n in range(COUNT)}
+    step = al.parallelize(lambda params: jax.tree.map(lambda x: x * 2, params), donate_argnums=0)
+    step.plan(jax.eval_shape(lambda: params))
+    step.save(tmp_path, params, step=0)
+    excess = []
+    for count in (COUNT // 3, COUNT):
+        script = SCRIPT.replace("SIZE", str(SIZE)).replace("COUNT", str(count))
+        command = [sys.executable, "-c", script, str(tmp_path)]
+        found = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=ROOT)
+        assert found.returncode == 0, found.stderr
+        measured = json.loads(found.stdout)
+        assert measured["held"] == count * SIZE * SIZE * 4
+        excess.append(measured["peak"] - measured["held"])
+    one = SIZE * SIZE * 4
+    assert excess[1] - excess[0] <= 5 * one, "it grows with the number of parameters"
+    assert excess[1] <= one + BUFFER, excess

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -43,8 +44,9 @@ class Striker(threading.Thread):
             places = getattr(self.groups[-1], "places", ()) if self.groups else ()
             if places and self.groups[-1].actors:
                 _, pid = self.rng.choice(places)
-                self.struck = pid
-                os.kill(pid, self.number)
+                with contextlib.suppress(ProcessLookupError):  # a group that has just ended
+                    os.kill(pid, self.number)
+                    self.struck = pid
             time.sleep(0.01)
 
 

@@ -21,6 +21,9 @@ from alpa_lite.intraop.repeated import Repeated, RepeatedEdges, repeated, repeat
 from alpa_lite.intraop.tables import SUM_ERROR, PartError, Tables, content
 
 
+_SMALL = 128  # mean entries of an array, above which the time goes into them and not into calls
+
+
 class _Stacks(Tables):
     """Tables of arrays of equal shapes, one per problem: ``stacks`` hold them behind one another."""
 
@@ -138,7 +141,7 @@ class _Stacks(Tables):
 def reduced_together(problems: Sequence[IntraOpProblem]) -> list[CostGraph | None]:
     """The graphs of problems, without memory, after ``reduce_nodes``.
 
-    None where a domain is empty, which ``solve`` explains, and of all if they differ in more than costs.
+    None where a domain is empty, which ``solve`` explains, and of all if they differ in more than costs or are large.
     """
     found: list[CostGraph | None] = [None] * len(problems)
     stacked = _stacked(problems)
@@ -198,8 +201,10 @@ def _stacked(problems: Sequence[IntraOpProblem]) -> IntraOpProblem | None:
 
 
 def _joined(costs: Sequence[Sequence[Array]]) -> list[Array] | None:
-    """Each array with those in its place in other problems, as views of one array; None if they are not alike."""
+    """Each array with those in its place in other problems, as views of one array; None if they are large or not alike."""
     shapes = [a.shape for a in costs[0]]
+    if sum(a.size for a in costs[0]) > _SMALL * len(shapes):
+        return None
     if any([a.shape for a in other] != shapes for other in costs[1:]) or any(
         a.dtype != np.float64 for c in costs for a in c
     ):

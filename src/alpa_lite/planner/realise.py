@@ -7,8 +7,8 @@ right after the value is made, if no loop made it), and serves every later consu
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -34,7 +34,8 @@ _Layouts = tuple[tuple[ShardingSpec, ...], tuple[ShardingSpec, ...]]
 class Realised:
     """A choice written out; times in the cost model's unit for one step.
 
-    Collectives of conversions come first, those inside ops (max, min) last.
+    Collectives of conversions come first, those inside ops (max, min) last. ``layouts``: per op without bodies, in the order of
+    ``decisions``, the number of its layouts in the ``Decided`` of the facts.
     """
 
     in_specs: tuple[ShardingSpec, ...]
@@ -42,6 +43,7 @@ class Realised:
     decisions: tuple[OpDecision, ...]
     conversions: tuple[Conversion, ...]
     collectives: tuple[Collective, ...]
+    layouts: np.ndarray = field(compare=False, repr=False)
 
 
 def realise(
@@ -50,7 +52,7 @@ def realise(
     """Write out ``choice`` (one number per node of ``graph``). ``facts``: of the program, if some are known."""
     facts = Facts(program) if facts is None else facts
     writer = _Writer(graph, choice, costs)
-    decisions = writer.decisions(facts.of(located, program), facts.of(Decided, program))
+    decisions, layouts = writer.decisions(facts.of(located, program), facts.of(Decided, program))
     for number in graph.changed_links(choice):
         writer.convert(graph.links[number])
     collectives, conversions = writer.finish(program, facts)
@@ -60,18 +62,28 @@ def realise(
         decisions=tuple(decisions),
         conversions=conversions,
         collectives=collectives,
+        layouts=layouts,
     )
 
 
 class Decided:
-    """Decisions of a program's ops, each made once: on other meshes most ops lie the same way."""
+    """Decisions of a program's ops, each made once: on other meshes most ops lie the same way.
+
+    Attributes:
+        ops: those without bodies, and ``places`` among all.
+        kinds, divisors: what regimes find of ops and their layouts (``regime.py``).
+    """
 
     def __init__(self, program: Program) -> None:
-        self.paths = [path for path, _, op in program.walk() if not op.bodies]
+        every = list(enumerate(located(program)))
+        self.ops = [row for _, row in every if not row[3].bodies]
+        self.places = np.array([place for place, row in every if not row[3].bodies], dtype=np.int64)
         self.numbers: dict[_Layouts, int] = {}
         self.layouts: list[_Layouts] = []
         self.made: dict[int, OpDecision] = {}
         self.known: dict[int, tuple[OpChoices, np.ndarray]] = {}
+        self.kinds: np.ndarray | None = None
+        self.divisors: dict[Hashable, dict[int, int]] = {}
 
     def numbers_of(self, choices: OpChoices) -> np.ndarray:
         """Per strategy of a graph, the number of its layouts; -1 until somebody enters it."""
@@ -88,11 +100,11 @@ class Decided:
 
     def all(self, numbers: np.ndarray) -> list[OpDecision]:
         """The decisions of all ops without bodies, by the numbers of their layouts."""
-        keys = (numbers * len(self.paths) + np.arange(len(self.paths))).tolist()
+        keys = (numbers * len(self.ops) + np.arange(len(self.ops))).tolist()
         for index, key in enumerate(keys):
             if key not in self.made:
                 operands, results = self.layouts[numbers[index]]
-                self.made[key] = OpDecision(path=self.paths[index], operands=operands, results=results)
+                self.made[key] = OpDecision(path=self.ops[index][1], operands=operands, results=results)
         return [self.made[key] for key in keys]
 
 
@@ -113,23 +125,25 @@ class _Writer:
         assert n.specs is not None
         return self.spec(n.rank, int(n.specs[self.choice[node]]))
 
-    def decisions(self, ops: Sequence[Located], decided: Decided) -> list[OpDecision]:
+    def decisions(self, ops: Sequence[Located], decided: Decided) -> tuple[list[OpDecision], np.ndarray]:
+        """Of all ops; and of those without bodies the numbers of their layouts."""
         choices = self.graph.op_choices
         entries = choices.entries(np.array(self.choice))
-        plain = [row for row in ops if not row[3].bodies]
+        plain = decided.ops
         numbers = decided.numbers_of(choices)
         for entry, index in zip(*(a.tolist() for a in np.unique(entries, return_index=True)), strict=True):
             if numbers[entry] < 0:
                 numbers[entry] = decided.number(self.specs(plain[index][3], *choices.strategy(entry)))
-        found = decided.all(numbers[entries])
+        layouts = numbers[entries]
+        found = decided.all(layouts)
         for index in np.flatnonzero(choices.inside[entries]).tolist():
             strategies, c = choices.strategy(int(entries[index]))
             _, path, program, op = plain[index]
             self.reduce_inside(path, program, op, found[index].results[0], strategies.reduce_axes[c])
         if len(plain) == len(ops):
-            return found
+            return found, layouts
         rest = iter(found)
-        return [self.control_flow(path, op) if op.bodies else next(rest) for _, path, _, op in ops]
+        return [self.control_flow(path, op) if op.bodies else next(rest) for _, path, _, op in ops], layouts
 
     def specs(self, op: Op, strategies: StrategySet, c: int) -> _Layouts:
         """Of an op's operands and of its results; ops of one strategy share them."""

@@ -11,7 +11,7 @@ matmuls and overlapped collectives of XLA:GPU), the peak has no such formula, an
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -20,15 +20,14 @@ import numpy as np
 from alpa_lite.core.collective import Collective, CollectiveKind
 from alpa_lite.core.formula import Formula, Largest, total, upper_envelope
 from alpa_lite.core.mesh import DeviceMesh
-from alpa_lite.core.program import Program
 from alpa_lite.core.spec import ShardingSpec
 from alpa_lite.costs.conversion import sizing_spec
-from alpa_lite.costs.facts import located
+from alpa_lite.costs.facts import Located, located
 from alpa_lite.costs.profile import Stored, step_totals
 from alpa_lite.errors import AlpaLiteError
 from alpa_lite.plan.records import MemoryProfile
 from alpa_lite.planner.one_mesh import MeshResult, MeshTask
-from alpa_lite.planner.realise import Realised
+from alpa_lite.planner.realise import Decided, Realised
 
 _TEMPORARY = ("gradients", "activations", "temporaries")
 _MOVED = {  # times (g - 1) / g of the size, g the number of devices of the group
@@ -203,8 +202,11 @@ def _memory(
     if not task.line.order.on_cpu:
         base = [sum(pair[kind] for pair in leaves.values()) for kind in (0, 1)]
         constant, shared = _alive(result.peak.stored, one, axis, task.line.num_times)
-        pairs = set(zip(constant.tolist(), shared.tolist(), strict=True))
-        moments = {(base[0] + a, base[1] + b) for a, b in pairs}
+        order = np.lexsort((constant, shared))
+        constant, shared = constant[order], shared[order]
+        above = np.maximum.accumulate(constant[::-1])[::-1][1:]  # of those that share as much or more
+        highest = np.flatnonzero(np.append(constant[:-1] > above, True)) if len(order) else order
+        moments = zip((base[0] + constant[highest]).tolist(), (base[1] + shared[highest]).tolist(), strict=True)
         peak = upper_envelope(moments, name)
         if all(peak.at(n) == profile.peak for n, profile in profiles.items()):
             memory["peak"] = peak
@@ -271,8 +273,8 @@ def _sizing_specs(written: Realised) -> list[ShardingSpec]:
         for step, number in zip(conversion.steps, conversion.collectives, strict=True):
             if number >= 0:
                 found[number] = sizing_spec(step)
-    by_op = {d.path: d for d in written.decisions}
     inside = range(len(found), len(written.collectives))  # all-reduces inside ops come last
+    by_op = {d.path: d for d in written.decisions} if inside else {}
     found.update((number, by_op[written.collectives[number].op].results[0]) for number in inside)
     return [found[number] for number in range(len(written.collectives))]
 
@@ -331,32 +333,46 @@ def _local_shape(
 
 def _divides(task: MeshTask, mesh: DeviceMesh, axis: str, written: Realised) -> int:
     """The greatest common divisor of all sizes that the axis splits, other axes of the same dims taken out; 0 if none."""
-    facts, values = task.shared.facts, task.program.values
-    ends = [(task.program.inputs, written.in_specs), (task.program.outputs, written.out_specs)]
-    seen = {(values[v].shape, s) for vs, specs in ends for v, s in zip(vs, specs, strict=True) if v >= 0}
-    kinds, ops, decisions = facts.of(_kinds, task.program), facts.of(located, task.program), written.decisions
-    # Ops of one kind share the objects of their specs, so that one of each is looked at.
-    different = {(kinds[index], id(d.operands), id(d.results)): index for index, d in enumerate(decisions)}
-    for index in different.values():
-        (_, _, owner, op), decision = ops[index], decisions[index]
+    program, facts, decisions = task.program, task.shared.facts, written.decisions
+    one, values, ops = with_size(mesh, axis, 1), program.values, facts.of(located, program)
+    ends = [(program.inputs, written.in_specs), (program.outputs, written.out_specs)]
+    different = {(values[v].shape, id(s)): s for vs, specs in ends for v, s in zip(vs, specs, strict=True) if v >= 0}
+    divisor = math.gcd(*(_divisor(shape, spec, one, axis) for (shape, _), spec in different.items()))
+
+    def divisor_of(place: int) -> int:
+        (_, _, owner, op), decision = ops[place], decisions[place]
         tensors = zip((*op.inputs, *op.outputs), (*decision.operands, *decision.results), strict=True)
-        seen.update((owner.values[v].shape, spec) for v, spec in tensors if v >= 0)
-    divisor = 0
-    for shape, spec in seen:
-        for size, axes in zip(shape, spec.dims, strict=True):
-            if axis in axes:
-                divisor = math.gcd(divisor, size // mesh.axes_size(tuple(a for a in axes if a != axis)))
-    return divisor
+        return math.gcd(*(_divisor(owner.values[v].shape, spec, one, axis) for v, spec in tensors if v >= 0))
+
+    decided = facts.of(Decided, program)
+    if decided.kinds is None:
+        decided.kinds = _kinds(decided.ops)
+    known = decided.divisors.setdefault((axis, one), {})
+    keys, first = np.unique(decided.kinds << 32 | written.layouts, return_index=True)  # one of each kind in each layout
+    for key, place in zip(keys.tolist(), decided.places[first].tolist(), strict=True):
+        if key not in known:
+            known[key] = divisor_of(place)
+        divisor = math.gcd(divisor, known[key])
+    others = [place for place, (_, _, _, op) in enumerate(ops) if op.bodies] if len(decided.ops) < len(ops) else []
+    return math.gcd(divisor, *map(divisor_of, others))
 
 
-def _kinds(program: Program) -> list[int]:
+def _divisor(shape: tuple[int, ...], spec: ShardingSpec, one: DeviceMesh, axis: str) -> int:
+    """The same of one tensor; ``one``: the mesh with one device along the axis."""
+    split = (size // one.axes_size(axes) for size, axes in zip(shape, spec.dims, strict=True) if axis in axes)
+    return math.gcd(*split)
+
+
+def _kinds(ops: Sequence[Located]) -> np.ndarray:
     """Per op, a number that ops on equal shapes share."""
-    numbers: dict[tuple[tuple[int, ...] | None, ...], int] = {}
-    found = []
-    for _, _, owner, op in located(program):
-        shapes = tuple(owner.values[v].shape if v >= 0 else None for v in (*op.inputs, *op.outputs))
-        found.append(numbers.setdefault(shapes, len(numbers)))
-    return found
+    known: dict[tuple[int, ...], int] = {}  # shapes, and numbers of the shapes of an op
+    numbers: dict[int, list[int]] = {}  # of shapes, by owner; the last one, where the value is a literal, is -1
+    kinds = []
+    for _, _, owner, op in ops:
+        if id(owner) not in numbers:
+            numbers[id(owner)] = [*(known.setdefault(v.shape, len(known)) for v in owner.values), -1]
+        kinds.append((-2, *map(numbers[id(owner)].__getitem__, (*op.inputs, *op.outputs))))
+    return np.array([known.setdefault(kind, len(known)) for kind in kinds], dtype=np.int64)
 
 
 def _constant(shape: tuple[Formula, ...]) -> bool:

@@ -119,7 +119,7 @@ def test_states_are_compared_but_for_what_messages_exclude(
     looks = []
     monkeypatch.setattr("alpa_lite.intraop.presolve._dominated", lambda *_: looks.append(None) or set())
     graph = CostGraph(grid(*shape), memory=False)
-    wide = presolve(graph, lambda left: _is_wide(left, KnownShape()))
+    wide = presolve(graph, lambda left: _is_wide(left, KnownShape(), []))
     assert (bool(looks), wide) == (compared, not compared)
     looks.clear()
     presolve(CostGraph(grid(*shape), memory=False))

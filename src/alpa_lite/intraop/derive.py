@@ -146,7 +146,7 @@ def _swap(base: DecisionGraph, maker: DomainMaker) -> _Swap:
     for port, (rank, stacked) in old.stacked.items():
         swap.specs[id(stacked)] = maker.stack_map(rank)[swap.specs[port]]
     for kind, link, domain in old.copies.values():
-        made = maker.copy_domain(kind, swap.link(link))
+        made = maker.new_copy_domain(kind, swap.link(link))
         swap.specs[id(domain)] = made
         if domain.ndim == 2:
             swap.specs[id(base.handed(domain))] = maker.graph.handed(made)

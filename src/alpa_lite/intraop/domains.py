@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import lru_cache
 
 import numpy as np
 
 from alpa_lite.core.rule import OpShardingRule
 from alpa_lite.core.spec import ShardingSpec
+from alpa_lite.costs.conversion import numbered_specs
 from alpa_lite.intraop.decision_graph import DecisionGraph, End, Link
 from alpa_lite.intraop.strategies import KnownStrategies, StrategySet
 
@@ -19,13 +21,14 @@ class DomainMaker:
         self.graph, self.known = graph, known
         self.conversions, self.made, self.loop_reads = graph.conversions, graph.made, graph.loop_reads
         self.stack_maps: dict[int, np.ndarray] = {}
+        self.shapes: dict[tuple[int, ...], np.ndarray] = {}  # which specs divide one
+        self.masks: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # spec numbers, by identity, and bool per spec
 
     def port_domain(self, shape: tuple[int, ...], unreduced: bool, fixed: bool) -> np.ndarray:
         """The specs that a port chooses from, replicated first."""
         key = (shape, unreduced, fixed)
         if key not in self.made.ports:
-            space = self.conversions.space(len(shape))
-            valid = space.valid(shape)
+            space, valid = self.conversions.space(len(shape)), self.valid(shape)
             keep = [i for i, s in enumerate(space.specs) if valid[i] and (unreduced or not s.unreduced)]
             keep.sort(key=lambda i: (not space.specs[i].is_replicated, i))
             self.made.ports[key] = np.array(keep[:1] if fixed else keep, dtype=np.int64)
@@ -52,9 +55,25 @@ class DomainMaker:
             key = (*key, *((reader, count > 1) for reader, count in readers.items()))
         found = self.made.copies.get(key)
         if found is None:
-            find = {"handed on": self.handed_on, "pairs": self.argument_pairs, "reduced": self.reductions}[kind]
-            found = self.made.copies[key] = kind, link, find(link)
+            found = self.made.copies[key] = kind, link, self.new_copy_domain(kind, link)
         return found[2]
+
+    def new_copy_domain(self, kind: str, link: Link) -> np.ndarray:
+        find = {"handed on": self.handed_on, "pairs": self.argument_pairs, "reduced": self.reductions}[kind]
+        return find(link)
+
+    def valid(self, shape: tuple[int, ...]) -> np.ndarray:
+        """bool per spec, whether it divides a shape."""
+        found = self.shapes.get(shape)
+        if found is None:
+            found = self.shapes[shape] = self.conversions.space(len(shape)).valid(shape)
+        return found
+
+    def mask(self, specs: np.ndarray, count: int) -> np.ndarray:
+        """bool per spec of so many, whether it is one of these."""
+        if id(specs) not in self.masks:
+            self.masks[id(specs)] = specs, np.bincount(specs, minlength=count) > 0
+        return self.masks[id(specs)][1]
 
     def handed_on(self, link: Link) -> np.ndarray:
         """Specs in which a value may be handed to its consumers: as it is made, or as several of them want it."""
@@ -62,8 +81,7 @@ class DomainMaker:
 
     def reductions(self, link: Link) -> np.ndarray:
         """(made, handed on) spec numbers of a copy that reduces partial sums, for all consumers together."""
-        space = self.conversions.space(len(link.shape))
-        valid = space.valid(link.shape)
+        space, valid = self.conversions.space(len(link.shape)), self.valid(link.shape)
         rows = []
         for made in sorted(set(link.producer.specs.tolist())):
             before = space.specs[made]
@@ -73,12 +91,10 @@ class DomainMaker:
 
     def wanted(self, link: Link) -> list[int]:
         """Specs that at least two consumers can read."""
-        valid = self.conversions.space(len(link.shape)).valid(link.shape)
+        valid = self.valid(link.shape)
         count = np.zeros(len(valid), dtype=np.int64)
         for consumer in link.consumers:
-            reads = np.zeros(len(valid), dtype=bool)
-            reads[consumer.specs] = True
-            count += reads
+            count += self.mask(consumer.specs, len(valid))
         found: list[int] = np.flatnonzero((count > 1) & valid).tolist()
         return found
 
@@ -88,14 +104,15 @@ class DomainMaker:
 
     def argument_pairs(self, link: Link) -> np.ndarray:
         """(passed, handed on) spec numbers; what nothing divides is handed on as it is passed."""
-        space = self.conversions.space(len(link.shape))
-        looped = self.in_loops(link)
-        valid = space.valid(link.shape)
+        rank, mesh = len(link.shape), self.conversions.mesh
+        axes = tuple(a for a, n in zip(mesh.axis_names, mesh.shape, strict=True) if n > 1)
+        looped, valid = self.in_loops(link), self.valid(link.shape)
         shared = sorted({*self.wanted(link), *(s for c in looped for s in c.specs.tolist() if valid[s])})
         rows = []
         for made in sorted(set(link.producer.specs.tolist())):
+            reached = _gathered(axes, rank, made)
             rows.append((made, made))
-            rows += [(made, k) for k in shared if k != made and gathers_to(space.specs[made], space.specs[k])]
+            rows += [(made, k) for k in shared if k != made and k in reached]
         return np.array(rows, dtype=np.int64).reshape(-1, 2)
 
 
@@ -109,3 +126,10 @@ def _reduces_to(made: ShardingSpec, spec: ShardingSpec) -> bool:
 def gathers_to(made: ShardingSpec, kept: ShardingSpec) -> bool:
     """Whether ``kept`` follows from ``made`` by all-gathers alone."""
     return not kept.unreduced and all(m[: len(k)] == k for m, k in zip(made.dims, kept.dims, strict=True))
+
+
+@lru_cache(maxsize=4096)
+def _gathered(axes: tuple[str, ...], rank: int, made: int) -> frozenset[int]:
+    """The numbers of the specs that follow from one by all-gathers alone; ``axes`` are those of more than one device."""
+    specs = list(numbered_specs(axes, rank))
+    return frozenset(k for k, spec in enumerate(specs) if gathers_to(specs[made], spec))

@@ -20,7 +20,6 @@ from alpa_lite.intraop.problem import Array, IntraOpProblem
 from alpa_lite.intraop.repeated import Repeated, RepeatedEdges, repeated, repeated_edges
 from alpa_lite.intraop.tables import SUM_ERROR, PartError, Tables, content
 
-
 _SMALL = 128  # mean entries of an array, above which the time goes into them and not into calls
 
 

@@ -191,16 +191,16 @@ def one_by_one_alike(unary: Sequence[Array], edges: Sequence[Edges]) -> bool:
 
 
 class KnownLevels:
-    """The levels of the last core: those of one with the same edges and as many states at every node are the same."""
+    """The levels of the last core whose nodes are all alone: those of one with the same edges and as many states are the same."""
 
     def __init__(self) -> None:
-        self._last: tuple[tuple[bytes, ...], tuple[_Direction, _Direction]] | None = None
+        self._last: tuple[object, tuple[_Direction, _Direction] | None] | None = None
 
     def of(
-        self, shapes: Places, left: Places, right: Places, make: Callable[[], tuple[_Direction, _Direction]]
-    ) -> tuple[_Direction, _Direction]:
-        """Arguments as of ``_levels``, of which they are all that these depend on."""
-        key = shapes.tobytes(), left.tobytes(), right.tobytes()
+        self, unary: Sequence[Array], edges: Sequence[Edges], make: Callable[[], tuple[_Direction, _Direction] | None]
+    ) -> tuple[_Direction, _Direction] | None:
+        """Arguments as of ``level_sweeps``; ``make`` depends on nothing else of them."""
+        key = [u.shape for u in unary], [(e.left, e.right, e.left_at, e.right_at) for e in edges]
         last = self._last
         if last is None or last[0] != key:
             last = self._last = key, make()
@@ -214,19 +214,22 @@ def level_sweeps(
     counts, sides = [len(e.to_left) for e in edges], ([e.costs for e in edges], [e.flipped for e in edges])
     if sum(n * m.size for n, m in zip(counts, sides[0], strict=True)) > _MOST_ENTRIES:
         return None
-    numbers = _numbers(len(unary), edges)
-    if sum(map(len, unary)) < _FEWEST_NODES * (1 + max(0, *map(max, numbers))):
-        return None
-    shapes = np.array([u.shape for u in unary], dtype=np.intp).T
-    left, right = _one_by_one(shapes[1], edges, counts)
-    flat, flipped = ([m for a, n in zip(arrays, counts, strict=True) for m in [a] * n] for arrays in sides)
-    zero = len(values) - 1
 
-    def make() -> tuple[_Direction, _Direction]:
+    def make() -> tuple[_Direction, _Direction] | None:
+        numbers = _numbers(len(unary), edges)
+        if sum(map(len, unary)) < _FEWEST_NODES * (1 + max(0, *map(max, numbers))):
+            return None
+        shapes = np.array([u.shape for u in unary], dtype=np.intp).T
+        left, right = _one_by_one(shapes[1], edges, counts)
+        zero = len(values) - 1
         forward = _levels(shapes, range(len(unary)), numbers[0], left, right, zero)
         return forward, _levels(shapes, range(len(unary) - 1, -1, -1), numbers[1], right, left, zero)
 
-    return LevelSweeps(values, (known or KnownLevels()).of(shapes, left, right, make), (flipped, flat))
+    directions = make() if known is None or max(counts, default=1) > 1 else known.of(unary, edges, make)
+    if directions is None:
+        return None
+    flat, flipped = ([m for a, n in zip(arrays, counts, strict=True) for m in [a] * n] for arrays in sides)
+    return LevelSweeps(values, directions, (flipped, flat))
 
 
 def _joined(costs: Sequence[Array], edges: Sequence[int]) -> Array:

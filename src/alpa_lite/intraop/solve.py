@@ -25,7 +25,7 @@ from functools import partial
 
 import numpy as np
 
-from alpa_lite.intraop.core import extract_core
+from alpa_lite.intraop.core import Core, extract_core
 from alpa_lite.intraop.graph import CostGraph, InfeasibleError
 from alpa_lite.intraop.known_shape import KnownShape
 from alpa_lite.intraop.presolve import presolve
@@ -85,13 +85,14 @@ def solve(
     shape = shape or KnownShape()
     for memory in (False, True):
         graph = CostGraph(problem, memory=memory) if memory or reduced is None else reduced
-        enough = None if memory else partial(_is_wide, shape=shape)
+        looked_at: list[Core] = []
+        enough = None if memory else partial(_is_wide, shape=shape, looked_at=looked_at)
         try:
             wide = presolve(graph, enough, reduced=graph is reduced)
         except InfeasibleError as error:
             names = tuple(problem.name(i) for i in error.path)
             return _no_answer("infeasible", f"no strategy of {names[0]} fits its neighbours", start, conflict=names)
-        core = extract_core(graph)
+        core = looked_at[0] if wide else extract_core(graph)
         if progress is not None:
             progress(f"core of {core.num_nodes} nodes, {len(core.costs)} edges")
         search = Search.of(core, start + time_limit_s, math.inf if is_small(core) else cutoff, unit)
@@ -110,8 +111,11 @@ def solve(
     return _answer(problem, search, choice, incumbent, floor, start, rel_gap)
 
 
-def _is_wide(graph: CostGraph, shape: KnownShape) -> bool:
-    return len(graph.alive()) <= FEW_NODES and is_wide(extract_core(graph), shape)
+def _is_wide(graph: CostGraph, shape: KnownShape, looked_at: list[Core]) -> bool:
+    """``looked_at``: where the core goes, if it is small enough."""
+    if len(graph.alive()) <= FEW_NODES:
+        looked_at.append(extract_core(graph))
+    return bool(looked_at) and is_wide(looked_at[0], shape)
 
 
 def _only_choice(problem: IntraOpProblem, start: float) -> Solution | None:

@@ -16,7 +16,9 @@ import numpy as np
 
 from alpa_lite.intraop.problem import Array
 
-_COMPARED_BYTES = 8192  # arrays up to this size are told by their bytes, larger ones by a digest
+_COMPARED_BYTES = (
+    65536  # arrays up to this size are told by their bytes, larger ones, which are not kept twice, by a digest
+)
 _JOINED_AT_ONCE = 1 << 18  # sums that are formed together; more at a time leave the cache
 SUM_ERROR = 1e-15  # of an entry of a sum, over the largest entry: a few roundings; exact for whole numbers
 _SPLIT_AT_ONCE = (

@@ -84,6 +84,7 @@ def begin_together(tasks: Sequence[tuple[MeshTask, Cluster, DeviceMesh]]) -> lis
     """Meshes with one decision graph, to be handed to ``plan_on_mesh``. Bad pins raise ``PinError``."""
     posed = [_pose(*task) for task in tasks]
     problems = [problem_within(None) for _, _, problem_within in posed]
+    check_problem(problems[0])  # what is reduced together has the same shapes
     in_units = [scaled(problem, _units(costs)) for (costs, _, _), problem in zip(posed, problems, strict=True)]
     of_each = zip(posed, problems, reduced_together(in_units), strict=True)
     return [Begun(posed=p, problem=problem, reduced=graph) for p, problem, graph in of_each]
@@ -174,7 +175,8 @@ def _found(
     cutoff: float = math.inf,
     reduced: CostGraph | None = None,
 ) -> MeshResult:
-    check_problem(problem)
+    if reduced is None:  # else it has been checked
+        check_problem(problem)
     known = task.shared.shape
     solution = solve_in_units(charged, costs, task.options, cutoff, proof=task.proof, shape=known, reduced=reduced)
     return _write_out(task, costs, pricer.graph, problem, solution, begin)

@@ -27,6 +27,7 @@ BENCHMARKS = (
     "sameness_time",
     "symbolic_sweep",
     "transfer_time",
+    "serve_engine",
     "ray_step",
     "ray_transport",
     "ray_recovery",

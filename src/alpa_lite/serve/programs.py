@@ -111,14 +111,19 @@ class Programs:
         return self._call(DECODE, (self._put(tokens),))
 
     def _call(self, name: str, given: tuple[Any, ...]) -> jax.Array:
-        if name in self._runs:
+        if name in self.compile_s:
             logits, self.cache = self._runs[name](self.params, self.cache, *given)
             return logits
         start_s = time.perf_counter()
-        self._runs[name] = self._lowered(name)
-        logits, self.cache = jax.block_until_ready(self._runs[name](self.params, self.cache, *given))
+        logits, self.cache = jax.block_until_ready(self.run(name)(self.params, self.cache, *given))
         self.compile_s[name] = time.perf_counter() - start_s
         return logits
+
+    def run(self, name: str) -> Any:
+        """The jitted function of a graph: (parameters, cache, ...) -> (logits, cache). It takes the cache that it is given."""
+        if name not in self._runs:
+            self._runs[name] = self._lowered(name)
+        return self._runs[name]
 
     def _tokens(self, logits: jax.Array, rows: Rows) -> np.ndarray:
         return jax.device_get(self._sample(logits, self._put(rows)))

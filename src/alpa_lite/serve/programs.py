@@ -69,6 +69,7 @@ class Programs:
         self._put = partial(jax.device_put, device=whole)
         self._runs: dict[str, Any] = {}
         self._prompts = {bucket: np.zeros((1, bucket), np.int32) for bucket in buckets}
+        self._numbers: dict[tuple[int, tuple[int, ...]], jax.Array] = {}
         self.compile_s: dict[str, float] = {}  # per program, its first call
 
     # -- as a runner ---------------------------------------------------------------------------------------------------
@@ -103,12 +104,19 @@ class Programs:
         padded = self._prompts[bucket]
         padded[0, : prompt.size] = prompt
         padded[0, prompt.size :] = 0
-        given = self._put((np.int32(slot), padded, np.array([prompt.size], np.int32)))
-        return self._call(prefill_name(bucket), given)
+        slot_given, length = self._number(slot, ()), self._number(prompt.size, (1,))
+        return self._call(prefill_name(bucket), (slot_given, self._put(padded), length))
 
     def decode_logits(self, tokens: np.ndarray) -> jax.Array:
         """One more token (slots,) for all slots; returns logits (slots, vocabulary), which lie as planned."""
         return self._call(DECODE, (self._put(tokens),))
+
+    def _number(self, value: int, shape: tuple[int, ...]) -> jax.Array:
+        """On all devices, put there once: slots and lengths are few, and each put costs tens of microseconds."""
+        key = value, shape
+        if key not in self._numbers:
+            self._numbers[key] = self._put(np.full(shape, value, np.int32))
+        return self._numbers[key]
 
     def _call(self, name: str, given: tuple[Any, ...]) -> jax.Array:
         if name in self.compile_s:

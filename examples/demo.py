@@ -1,7 +1,8 @@
 """``make demo``: a byte-level GPT learns Python's standard library on 8 virtual devices, beside a single-device run.
 
 Plans the step as two stages of 2x2 devices each, with two parameters pinned, prints the plan, trains both runs on the
-same batches from the same start, and leaves the plan, the losses and their plot in ``out/demo/``.
+same batches from the same start, and leaves the plan, the losses and their plot in ``out/demo/``. Then the parameters are
+loaded from the checkpoint into the layout of a serving engine, which continues some Python.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 if __package__ in (None, ""):  # run as a script: make the package `examples` importable
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -25,6 +27,7 @@ import alpa_lite as al
 from examples import gpt_linen
 from examples.corpus import load_corpus
 from examples.example import NUM_DEVICES, Example, use_virtual_devices
+from examples.serving_models import GPT
 
 P = jax.sharding.PartitionSpec
 
@@ -35,6 +38,7 @@ PINS = {
     "0/params/block0/up/kernel": P(None, "model"),
     "0/params/block0/down/kernel": P("model", None),
 }
+PROMPTS = ("    def __init__(self, ", "import ", "        if not isin", "class ")
 OPTIONS = al.PlanOptions(mesh_shape=(2, 2), axis_names=("data", "model"), num_stages=2, num_microbatches=4)
 
 
@@ -49,8 +53,12 @@ class Losses:
         return max(abs(a - b) for a, b in zip(self.planned, self.single, strict=True))
 
 
-def train_both(step: Callable, example: Example, num_steps: int) -> Losses:
-    """Trains the planned ``step`` and the plain jitted one on the same batches, printing both losses."""
+def train_both(step: Callable, example: Example, num_steps: int) -> tuple[Losses, Any]:
+    """Trains the planned ``step`` and the plain jitted one on the same batches, printing both losses.
+
+    Returns:
+        The losses, and the state of the planned run.
+    """
     key = jax.random.key(0)
     single_step = jax.jit(example.train_step, donate_argnums=(0,))
     planned_state, single_state = step.init(example.init, key), jax.jit(example.init)(key)
@@ -66,7 +74,7 @@ def train_both(step: Callable, example: Example, num_steps: int) -> Losses:
         if index % PRINT_EVERY == 0 or index == num_steps - 1:
             a, b = losses.planned[-1], losses.single[-1]
             print(f"{index:5d} {a:19.5f} {b:11.5f} {abs(a - b):11.2e} {time.perf_counter() - start_s:8.1f}", flush=True)
-    return losses
+    return losses, planned_state
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
@@ -88,6 +96,28 @@ def plot(losses: Losses, path: Path) -> None:
     figure.savefig(path, format="png", dpi=120)
 
 
+def continue_python(checkpoints: Path) -> list[str]:
+    """Serves the trained parameters from their checkpoint under another layout, and continues ``PROMPTS``."""
+    start_s = time.perf_counter()
+    model = GPT.of("demo")
+    params = al.serve.StoredParams(checkpoints, jax.eval_shape(model.init_params, jax.random.key(0)))
+    max_length = model.config.seq_len
+    with al.serve.Engine(model, params, slots=4, max_length=max_length, buckets=(16, 32)) as engine:
+        print(f"served on the mesh {engine.plans['decode'].mesh}; plans {', '.join(engine.plans)}")
+        prompts = [list(prompt.encode()) for prompt in PROMPTS]
+        drawn = al.serve.Sampling(temperature=0.7, top_k=20, seed=0)
+        answers = engine.generate(prompts, max_tokens=max_length - max(map(len, prompts)), sampling=drawn)
+        answers = [bytes(answer).decode(errors="replace") for answer in answers]
+        for prompt, answer in zip(PROMPTS, answers, strict=True):
+            print(f"  {prompt!r} -> {answer!r}")
+        found = engine.statistics()
+        print(
+            f"{found.generated_tokens} tokens in {found.decode_steps} steps; batch fill {found.batch_fill:.0%}, padding "
+            f"{found.padding_waste:.0%}; {time.perf_counter() - start_s:.0f} s with loading and compiling"
+        )
+    return answers
+
+
 def run(out: Path = OUT, num_steps: int = NUM_STEPS) -> Losses:
     """The whole demo; returns the losses."""
     start_s = time.perf_counter()
@@ -99,7 +129,7 @@ def run(out: Path = OUT, num_steps: int = NUM_STEPS) -> Losses:
     plan = step.plan(*example.abstract_args())
     print(plan)
     print(f"planned in {time.perf_counter() - start_s:.1f} s")
-    losses = train_both(step, example, num_steps)
+    losses, state = train_both(step, example, num_steps)
 
     write_atomically(out / "plan.json", plan.save)
     write_atomically(
@@ -109,6 +139,8 @@ def run(out: Path = OUT, num_steps: int = NUM_STEPS) -> Losses:
     print(f"loss {losses.planned[0]:.3f} -> {losses.planned[-1]:.3f} in {num_steps} steps")
     print(f"largest difference from the single-device run: {losses.largest_difference():.1e}")
     print(f"wrote {', '.join(str(out / name) for name in ('plan.json', 'losses.json', 'loss.png'))}")
+    step.save(out / "checkpoints", state, step=num_steps)
+    continue_python(out / "checkpoints")
     print(f"{time.perf_counter() - start_s:.0f} s in all")
     return losses
 

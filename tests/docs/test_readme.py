@@ -10,6 +10,7 @@ import optax
 import pytest
 
 from docs import pages
+from examples.serving_models import Llama
 
 README = pages.DOCS.parent / "README.md"
 
@@ -30,7 +31,7 @@ def test_the_python_runs(tmp_path, monkeypatch, capsys):
     shapes = jax.eval_shape(lambda: (state, batch))
     names = {"optimizer": optimizer, "loss_fn": loss_fn, "state": state, "batch": batch}
     names |= {"state_shapes": shapes[0], "batch_shapes": shapes[1], "x": jnp.ones((4, 6, 8)), "w": jnp.ones((8, 8))}
-    use, cluster, fit, pins, stages, rule = pages.python_blocks(README.read_text(encoding="utf-8"))
+    use, cluster, fit, serve, pins, stages, rule = pages.python_blocks(README.read_text(encoding="utf-8"))
     exec(use, names)
     assert "Audit on mesh" in capsys.readouterr().out and names["loss"].shape == ()
     exec(cluster.replace("8x8:h100-sxm", "1x8:h100-sxm"), names)
@@ -43,6 +44,17 @@ def test_the_python_runs(tmp_path, monkeypatch, capsys):
         fit.replace('executor="ray"', 'executor="local"').replace("10_000", "3"), names
     )  # Ray: tests/executor/test_fit.py
     assert names["done"].position == 3 and (tmp_path / "runs" / "gpt" / "step_00000003").is_dir()
+    model = Llama.of("small")
+    served = {
+        "model": model,
+        "params": jax.jit(model.init_params)(jax.random.key(0)),
+        "prompts": [b"import ", b"x" * 200],
+    }
+    small = serve.replace(
+        "slots=16, max_length=2048, buckets=(128, 512, 2047)", "slots=2, max_length=264, buckets=(8, 200)"
+    )
+    exec(small, names | served)
+    assert len(capsys.readouterr().out.split()) == 16
     exec(pins.replace("al.parallelize(", "pinned = al.parallelize(", 1), names)
     specs = names["pinned"].plan(state, batch).specs_by_path
     P = jax.sharding.PartitionSpec

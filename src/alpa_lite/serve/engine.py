@@ -102,7 +102,7 @@ class Engine:
 
     def submit(
         self,
-        prompt: Sequence[int] | np.ndarray,
+        prompt: Sequence[int] | bytes | np.ndarray,
         *,
         max_tokens: int = 16,
         sampling: Sampling = _GREEDY,
@@ -112,7 +112,7 @@ class Engine:
         """Queue a request and return at once.
 
         Args:
-            prompt: tokens, at least one and at most the largest bucket.
+            prompt: tokens, at least one and at most the largest bucket; bytes are tokens, too.
             max_tokens: how many to make, at most ``max_length`` less the prompt's.
             sampling: how they are chosen; by default the likeliest.
             stop: tokens after which it ends.
@@ -130,7 +130,7 @@ class Engine:
 
     def generate(
         self,
-        prompts: Sequence[Sequence[int] | np.ndarray],
+        prompts: Sequence[Sequence[int] | bytes | np.ndarray],
         *,
         max_tokens: int = 16,
         sampling: Sampling | Sequence[Sampling] = _GREEDY,
@@ -177,7 +177,7 @@ class Engine:
         return request
 
     def _checked(self, prompt: Any, max_tokens: Any, sampling: Any, timeout_s: Any) -> np.ndarray:
-        tokens = np.asarray(prompt)
+        tokens = np.frombuffer(prompt, np.uint8) if isinstance(prompt, (bytes, bytearray)) else np.asarray(prompt)
         whole = isinstance(max_tokens, int) and not isinstance(max_tokens, bool) and max_tokens >= 1
         longest = self.buckets[-1]
         for fault in (

@@ -262,6 +262,12 @@ def test_sizes_that_are_none_are_refused() -> None:
         al.serve.graphs(Odd(), params, **SIZES)
 
 
+def test_a_process_of_a_job_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(ServeError, match=r"one of 2 processes of a jax\.distributed job.*test_engine"):
+        al.serve.Engine(*model_and_params("gpt"), **SIZES)
+
+
 def test_the_thread_ends_when_the_engine_is_closed_or_forgotten() -> None:
     model, params = model_and_params("gpt")
     layout = Given(plan_graphs(al.serve.graphs(model, params, **SIZES)))

@@ -1,4 +1,7 @@
-"""Served logits at sampled lengths from 1 to 2048 equal the unsharded model's, in every bucket and as decoding goes on."""
+"""Acceptance table of alpa #550, the row "serve variable lengths on one parameter copy": buckets 1, 128, 512 and 2048.
+
+Logits at sampled lengths from 1 to 2048 equal the unsharded model's, in every bucket and as decoding goes on.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from tests.compiling import QUICK_COMPILE
 
 pytestmark = pytest.mark.slow
 LONGEST, STEPS = 2048, 8
+BUCKETS = (1, 128, 512, LONGEST)
 LENGTHS = (1, 2, 37, 127, 128, 129, 300, 511, 512, 513, 1000, 1777, 2047, 2048)
 
 
@@ -31,8 +35,8 @@ def test_logits_and_greedy_tokens_at_all_lengths(name: str) -> None:
     text = np.random.default_rng(0).integers(0, model.vocab_size, LONGEST + STEPS).astype(np.int32)
     expected = np.asarray(jax.jit(model.logits)(params, text[None]))[0]
     slots = 4
-    with al.serve.Engine(model, params, slots=slots, max_length=LONGEST + STEPS, buckets=(128, 512, LONGEST)) as engine:
-        programs = engine.programs
+    with al.serve.Engine(model, params, slots=slots, max_length=LONGEST + STEPS, buckets=BUCKETS) as engine:
+        programs, where = engine.programs, pointers(engine.params)
         for first in range(0, len(LENGTHS), slots):
             lengths = np.array([*LENGTHS[first : first + slots], *(1,) * slots])[:slots]
             for slot, length in enumerate(lengths):
@@ -44,6 +48,20 @@ def test_logits_and_greedy_tokens_at_all_lengths(name: str) -> None:
                 lengths = lengths + 1
                 for slot, length in enumerate(lengths):
                     check(logits[slot], expected[length - 1])
+        assert set(programs.compile_s) == {"decode", *(f"prefill_{bucket}" for bucket in BUCKETS)}
+        layouts = [
+            {path: spec for path, spec in plan.specs_by_path.items() if path[:2] == "0/"}
+            for plan in engine.plans.values()
+        ]
+        assert len(layouts) == 5 and all(layout == layouts[0] for layout in layouts)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(engine.params):
+            spec = layouts[0]["0/" + jax.tree_util.keystr(path, simple=True, separator="/")]
+            assert leaf.sharding.is_equivalent_to(jax.sharding.NamedSharding(leaf.sharding.mesh, spec), leaf.ndim)
+        assert pointers(engine.params) == where, "parameters were moved"
+
+
+def pointers(tree: Any) -> list[int]:
+    return [s.data.unsafe_buffer_pointer() for x in jax.tree.leaves(tree) for s in x.addressable_shards]
 
 
 def check(logits: np.ndarray, expected: np.ndarray) -> None:

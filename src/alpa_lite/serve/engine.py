@@ -84,6 +84,11 @@ class Engine:
                 raise ServeError(
                     f"{name}={value!r} was given; it must be a whole number from 1. At {user_line()}. Correct it."
                 )
+        if jax.process_count() > 1:
+            raise ServeError(
+                f"this is one of {jax.process_count()} processes of a jax.distributed job. An engine runs on the devices of one "
+                f"process. At {user_line()}. Start it in a process of its own."
+            )
         if compile_cache is not None:
             _keep_compiled(compile_cache)
         made = graphs(model, shapes_of(params), slots=slots, max_length=max_length, buckets=sizes)

@@ -105,7 +105,7 @@ def switch_row(name: str, engine: al.serve.Engine) -> Row:
 
     def jitted() -> None:
         for bucket, given in placed.items():
-            logits, programs.cache = programs.run(f"prefill_{bucket}")(programs.params, programs.cache, *given)
+            logits, programs.caches[0] = programs.run(f"prefill_{bucket}")(programs.params, programs.caches[0], *given)
             jax.block_until_ready(logits)
 
     times_s = interleaved_medians_s({"engine": through_engine, "jitted": jitted}, num_rounds=200, num_warmup=20)

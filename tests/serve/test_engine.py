@@ -239,6 +239,24 @@ def test_layouts_that_are_not_of_this_model_are_refused() -> None:
         make(Given(plans | {"decode": moved}), **SIZES)
 
 
+def test_tokens_lie_as_their_plan_has_them() -> None:
+    model, params = model_and_params("llama")
+    graphs = al.serve.graphs(model, params, **SIZES)
+    plans = plan_graphs(graphs)
+    mesh = plans["decode"].mesh
+    options = al.PlanOptions(mesh_shape=mesh.shape, axis_names=mesh.axis_names)
+    axis = next(name for name, size in zip(mesh.axis_names, mesh.shape, strict=True) if SIZES["slots"] % size == 0)
+    for name, path, spec in (("decode", "2", (axis,)), ("prefill_8", "3", (None, axis))):
+        fn, args = graphs[name]
+        pins = {leaf: spec for leaf, spec in plans["decode"].specs_by_path.items() if leaf[:2] in ("0/", "1/")}
+        pins[path] = jax.sharding.PartitionSpec(*spec)
+        plans[name] = al.plan(fn, *args, cluster=al.Cluster.local(), donate_argnums=1, pins=pins, options=options)
+    with al.serve.Engine(model, params, Given(plans), **SIZES) as engine:
+        prompts = prompts_of(7, 3)
+        for prompt, tokens in zip(prompts, engine.generate(prompts, max_tokens=4), strict=True):
+            assert_greedy("llama", prompt, tokens)
+
+
 def test_sizes_that_are_none_are_refused() -> None:
     model, params = model_and_params("gpt")
     for settings, match in (

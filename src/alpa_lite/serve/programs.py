@@ -23,6 +23,7 @@ from alpa_lite.lowering.lower import partition_spec
 from alpa_lite.plan.plan import Plan
 from alpa_lite.serve.model_graphs import DECODE, Graph, Model, prefill_name
 from alpa_lite.serve.sampling import Rows, Sampling, sample
+from alpa_lite.serve.scheduler import Runner
 from alpa_lite.serve.stored import placed
 
 _SHARED = ("parameter", "leaf of the cache")  # arguments 0 and 1 of all graphs
@@ -36,6 +37,8 @@ class Programs:
         params: arrays, on the host or on devices, or ``StoredParams``; those that already lie as planned are not copied.
         graphs: of the model.
         plans: one per graph.
+        num_groups: caches, each of ``slots`` slots. Groups of slots are served in turn, which stages of a pipeline need.
+        devices: of which the plans' mesh is made; None = those of this process.
 
     Raises:
         ServeError: the plans are not for these graphs.
@@ -51,81 +54,105 @@ class Programs:
         slots: int,
         max_length: int,
         buckets: tuple[int, ...],
+        num_groups: int = 1,
+        devices: Sequence[Any] | None = None,
     ) -> None:
         check_plans(graphs, plans)
         self.slots, self.buckets, self.plans = slots, buckets, plans
         self._graphs = graphs
         decode = plans[DECODE]
-        self._mesh = local_mesh(decode.mesh)
-        layouts = [NamedSharding(self._mesh, partition_spec(leaf.spec)) for leaf in decode.inputs]
+        self._mesh = local_mesh(decode.mesh, devices)
         trees = [jax.tree_util.tree_structure(argument) for argument in graphs[DECODE][1][:2]]
-        own, cache = layouts[: trees[0].num_leaves], layouts[trees[0].num_leaves : -1]
-        self.params = placed(params, jax.tree_util.tree_unflatten(trees[0], own))
-        shardings = jax.tree_util.tree_unflatten(trees[1], cache)
+        num_params, num_shared = trees[0].num_leaves, sum(tree.num_leaves for tree in trees)
+        layouts = {name: self._layouts(plan) for name, plan in plans.items() if name in graphs}
+        self.params = placed(params, jax.tree_util.tree_unflatten(trees[0], layouts[DECODE][:num_params]))
+        shardings = jax.tree_util.tree_unflatten(trees[1], layouts[DECODE][num_params:num_shared])
         self._init_cache = jax.jit(partial(model.init_cache, slots, max_length), out_shardings=shardings)
-        self.cache = self._init_cache()
-        whole = NamedSharding(self._mesh, PartitionSpec())
-        self._sample = jax.jit(sample, out_shardings=whole)
-        self._put = partial(jax.device_put, device=whole)
+        self.caches: list[Any] = [self._init_cache() for _ in range(num_groups)]
+        self._given = {name: found[num_shared:] for name, found in layouts.items()}  # of the other arguments
+        self._whole = NamedSharding(self._mesh, PartitionSpec())
+        self._sample = jax.jit(sample, out_shardings=self._whole)
         self._runs: dict[str, Any] = {}
         self._prompts = {bucket: np.zeros((1, bucket), np.int32) for bucket in buckets}
-        self._numbers: dict[tuple[int, tuple[int, ...]], jax.Array] = {}
+        self._numbers: dict[tuple[str, int, int], jax.Array] = {}
         self.compile_s: dict[str, float] = {}  # per program, its first call
+
+    def _layouts(self, plan: Plan) -> list[NamedSharding]:
+        return [NamedSharding(self._mesh, partition_spec(leaf.spec)) for leaf in plan.inputs]
+
+    @property
+    def cache(self) -> Any:
+        """Of the first group."""
+        return self.caches[0]
 
     # -- as a runner ---------------------------------------------------------------------------------------------------
 
     def prefill(self, bucket: int, slot: int, prompt: np.ndarray, rows: Rows) -> int:
         """Puts a prompt into a slot; returns the token after it."""
-        return int(self._tokens(self.prefill_logits(bucket, slot, prompt), rows)[0])
+        return int(jax.device_get(self.sampled(self.prefill_logits(bucket, slot, prompt), rows))[0])
 
     def decode(self, tokens: np.ndarray, rows: Rows) -> Sequence[int]:
         """The token after ``tokens`` (slots,), for all slots."""
-        return self._tokens(self.decode_logits(tokens), rows).tolist()
+        return jax.device_get(self.sampled(self.decode_logits(tokens), rows)).tolist()
 
     def reset(self) -> None:
-        """A new cache: the old one may be gone with the call that failed."""
-        del self.cache
-        self.cache = self._init_cache()
+        """New caches: the old ones may be gone with the call that failed."""
+        for group in range(len(self.caches)):
+            self.caches[group] = None
+            self.caches[group] = self._init_cache()
 
     def warm_up(self) -> None:
         """Compiles every program by running it; nobody may be in a slot."""
-        for draws in (Sampling(), Sampling(1.0)):
-            rows = Rows.greedy(self.slots)
-            rows.set(0, draws)
-            for bucket in self.buckets:
-                self.prefill(bucket, 0, np.zeros(bucket, np.int32), rows.row(0))
-            self.decode(np.zeros(self.slots, np.int32), rows)
-        self.reset()
+        run_all(self)
 
     # -- logits --------------------------------------------------------------------------------------------------------
 
     def prefill_logits(self, bucket: int, slot: int, prompt: np.ndarray) -> jax.Array:
         """Puts a prompt into a slot; returns logits (1, vocabulary), which lie as planned."""
-        padded = self._prompts[bucket]
-        padded[0, : prompt.size] = prompt
-        padded[0, prompt.size :] = 0
-        slot_given, length = self._number(slot, ()), self._number(prompt.size, (1,))
-        return self._call(prefill_name(bucket), (slot_given, self._put(padded), length))
+        return self.prefill_call(bucket, slot, prompt.size, self.padded(bucket, prompt))
 
     def decode_logits(self, tokens: np.ndarray) -> jax.Array:
         """One more token (slots,) for all slots; returns logits (slots, vocabulary), which lie as planned."""
-        return self._call(DECODE, (self._put(tokens),))
+        return self.decode_call(tokens)
 
-    def _number(self, value: int, shape: tuple[int, ...]) -> jax.Array:
-        """On all devices, put there once: slots and lengths are few, and each put costs tens of microseconds."""
-        key = value, shape
+    def padded(self, bucket: int, prompt: np.ndarray) -> np.ndarray:
+        """A prompt (1, bucket), in memory that the next one takes."""
+        made = self._prompts[bucket]
+        made[0, : prompt.size] = prompt
+        made[0, prompt.size :] = 0
+        return made
+
+    def prefill_call(self, bucket: int, slot: int, length: int, x: Any, group: int = 0) -> jax.Array:
+        """A prompt, or what the stage before made of it, into a slot of a group."""
+        name = prefill_name(bucket)
+        given = self._number(name, 0, slot), jax.device_put(x, self._given[name][1]), self._number(name, 2, length)
+        return self._call(name, group, given)
+
+    def decode_call(self, x: Any, group: int = 0) -> jax.Array:
+        """Tokens, or what the stage before made of them, for all slots of a group."""
+        return self._call(DECODE, group, (jax.device_put(x, self._given[DECODE][0]),))
+
+    def sampled(self, logits: jax.Array, rows: Rows) -> jax.Array:
+        """The next tokens, on the devices."""
+        return self._sample(logits, jax.device_put(rows, self._whole))
+
+    def _number(self, name: str, position: int, value: int) -> jax.Array:
+        """A slot or a length on all devices, put there once: they are few, and each put costs tens of microseconds."""
+        key = name, position, value
         if key not in self._numbers:
-            self._numbers[key] = self._put(np.full(shape, value, np.int32))
+            shape = self._graphs[name][1][2 + position].shape
+            self._numbers[key] = jax.device_put(np.full(shape, value, np.int32), self._given[name][position])
         return self._numbers[key]
 
-    def _call(self, name: str, given: tuple[Any, ...]) -> jax.Array:
+    def _call(self, name: str, group: int, given: tuple[Any, ...]) -> jax.Array:
         if name in self.compile_s:
-            logits, self.cache = self._runs[name](self.params, self.cache, *given)
-            return logits
+            found, self.caches[group] = self._runs[name](self.params, self.caches[group], *given)
+            return found
         start_s = time.perf_counter()
-        logits, self.cache = jax.block_until_ready(self.run(name)(self.params, self.cache, *given))
+        called = self.run(name)(self.params, self.caches[group], *given)
+        found, self.caches[group] = jax.block_until_ready(called)
         self.compile_s[name] = time.perf_counter() - start_s
-        return logits
+        return found
 
     def run(self, name: str) -> Any:
         """The jitted function of a graph: (parameters, cache, ...) -> (logits, cache). It takes the cache that it is given."""
@@ -133,14 +160,22 @@ class Programs:
             self._runs[name] = self._lowered(name)
         return self._runs[name]
 
-    def _tokens(self, logits: jax.Array, rows: Rows) -> np.ndarray:
-        return jax.device_get(self._sample(logits, self._put(rows)))
-
     def _lowered(self, name: str) -> Any:
         fn, args = self._graphs[name]
         plan = self.plans[name]
         traced = traced_for(plan, fn, args, {})
         return runnable(traced, plan, (1,), self._mesh).run
+
+
+def run_all(runner: Runner) -> None:
+    """Every program once, greedy and drawing, so that all are compiled; nobody may be in a slot."""
+    for draws in (Sampling(), Sampling(1.0)):
+        rows = Rows.greedy(runner.slots)
+        rows.set(0, draws)
+        for bucket in runner.buckets:
+            runner.prefill(bucket, 0, np.zeros(bucket, np.int32), rows.row(0))
+        runner.decode(np.zeros(runner.slots, np.int32), rows)
+    runner.reset()
 
 
 def check_plans(graphs: Mapping[str, Graph], plans: Mapping[str, Plan]) -> None:

@@ -7,7 +7,7 @@ and slots are those of the other mesh, with other domains. A node or a link is m
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TypeVar, overload
 
 import numpy as np
@@ -53,8 +53,7 @@ class _Swap:
 
     def add(self, old: StrategySet, new: StrategySet) -> None:
         self.sets[id(old)] = new
-        pairs = zip((*old.operands, *old.results), (*new.operands, *new.results), strict=True)
-        self.specs.update((id(a), b) for a, b in pairs)
+        self.specs.update(zip(map(id, (*old.operands, *old.results)), (*new.operands, *new.results), strict=True))
 
     def node(self, node: Node) -> Node:
         strategies = None if node.strategies is None else self.sets[id(node.strategies)]
@@ -79,7 +78,17 @@ class _Swap:
         return End(end.node, self.specs[id(end.specs)], end.key, end.path)
 
     def link(self, link: Link) -> Link:
-        return replace(link, producer=self.end(link.producer), consumers=[self.end(c) for c in link.consumers])
+        return Link(
+            region=link.region,
+            value=link.value,
+            shape=link.shape,
+            itemsize=link.itemsize,
+            weight=link.weight,
+            producer=self.end(link.producer),
+            consumers=list(map(self.end, link.consumers)),
+            copy=link.copy,
+            made_at=link.made_at,
+        )
 
     def node_slot(self, slot: NodeSlot) -> NodeSlot:
         return NodeSlot(

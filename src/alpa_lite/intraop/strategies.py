@@ -66,6 +66,7 @@ class KnownStrategies:
 
     def __init__(self) -> None:
         self.over: tuple[str, ...] = ()
+        self._names: tuple[DeviceMesh, tuple[str, ...], tuple[str, ...]] | None = None  # of the last mesh
         self._axes: dict[tuple[str, ...], _Axes] = {}
         self._every: dict[tuple[object, ...], _Assignments] = {}
         self._by_rule: dict[tuple[object, ...], tuple[OpShardingRule, _Assignments]] = {}
@@ -84,8 +85,11 @@ class KnownStrategies:
             unreduced_inputs: per operand, whether its producer can leave it unreduced at all (prunes dead strategies).
             sharded_contractions: keep only strategies that use every mesh axis (Alpa: no repeated matmuls), if there are any.
         """
-        names = tuple(a for a, n in zip(mesh.axis_names, mesh.shape, strict=True) if n > 1)
-        names = self.over if set(self.over).issuperset(names) else names
+        known = self._names
+        if known is None or known[0] is not mesh or known[1] != self.over:
+            names = tuple(a for a, n in zip(mesh.axis_names, mesh.shape, strict=True) if n > 1)
+            known = self._names = mesh, self.over, self.over if set(self.over).issuperset(names) else names
+        names = known[2]
         quick = id(rule), names, unreduced_inputs
         found = self._by_rule.get(quick)
         if found is None:
@@ -114,6 +118,7 @@ class _Axes:
         self._numbers: dict[tuple[int, tuple[int, ...]], np.ndarray] = {}
         self._among: dict[tuple[tuple[str, ...], int], np.ndarray] = {}
         self._there: dict[DeviceMesh, tuple[tuple[str, ...], list[bool], bool]] = {}
+        self._last: tuple[DeviceMesh, int, np.ndarray] | None = None  # mesh, number of demands, which are met
 
     def demand(self, size: int, *, complete: bool = False) -> int:
         """The number of a demand, to which a set of axes is added: that it divides the size, or splits it completely.
@@ -132,12 +137,16 @@ class _Axes:
 
     def met(self, mesh: DeviceMesh) -> np.ndarray:
         """bool by number of a demand and its set of axes."""
+        last = self._last
+        if last is not None and last[0] is mesh and last[1] == len(self._demands):
+            return last[2]
         sizes = tuple(map(mesh.axis_size, self.names))
         met = self._met.get(sizes)
         if met is None or len(met) < len(self._demands) << len(self.names):
             parts = np.array([mesh.axes_size(some) for some in self.subsets])
             size, complete = np.array(list(self._demands)).T[:, :, None]
             met = self._met[sizes] = np.where(complete, size == parts, size % parts == 0).ravel()
+        self._last = mesh, len(self._demands), met
         return met
 
     def spec_numbers(self, rank: int, order: tuple[int, ...]) -> np.ndarray:

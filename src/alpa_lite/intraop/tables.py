@@ -296,8 +296,8 @@ class Tables:
         number = self.picks.get((v, rows))
         if number is None:
             total = self.arrays[v]
-            for m, y in zip(rows[::2], rows[1::2], strict=True):
-                total = total + self.arrays[m][:, y]
+            for place in range(0, len(rows), 2):
+                total = total + self.arrays[rows[place]][:, rows[place + 1]]
             number = self.picks[v, rows] = int(total.argmin())
         return number
 

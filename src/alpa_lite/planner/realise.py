@@ -80,6 +80,7 @@ class Decided:
         self.places = np.array([place for place, row in every if not row[3].bodies], dtype=np.int64)
         self.numbers: dict[_Layouts, int] = {}
         self.layouts: list[_Layouts] = []
+        self.by_specs: dict[tuple[object, ...], int] = {}  # by axes that split anything, ranks, and numbers of specs
         self.made: dict[int, OpDecision] = {}
         self.known: dict[int, tuple[OpChoices, np.ndarray]] = {}
         self.kinds: np.ndarray | None = None
@@ -113,6 +114,7 @@ class _Writer:
         self.graph, self.choice, self.costs = graph, choice.tolist(), costs
         self.conversions = graph.conversions
         self.mesh = graph.conversions.mesh
+        self.axes = tuple(a for a, n in zip(self.mesh.axis_names, self.mesh.shape, strict=True) if n > 1)
         self.raw: list[tuple[str, Link, tuple[Step, ...], int]] = []
         self.inside: list[tuple[str, Collective]] = []
         self.prices: dict[tuple[int, tuple[int, ...], int], tuple[int, float, tuple[str, ...]]] = {}
@@ -133,7 +135,7 @@ class _Writer:
         numbers = decided.numbers_of(choices)
         for entry, index in zip(*(a.tolist() for a in np.unique(entries, return_index=True)), strict=True):
             if numbers[entry] < 0:
-                numbers[entry] = decided.number(self.specs(plain[index][3], *choices.strategy(entry)))
+                numbers[entry] = self.layouts_of(plain[index][3], *choices.strategy(entry), decided)
         layouts = numbers[entries]
         found = decided.all(layouts)
         for index in np.flatnonzero(choices.inside[entries]).tolist():
@@ -144,6 +146,15 @@ class _Writer:
             return found, layouts
         rest = iter(found)
         return [self.control_flow(path, op) if op.bodies else next(rest) for _, path, _, op in ops], layouts
+
+    def layouts_of(self, op: Op, strategies: StrategySet, c: int, decided: Decided) -> int:
+        """The number of the layouts of an op."""
+        ranks = (*map(len, op.rule.operands), -1, *map(len, op.rule.results))
+        key = self.axes, ranks, *[specs.item(c) for specs in (*strategies.operands, *strategies.results)]
+        found = decided.by_specs.get(key)
+        if found is None:
+            found = decided.by_specs[key] = decided.number(self.specs(op, strategies, c))
+        return found
 
     def specs(self, op: Op, strategies: StrategySet, c: int) -> _Layouts:
         """Of an op's operands and of its results; ops of one strategy share them."""

@@ -12,8 +12,10 @@ of a head.
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -61,16 +63,39 @@ def masked_softmax(scores: jax.Array, mask: jax.Array) -> jax.Array:
 class GPT:
     """``examples/gpt_linen.py`` with a cache; ``params`` are those of its training state (``state.params``).
 
-    Positions are learned: a slot holds at most ``config.seq_len`` tokens.
+    Positions are learned: a slot holds at most ``config.seq_len`` tokens. A part of it (``split``) has blocks ``first`` to
+    ``last`` - 1 alone, and takes hidden values in place of tokens where it is not the first part.
     """
 
     config: gpt_linen.Config
     dtype: Any = jnp.float32
     vocab_size: int = VOCAB
+    first: int = 0
+    last: int | None = None
 
     @classmethod
     def of(cls, size: str = "small") -> GPT:
         return cls(gpt_linen.CONFIGS[size])
+
+    def split(self, num_stages: int) -> list[tuple[GPT, Callable[[PyTree], PyTree]]]:
+        """Parts of as many blocks each, and for each what picks its parameters."""
+        cuts = [index * self.config.num_layers // num_stages for index in range(num_stages + 1)]
+        parts = [replace(self, first=first, last=last) for first, last in pairwise(cuts)]
+        return [(part, part._picked) for part in parts]
+
+    def _picked(self, params: PyTree) -> PyTree:
+        names = [name for name, _ in self._blocks(params)]
+        names += ["tokens", "positions"] if self._is_first else []
+        names += ["LayerNorm_0", "head"] if self._is_last else []
+        return {name: params[name] for name in names}
+
+    @property
+    def _is_first(self) -> bool:
+        return self.first == 0
+
+    @property
+    def _is_last(self) -> bool:
+        return self.last in (None, self.config.num_layers)
 
     def init_params(self, key: jax.Array) -> PyTree:
         """Parameters as training begins with them."""
@@ -89,7 +114,7 @@ class GPT:
         shape = slots, max_length, heads, self.config.width // heads
         blocks = {
             f"block{index}": {name: jnp.zeros(shape, self.dtype) for name in ("key", "value")}
-            for index in range(self.config.num_layers)
+            for index in self._indices()
         }
         return {"length": jnp.zeros((slots,), jnp.int32), **blocks}
 
@@ -97,20 +122,24 @@ class GPT:
         """Prompts (b, s), of which ``lengths`` tokens count, into an empty cache -> logits (b, vocabulary) of what follows."""
         size = tokens.shape[1]
         causal = jnp.tril(jnp.ones((size, size), dtype=bool))[None, None]
-        x = self._embedded(params, tokens) + params["positions"][:size].astype(self.dtype)[None]
+        x = tokens
+        if self._is_first:
+            x = self._embedded(params, tokens) + params["positions"][:size].astype(self.dtype)[None]
         new = {"length": lengths.astype(jnp.int32)}
         for name, block in self._blocks(params):
             q, k, v = self._projected(block, x)
             new[name] = {"key": write_prompt(cache[name]["key"], k), "value": write_prompt(cache[name]["value"], v)}
             x = self._mixed(block, x, jnp.einsum("bhst,bthd->bshd", masked_softmax(self._scores(q, k), causal), v))
-        return self._head(params, last_tokens(x, lengths)), new
+        return self._head(params, last_tokens(x, lengths)) if self._is_last else x, new
 
     def decode(self, params: PyTree, cache: Cache, tokens: jax.Array) -> tuple[jax.Array, Cache]:
         """One more token (b,) for every slot -> logits (b, vocabulary) of what follows."""
         lengths = cache["length"]
-        max_length = cache["block0"]["key"].shape[1]
-        positions = jnp.take(params["positions"].astype(self.dtype), lengths, axis=0, mode="clip")
-        x = (self._embedded(params, tokens) + positions)[:, None]
+        max_length = cache[f"block{self.first}"]["key"].shape[1]
+        x = tokens
+        if self._is_first:
+            positions = jnp.take(params["positions"].astype(self.dtype), lengths, axis=0, mode="clip")
+            x = (self._embedded(params, tokens) + positions)[:, None]
         seen = (jnp.arange(max_length)[None] <= lengths[:, None])[:, None, None]
         new = {"length": jnp.minimum(lengths + 1, max_length)}
         for name, block in self._blocks(params):
@@ -121,13 +150,16 @@ class GPT:
             x = self._mixed(
                 block, x, jnp.einsum("bhst,bthd->bshd", masked_softmax(self._scores(q, keys), seen), values)
             )
-        return self._head(params, x[:, 0]), new
+        return self._head(params, x[:, 0]) if self._is_last else x, new
 
     def _embedded(self, params: PyTree, tokens: jax.Array) -> jax.Array:
         return params["tokens"]["embedding"].astype(self.dtype)[tokens]
 
     def _blocks(self, params: PyTree) -> list[tuple[str, PyTree]]:
-        return [(f"block{index}", params[f"block{index}"]) for index in range(self.config.num_layers)]
+        return [(f"block{index}", params[f"block{index}"]) for index in self._indices()]
+
+    def _indices(self) -> range:
+        return range(self.first, self.config.num_layers if self.last is None else self.last)
 
     def _dense(self, params: PyTree, x: jax.Array) -> jax.Array:
         y = x @ params["kernel"].astype(self.dtype)

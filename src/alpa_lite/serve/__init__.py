@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from alpa_lite.serve.engine import Engine as Engine
     from alpa_lite.serve.model_graphs import Model as Model
     from alpa_lite.serve.model_graphs import graphs as graphs
+    from alpa_lite.serve.pipeline import StagedModel as StagedModel
     from alpa_lite.serve.request import Request as Request
     from alpa_lite.serve.sampling import Sampling as Sampling
     from alpa_lite.serve.statistics import Histogram as Histogram
@@ -29,6 +30,7 @@ _PUBLIC = {
     "RequestError": "alpa_lite.errors",
     "Sampling": "alpa_lite.serve.sampling",
     "ServeError": "alpa_lite.errors",
+    "StagedModel": "alpa_lite.serve.pipeline",
     "Statistics": "alpa_lite.serve.statistics",
     "StoredParams": "alpa_lite.serve.stored",
     "graphs": "alpa_lite.serve.model_graphs",

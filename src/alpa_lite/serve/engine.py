@@ -15,7 +15,8 @@ from alpa_lite.errors import RequestError, ServeError, user_line
 from alpa_lite.plan.files import as_path
 from alpa_lite.plan.plan import Plan
 from alpa_lite.serve.layout import plan_graphs
-from alpa_lite.serve.model_graphs import DECODE, Model, check_sizes, graphs
+from alpa_lite.serve.model_graphs import Model, check_sizes, graphs
+from alpa_lite.serve.pipeline import Pipeline
 from alpa_lite.serve.programs import Programs
 from alpa_lite.serve.request import Request
 from alpa_lite.serve.sampling import Sampling
@@ -47,6 +48,8 @@ class Engine:
         max_length: tokens of a request, prompt and answer together.
         buckets: sizes to which prompts are padded, the largest being the longest prompt; None = powers of four from 32 and
             ``max_length``.
+        num_stages: parts into which the model is cut, each on its part of the devices (``al.serve.StagedModel``); then
+            ``layout`` is one layout per stage.
         queue_limit: requests that may wait; None = 4 times ``slots``.
         prefills_per_step: prompts that are taken in between two tokens of those that run: with more, requests start sooner, with
             fewer, tokens come more evenly.
@@ -68,18 +71,23 @@ class Engine:
         self,
         model: Model,
         params: Any,
-        layout: Layout | None = None,
+        layout: Layout | Sequence[Layout] | None = None,
         *,
         slots: int = 16,
         max_length: int = 2048,
         buckets: Sequence[int] | None = None,
+        num_stages: int = 1,
         queue_limit: int | None = None,
         prefills_per_step: int = 4,
         compile_cache: str | PathLike[str] | None = None,
     ) -> None:
         sizes = check_sizes(slots, max_length, default_buckets(max_length) if buckets is None else buckets)
         limit = 4 * slots if queue_limit is None else queue_limit
-        for name, value in (("queue_limit", limit), ("prefills_per_step", prefills_per_step)):
+        for name, value in (
+            ("num_stages", num_stages),
+            ("queue_limit", limit),
+            ("prefills_per_step", prefills_per_step),
+        ):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ServeError(
                     f"{name}={value!r} was given; it must be a whole number from 1. At {user_line()}. Correct it."
@@ -91,11 +99,9 @@ class Engine:
             )
         if compile_cache is not None:
             _keep_compiled(compile_cache)
-        made = graphs(model, shapes_of(params), slots=slots, max_length=max_length, buckets=sizes)
-        plans = plan_graphs(made) if layout is None else layout.plans
         self.max_length, self.buckets = max_length, sizes
-        self.programs = Programs(model, params, made, plans, slots=slots, max_length=max_length, buckets=sizes)
-        self.vocab_size = int(jax.eval_shape(*_flat(made[DECODE]))[0].shape[-1])
+        self.programs = _runner(model, params, layout, num_stages, slots=slots, max_length=max_length, buckets=sizes)
+        self.vocab_size = self.programs.vocab_size
         self._scheduler = Scheduler(self.programs, queue_limit=limit, prefills_per_step=prefills_per_step)
         # The thread holds the scheduler, not the engine: an engine that nobody holds ends its thread. The finalizer also runs
         # at the end of the process, before JAX's own clean-up, as it was registered later.
@@ -268,9 +274,13 @@ def _end(scheduler: Scheduler, thread: threading.Thread) -> None:
         thread.join()
 
 
-def _flat(graph: Any) -> tuple[Any, ...]:
-    fn, args = graph
-    return (fn, *args)
+def _runner(model: Any, params: Any, layout: Any, num_stages: int, **sizes: Any) -> Programs | Pipeline:
+    if num_stages > 1:
+        layouts = None if layout is None else [one.plans for one in layout]
+        return Pipeline(model, params, num_stages=num_stages, layouts=layouts, **sizes)
+    made = graphs(model, shapes_of(params), **sizes)
+    plans = plan_graphs(made) if layout is None else layout.plans
+    return Programs(model, params, made, plans, **sizes)
 
 
 def _keep_compiled(folder: str | PathLike[str]) -> None:

@@ -7,7 +7,7 @@ the engine goes from one to another, and the memory of both is part of every pla
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -50,7 +50,15 @@ def prefill_name(bucket: int) -> str:
     return f"prefill_{bucket}"
 
 
-def graphs(model: Model, params: Any, *, slots: int, max_length: int, buckets: Sequence[int]) -> dict[str, Graph]:
+def graphs(
+    model: Model,
+    params: Any,
+    *,
+    slots: int,
+    max_length: int,
+    buckets: Sequence[int],
+    given: Mapping[str, Any] | None = None,
+) -> dict[str, Graph]:
     """The graphs of an engine by name: ``prefill_<bucket>`` for each bucket, and ``decode``.
 
     Args:
@@ -59,6 +67,7 @@ def graphs(model: Model, params: Any, *, slots: int, max_length: int, buckets: S
         slots: requests that are served at once.
         max_length: tokens of a request, prompt and answer together.
         buckets: sizes to which prompts are padded.
+        given: for a stage of a pipeline: graph -> what it takes in place of tokens, as the stage before returns it.
 
     Raises:
         ServeError: a number is not allowed, or the model's cache has a leaf without a slot dim.
@@ -83,10 +92,12 @@ def graphs(model: Model, params: Any, *, slots: int, max_length: int, buckets: S
 
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), x.dtype), params)
     cache = jax.eval_shape(lambda: model.init_cache(slots, max_length))
+    tokens = {prefill_name(bucket): _ints(1, bucket) for bucket in buckets} | {DECODE: _ints(slots)}
+    x = tokens if given is None else given
     made: dict[str, Graph] = {
-        prefill_name(bucket): (prefill, (shapes, cache, _ints(), _ints(1, bucket), _ints(1))) for bucket in buckets
+        name: (prefill, (shapes, cache, _ints(), x[name], _ints(1))) for name in tokens if name != DECODE
     }
-    return made | {DECODE: (decode, (shapes, cache, _ints(slots)))}
+    return made | {DECODE: (decode, (shapes, cache, x[DECODE]))}
 
 
 def slot_dims(model: Model, max_length: int) -> Any:

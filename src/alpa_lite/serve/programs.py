@@ -61,6 +61,7 @@ class Programs:
         self.slots, self.buckets, self.plans = slots, buckets, plans
         self._graphs = graphs
         decode = plans[DECODE]
+        self.vocab_size = decode.outputs[0].value.shape[-1]  # of the last stage, where there are several
         self._mesh = local_mesh(decode.mesh, devices)
         trees = [jax.tree_util.tree_structure(argument) for argument in graphs[DECODE][1][:2]]
         num_params, num_shared = trees[0].num_leaves, sum(tree.num_leaves for tree in trees)

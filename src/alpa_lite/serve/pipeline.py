@@ -1,0 +1,182 @@
+"""A model in stages, each with its own layers on its own part of the devices.
+
+Slots are served in groups: while a stage works on one group, the stage before it works on the next one. All programs of a step
+are handed to the devices in that order without waiting, and each device starts one when what it reads is there; what is between
+two stages goes from devices to devices. With G groups and S stages a step takes G + S - 1 turns instead of G * S.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from alpa_lite.cluster.cluster import Cluster
+from alpa_lite.errors import ServeError, user_line
+from alpa_lite.executor.calibrate import local_cluster
+from alpa_lite.plan.plan import Plan
+from alpa_lite.serve.layout import plan_graphs
+from alpa_lite.serve.model_graphs import Model, graphs
+from alpa_lite.serve.programs import Programs, run_all
+from alpa_lite.serve.sampling import Rows
+from alpa_lite.serve.stored import StoredParams, shapes_of
+
+
+class StagedModel(Model, Protocol):
+    """A model that can be cut."""
+
+    def split(self, num_stages: int) -> Sequence[tuple[Model, Callable[[Any], Any]]]:
+        """Parts in order, each a model of its own with what picks its parameters out of all (at the same paths).
+
+        The first part takes tokens, each later one what the part before returned; the last one returns logits. What lies
+        between parts is one array, of which the first dim is the slot.
+        """
+        ...
+
+
+class Pipeline:
+    """A ``Runner`` (see ``scheduler``) over stages; its methods are called by one thread at a time.
+
+    Args:
+        model, params: as for ``Engine``; the model has ``split``.
+        num_stages: into how many parts; the devices are shared out evenly.
+        num_groups: into how many groups the slots go; None = twice the stages, or as many as divide the slots.
+        layouts: plans of each stage's graphs; None plans them.
+
+    Raises:
+        ServeError: it cannot be cut so.
+    """
+
+    def __init__(
+        self,
+        model: StagedModel,
+        params: Any,
+        *,
+        num_stages: int,
+        slots: int,
+        max_length: int,
+        buckets: tuple[int, ...],
+        num_groups: int | None = None,
+        layouts: Sequence[Mapping[str, Plan]] | None = None,
+    ) -> None:
+        each = _devices_of_stage(num_stages)
+        groups = _num_groups(num_stages, slots) if num_groups is None else num_groups
+        if slots % groups:
+            raise ServeError(
+                f"{slots} slots were given in num_groups={groups}; groups are of one size. At {user_line()}. Change one of them."
+            )
+        sizes: dict[str, Any] = {"slots": slots // groups, "max_length": max_length, "buckets": buckets}
+        self.slots, self.buckets, self.num_groups, self.per_group = slots, buckets, groups, slots // groups
+        self.stages: list[Programs] = []
+        given = None
+        for number, (part, pick) in enumerate(_parts(model, num_stages)):
+            own = _picked(params, pick)
+            made = graphs(part, shapes_of(own), **sizes, given=given)
+            plans = layouts[number] if layouts is not None else plan_graphs(made, _cluster(each))
+            devices = jax.devices()[number * each : (number + 1) * each]
+            self.stages.append(Programs(part, own, made, plans, **sizes, num_groups=groups, devices=devices))
+            given = {name: jax.eval_shape(fn, *args)[0] for name, (fn, args) in made.items()}
+
+    def prefill(self, bucket: int, slot: int, prompt: np.ndarray, rows: Rows) -> int:
+        """Puts a prompt into a slot; returns the token after it."""
+        logits = self.prefill_logits(bucket, slot, prompt)
+        return int(jax.device_get(self.stages[-1].sampled(logits, rows))[0])
+
+    def decode(self, tokens: np.ndarray, rows: Rows) -> Sequence[int]:
+        """The token after ``tokens`` (slots,), for all slots."""
+        last, n = self.stages[-1], self.per_group
+        found = [
+            last.sampled(logits, Rows(*(x[group * n : (group + 1) * n] for x in rows)))
+            for group, logits in enumerate(self._decoded(tokens))
+        ]
+        return np.concatenate(jax.device_get(found)).tolist()
+
+    def reset(self) -> None:
+        """Nothing is in any slot."""
+        for stage in self.stages:
+            stage.reset()
+
+    def warm_up(self) -> None:
+        """Compiles every program by running it; nobody may be in a slot."""
+        run_all(self)
+
+    def prefill_logits(self, bucket: int, slot: int, prompt: np.ndarray) -> jax.Array:
+        """Puts a prompt into a slot; returns logits (1, vocabulary), which lie as planned."""
+        group, own = divmod(slot, self.per_group)
+        x: Any = self.stages[0].padded(bucket, prompt)
+        for stage in self.stages:
+            x = stage.prefill_call(bucket, own, prompt.size, x, group)
+        return x
+
+    def decode_logits(self, tokens: np.ndarray) -> np.ndarray:
+        """One more token (slots,) for all slots; returns logits (slots, vocabulary)."""
+        return np.concatenate(jax.device_get(self._decoded(tokens)))
+
+    def _decoded(self, tokens: np.ndarray) -> list[jax.Array]:
+        """Logits of each group; nothing is waited for."""
+        x: list[Any] = list(tokens.reshape(self.num_groups, self.per_group))
+        for turn in range(self.num_groups + len(self.stages) - 1):
+            for number, stage in enumerate(self.stages):
+                if 0 <= (group := turn - number) < self.num_groups:
+                    x[group] = stage.decode_call(x[group], group)
+        return x
+
+    @property
+    def vocab_size(self) -> int:
+        return self.stages[-1].vocab_size
+
+    @property
+    def params(self) -> tuple[Any, ...]:
+        """Of each stage, on its devices."""
+        return tuple(stage.params for stage in self.stages)
+
+    @property
+    def plans(self) -> dict[str, Plan]:
+        """By stage and graph, "0/decode"."""
+        return {f"{k}/{name}": plan for k, stage in enumerate(self.stages) for name, plan in stage.plans.items()}
+
+    @property
+    def compile_s(self) -> dict[str, float]:
+        """By stage and graph, the seconds of the first call."""
+        return {
+            f"{k}/{name}": time_s for k, stage in enumerate(self.stages) for name, time_s in stage.compile_s.items()
+        }
+
+
+def _devices_of_stage(num_stages: int) -> int:
+    count = len(jax.devices())
+    if count % num_stages:
+        raise ServeError(
+            f"num_stages={num_stages} was given for {count} devices; each stage gets as many. At {user_line()}. Take a divisor."
+        )
+    return count // num_stages
+
+
+def _cluster(num_devices: int) -> Cluster:
+    return replace(local_cluster(False), devices_per_host=num_devices)
+
+
+def _num_groups(num_stages: int, slots: int) -> int:
+    """The largest number up to twice the stages that divides the slots."""
+    return max(count for count in range(1, 2 * num_stages + 1) if slots % count == 0)
+
+
+def _parts(model: Any, num_stages: int) -> Sequence[tuple[Model, Callable[[Any], Any]]]:
+    if not hasattr(model, "split"):
+        raise ServeError(
+            f"num_stages={num_stages} was given, and {type(model).__name__} has no split(num_stages). A model that is served in "
+            f"stages says where it may be cut. At {user_line()}. Write one (al.serve.StagedModel), or leave num_stages out."
+        )
+    parts = model.split(num_stages)
+    if len(parts) != num_stages:
+        raise ServeError(
+            f"{type(model).__name__}.split({num_stages}) gave {len(parts)} parts. At {user_line()}. Correct it, or ask for so many."
+        )
+    return parts
+
+
+def _picked(params: Any, pick: Callable[[Any], Any]) -> Any:
+    return replace(params, shapes=pick(params.shapes)) if isinstance(params, StoredParams) else pick(params)

@@ -173,7 +173,7 @@ def _parts(model: Any, num_stages: int) -> Sequence[tuple[Model, Callable[[Any],
     parts = model.split(num_stages)
     if len(parts) != num_stages:
         raise ServeError(
-            f"{type(model).__name__}.split({num_stages}) gave {len(parts)} parts. At {user_line()}. Correct it, or ask for so many."
+            f"{type(model).__name__}.split({num_stages}) gave {len(parts)} parts. At {user_line()}. Correct it."
         )
     return parts
 

@@ -122,6 +122,6 @@ def test_host_memory_never_holds_more_than_one_parameter_and_a_buffer(tmp_path: 
         measured = json.loads(found.stdout)
         assert measured["held"] == count * SIZE * SIZE * 4
         excess.append(measured["peak"] - measured["held"])
-    one = SIZE * SIZE * 4
-    assert excess[1] - excess[0] <= 5 * one, "it grows with the number of parameters"
+    one = SIZE * SIZE * 4  # read together, the further parameters would take 24 of them
+    assert excess[1] - excess[0] <= 10 * one, "it grows with the number of parameters"
     assert excess[1] <= one + BUFFER, excess

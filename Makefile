@@ -39,7 +39,7 @@ help:
 $(VENV)/.installed: pyproject.toml
 	@test -n "$(PYTHON)" || { echo "no Python >= 3.11 found; name one: make PYTHON=/path/to/python3.11 ..."; exit 1; }
 	$(MAKE_VENV)
-	$(INSTALL) -e ".[dev,examples,plots,ray,checkpoint]"
+	$(INSTALL) -e ".[dev,examples,plots,ray,checkpoint,serve]"
 	@touch $@
 
 $(VENV)/.installed-docs: $(VENV)/.installed

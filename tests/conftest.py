@@ -1,9 +1,10 @@
-"""Shared set-up: 8 virtual CPU devices, golden text files, and skips for what a machine lacks."""
+"""Shared set-up: 8 virtual CPU devices, one small Ray session, golden text files, and skips for what a machine lacks."""
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+import secrets
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
@@ -14,6 +15,7 @@ from hypothesis import HealthCheck, settings
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
 
+_RAY_CPUS = 8
 GOLDEN = Path(__file__).parent / "golden"
 
 
@@ -34,6 +36,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="Ray is not installed: pip install 'alpa-lite[ray]'"))
         if item.get_closest_marker("gpu") and config.option.markexpr != "gpu":
             item.add_marker(pytest.mark.skip(reason="GPU tests run alone: pytest -m gpu"))
+
+
+@pytest.fixture(scope="session")
+def ray_session() -> Iterator[None]:
+    """A local cluster with 8 CPUs, i.e. room for 8 virtual devices, started by the first test that asks and ended with the last.
+
+    Its token is this session's own, in no file.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(16))  # read when Ray is imported
+        patch.delenv("RAY_ADDRESS", raising=False)
+        ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'alpa-lite[ray]'")
+        from alpa_lite.executor.ray.cluster import connect
+
+        connect(None, _RAY_CPUS)
+        yield
+        ray.shutdown()
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from alpa_lite.cli.buckets import buckets
 from alpa_lite.cli.doctor import doctor
 from alpa_lite.cli.launch import launch
 from alpa_lite.cli.run import run
+from alpa_lite.cli.serve import serve
 from alpa_lite.cli.solve import solve
 from alpa_lite.errors import AlpaLiteError
 
@@ -40,6 +41,7 @@ main.command()(solve)
 main.command()(launch)
 main.command()(doctor)
 main.command()(run)
+main.command()(serve)
 main.command()(buckets)
 
 

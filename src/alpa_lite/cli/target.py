@@ -31,6 +31,32 @@ def load_target(text: str) -> PlanTarget:
     Raises:
         TargetError: for every way in which that can go wrong but errors inside the user's own callable.
     """
+    made = call_target(text, "(fn, args) or al.PlanTarget(...)")
+    if isinstance(made, PlanTarget):
+        return made
+    if isinstance(made, tuple) and len(made) == 2 and callable(made[0]) and isinstance(made[1], tuple | list):
+        return PlanTarget(made[0], tuple(made[1]))
+    raise TargetError(
+        f"the target {text!r} returned {type(made).__name__}. It must return (fn, args), a function and the tuple of its "
+        "arguments, or al.PlanTarget(fn, args, ...). Correct its return statement; abstract arguments are made by "
+        "jax.eval_shape or jax.ShapeDtypeStruct."
+    )
+
+
+def call_target(text: str, wanted: str) -> Any:
+    """What the callable that ``text`` names returns; arguments and errors as of ``find_target``."""
+    return find_target(text, wanted)()
+
+
+def find_target(text: str, wanted: str) -> Callable[[], Any]:
+    """The callable that ``text`` names.
+
+    Args:
+        wanted: what it should return, for messages.
+
+    Raises:
+        TargetError: it cannot be imported, or needs arguments.
+    """
     place, colon, name = text.rpartition(":")
     if not colon or not place or not name:
         raise TargetError(f"the target {text!r} cannot be read. A target is {_FORMS}. Write it as TARGET.")
@@ -41,10 +67,10 @@ def load_target(text: str) -> PlanTarget:
         found = [n for n in own if not n.startswith("_") and _takes_nothing(vars(module)[n])]
         raise TargetError(
             f"the target {text!r}: {place} has no callable {name!r}. A target names a function that takes nothing and "
-            f"returns (fn, args) or al.PlanTarget(...). There are such functions: {', '.join(found[:8]) or 'none'}. "
-            "Correct the name."
+            f"returns {wanted}. There are such functions: {', '.join(found[:8]) or 'none'}. Correct the name."
         )
-    return _checked(make, text)
+    _check_takes_nothing(make, text, wanted)
+    return make
 
 
 def _takes_nothing(value: Any) -> bool:
@@ -57,26 +83,16 @@ def _takes_nothing(value: Any) -> bool:
         return False
 
 
-def _checked(make: Callable[[], Any], text: str) -> PlanTarget:
+def _check_takes_nothing(make: Callable[[], Any], text: str, wanted: str) -> None:
     try:
         inspect.signature(make).bind()
     except TypeError as error:
         raise TargetError(
             f"the target {text!r} cannot be called without arguments: {error}. A target names a function that takes nothing "
-            "and returns (fn, args) or al.PlanTarget(...). Write such a function beside the step, and name that one."
+            f"and returns {wanted}. Write such a function, and name that one."
         ) from None
     except ValueError:
         pass  # not every callable has a signature
-    made = make()
-    if isinstance(made, PlanTarget):
-        return made
-    if isinstance(made, tuple) and len(made) == 2 and callable(made[0]) and isinstance(made[1], tuple | list):
-        return PlanTarget(made[0], tuple(made[1]))
-    raise TargetError(
-        f"the target {text!r} returned {type(made).__name__}. It must return (fn, args), a function and the tuple of its "
-        "arguments, or al.PlanTarget(fn, args, ...). Correct its return statement; abstract arguments are made by "
-        "jax.eval_shape or jax.ShapeDtypeStruct."
-    )
 
 
 def _file(place: str, text: str) -> ModuleType:

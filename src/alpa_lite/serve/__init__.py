@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from alpa_lite.serve.buckets import BucketAdvice as BucketAdvice
     from alpa_lite.serve.buckets import propose_buckets as propose_buckets
+    from alpa_lite.serve.deployment import ServerSettings as ServerSettings
+    from alpa_lite.serve.deployment import ServeTarget as ServeTarget
     from alpa_lite.serve.engine import Engine as Engine
     from alpa_lite.serve.model_graphs import Model as Model
     from alpa_lite.serve.model_graphs import graphs as graphs
@@ -31,6 +33,8 @@ _PUBLIC = {
     "Sampling": "alpa_lite.serve.sampling",
     "ServeError": "alpa_lite.errors",
     "StagedModel": "alpa_lite.serve.pipeline",
+    "ServeTarget": "alpa_lite.serve.deployment",
+    "ServerSettings": "alpa_lite.serve.deployment",
     "Statistics": "alpa_lite.serve.statistics",
     "StoredParams": "alpa_lite.serve.stored",
     "graphs": "alpa_lite.serve.model_graphs",

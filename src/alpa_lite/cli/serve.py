@@ -1,0 +1,149 @@
+"""``alpa-lite serve TARGET``: an HTTP server for a model, on Ray Serve."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from alpa_lite.errors import AlpaLiteError, ServeError
+
+if TYPE_CHECKING:
+    from alpa_lite.serve.deployment import ServeTarget
+
+_BAD_INPUT = 2
+_WANTED = "al.serve.ServeTarget(model, params, ...)"
+
+
+def serve(
+    target: Annotated[
+        str, typer.Argument(help="path/to/file.py:callable; it returns al.serve.ServeTarget(model=, params=)")
+    ],
+    buckets: Annotated[
+        str,
+        typer.Option("--buckets", help="sizes to which prompts are padded, e.g. 128,512,2048; see alpa-lite buckets"),
+    ] = "",
+    slots: Annotated[int, typer.Option("--slots", help="requests that are served at once")] = 16,
+    max_length: Annotated[
+        int, typer.Option("--max-length", help="tokens of a request, prompt and answer together")
+    ] = 2048,
+    queue_limit: Annotated[
+        int, typer.Option("--queue-limit", help="requests that may wait; 0 = 4 times the slots")
+    ] = 0,
+    host: Annotated[str, typer.Option("--host", help="where to listen; loopback unless told otherwise")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port")] = 8000,
+    token_file: Annotated[
+        Path | None, typer.Option("--token-file", help="a file with the bearer token that requests must bring")
+    ] = None,
+    timeout_s: Annotated[float, typer.Option("--timeout", help="seconds that a request may take at most")] = 300.0,
+    body_bytes: Annotated[int, typer.Option("--body-bytes", help="of the largest body")] = 2**20,
+    drain_s: Annotated[float, typer.Option("--drain", help="seconds that requests may go on for at the end")] = 30.0,
+    cluster: Annotated[
+        str, typer.Option("--cluster", help="1xDEVICES:DEVICE; left out, all devices of the server's process")
+    ] = "",
+    gpus: Annotated[float, typer.Option("--gpus", help="that the server takes of the Ray cluster")] = 0.0,
+    compile_cache: Annotated[
+        Path | None, typer.Option("--compile-cache", help="folder where compiled programs are kept for the next start")
+    ] = None,
+    address: Annotated[
+        str, typer.Option("--address", help="of a Ray cluster; left out, RAY_ADDRESS or one of this machine's own")
+    ] = "",
+) -> None:
+    """Serve a model until Ctrl-C or SIGTERM; then requests that run may finish."""
+    try:
+        from alpa_lite.executor.ray.cluster import connect
+        from alpa_lite.serve.deployment import ServerSettings, start, stop
+
+        settings = ServerSettings(
+            host=host,
+            port=port,
+            buckets=_sizes(buckets),
+            slots=slots,
+            max_length=max_length,
+            queue_limit=queue_limit or None,
+            compile_cache=None if compile_cache is None else str(compile_cache.resolve()),
+            token=_token(token_file),
+            body_bytes=body_bytes,
+            timeout_s=timeout_s,
+            drain_s=drain_s,
+            cluster=cluster,
+            num_gpus=gpus,
+        )
+        ended = threading.Event()
+        _check_target(target)
+        connect(address or None, 2)
+        for number in (signal.SIGINT, signal.SIGTERM):  # after Ray has set its own, which does not end well
+            signal.signal(number, lambda *_: ended.set())
+        start(partial(served, target, os.getcwd()), settings)
+        try:
+            typer.echo(f"serving {target} at http://{host}:{port}: POST /generate, GET /health, GET /metrics")
+            ended.wait()
+            typer.echo(f"ending: requests that run have {drain_s:g} s")
+        finally:
+            stop()
+    except ImportError as error:
+        typer.echo(
+            f"error: serving needs Ray Serve, which cannot be imported: {error}. Install it: pip install 'alpa-lite[serve]'.",
+            err=True,
+        )
+        raise typer.Exit(_BAD_INPUT) from None
+    except AlpaLiteError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(_BAD_INPUT) from None
+
+
+def _check_target(target: str) -> None:
+    """What can be said of it without making the model here."""
+    from alpa_lite.cli.target import find_target
+
+    find_target(target, _WANTED)
+
+
+def served(target: str, folder: str) -> ServeTarget:
+    """The target, in the server's process, which runs in another folder than the user.
+
+    Raises:
+        TargetError, ServeError: it names no callable that returns a ``ServeTarget``.
+    """
+    from alpa_lite.cli.target import call_target
+    from alpa_lite.serve.deployment import ServeTarget
+
+    os.chdir(folder)
+    sys.path.insert(0, folder)
+    made = call_target(target, _WANTED)
+    if not isinstance(made, ServeTarget):
+        raise ServeError(
+            f"the target {target!r} returned {type(made).__name__}. It must return {_WANTED}. Correct its return statement."
+        )
+    return made
+
+
+def _sizes(text: str) -> tuple[int, ...] | None:
+    try:
+        return tuple(int(part) for part in text.split(",")) if text else None
+    except ValueError:
+        raise ServeError(
+            f"--buckets {text!r} was given. It must be whole numbers with commas between them. Write --buckets 128,512,2048."
+        ) from None
+
+
+def _token(file: Path | None) -> str | None:
+    if file is None:
+        return None
+    try:
+        token = file.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ServeError(
+            f"the token cannot be read from {str(file)!r}: {error}. It must be a text file. Correct --token-file."
+        ) from error
+    if not token:
+        raise ServeError(
+            f"the file {str(file)!r} is empty. It must hold the token that requests bring. Write one into it."
+        )
+    return token

@@ -1,0 +1,193 @@
+"""Requests and answers over HTTP, whatever server carries them.
+
+In: what answers (``Answers``, or the same in another process). Out: ``HttpService``, which answers Starlette's requests;
+``deployment.py`` puts it behind Ray Serve.
+
+====================  ============================================================================================
+``POST /generate``    a JSON object, ``GenerateBody``; its answer as one JSON object, or as server-sent events
+``GET /health``       200 while requests are taken
+``GET /metrics``      for Prometheus
+====================  ============================================================================================
+
+An error is a JSON object, {"error": text}:
+
+===  =======================================================================================================
+400  not JSON, a field that is unknown, missing or out of range, a prompt longer than the largest bucket
+401  the bearer token is missing or wrong
+404  no such path; 405 the path has another method
+413  the body is larger than allowed
+429  the queue is full; try again after the seconds of ``Retry-After``
+503  the engine has ended or was lost; as 429
+504  not finished by the request's deadline
+===  =======================================================================================================
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import re
+from collections.abc import AsyncIterator
+from typing import Any, Protocol
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response, StreamingResponse
+
+from alpa_lite.errors import DeadlineExceeded, EngineClosed, QueueFull, RequestError, ServeError
+from alpa_lite.serve.answers import GenerateAnswer, GenerateBody, TokenEvent
+from alpa_lite.serve.metrics import CONTENT_TYPE
+
+_JSON = "application/json"
+_NOT_SENT = 499  # the client went away; nobody sees it
+_RETRY_AFTER_S = 1
+_PLACE = re.compile(r" At \S+:\d+( \(\w+\))?\.")
+
+
+class Backend(Protocol):
+    """What answers; see ``Answers``. All raise ``ServeError``s."""
+
+    async def generate(self, body: GenerateBody) -> GenerateAnswer: ...
+    def stream(self, body: GenerateBody) -> AsyncIterator[TokenEvent | GenerateAnswer]: ...
+    async def check(self) -> None: ...
+    async def metrics(self) -> bytes: ...
+
+
+class _Refused(Exception):
+    def __init__(self, status: int, text: str, **headers: str) -> None:
+        super().__init__(text)
+        self.status, self.headers = status, headers
+
+
+class HttpService:
+    """Answers HTTP requests.
+
+    Args:
+        backend: what answers.
+        token: that requests must bring in "Authorization: Bearer ..."; None = none. /health needs none.
+        body_bytes: of the largest body.
+    """
+
+    def __init__(self, backend: Backend, *, token: str | None = None, body_bytes: int = 2**20) -> None:
+        self._backend, self._token, self._body_bytes = backend, token, body_bytes
+
+    async def __call__(self, request: Request) -> Response:
+        """The answer to any request."""
+        try:
+            return await self._answer(request)
+        except _Refused as refused:
+            return _error(refused.status, str(refused), refused.headers)
+        except ServeError as error:
+            status = status_of(error)
+            return _error(status, str(error), {"Retry-After": str(_RETRY_AFTER_S)} if status in (429, 503) else {})
+        except ClientDisconnect:
+            return Response(status_code=_NOT_SENT)
+
+    async def _answer(self, request: Request) -> Response:
+        path = request.url.path.rstrip("/")
+        if path.endswith("/generate"):
+            self._check(request, "POST")
+            return await self._generate(request)
+        if path.endswith("/metrics"):
+            self._check(request, "GET")
+            return Response(await self._backend.metrics(), media_type=CONTENT_TYPE)
+        if path.endswith("/health"):
+            await self._backend.check()
+            return _json(200, {"status": "ok"})
+        raise _Refused(404, f"there is nothing at {path!r}. There are POST /generate, GET /health and GET /metrics.")
+
+    def _check(self, request: Request, method: str) -> None:
+        if request.method != method:
+            raise _Refused(405, f"{request.method} was sent. This path takes {method}.", Allow=method)
+        if self._token is None:
+            return
+        kind, _, token = request.headers.get("authorization", "").partition(" ")
+        if kind.lower() != "bearer" or not hmac.compare_digest(token.strip().encode(), self._token.encode()):
+            text = "the bearer token is missing or wrong. Send the header 'Authorization: Bearer TOKEN' with the server's token."
+            raise _Refused(401, text, **{"WWW-Authenticate": "Bearer"})
+
+    # -- /generate -----------------------------------------------------------------------------------------------------
+
+    async def _generate(self, request: Request) -> Response:
+        body = _decoded(await self._body(request))
+        if body.stream:
+            events = self._backend.stream(body)
+            first = await anext(events)  # what is refused has a status of its own
+            return StreamingResponse(
+                _sent(first, events), media_type="text/event-stream", headers={"Cache-Control": "no-store"}
+            )
+        answered = asyncio.ensure_future(self._backend.generate(body))
+        gone = asyncio.ensure_future(_disconnected(request))
+        try:
+            await asyncio.wait((answered, gone), return_when=asyncio.FIRST_COMPLETED)
+            if not answered.done():
+                raise ClientDisconnect
+            return _json(200, answered.result())
+        finally:
+            answered.cancel()
+            gone.cancel()
+
+    async def _body(self, request: Request) -> bytes:
+        limit, found = self._body_bytes, bytearray()
+        too_large = f"the body is larger than {limit} bytes, which is the most that is taken. Send a shorter prompt."
+        with contextlib.suppress(ValueError):
+            if int(request.headers.get("content-length", "0")) > limit:
+                raise _Refused(413, too_large)
+        async for chunk in request.stream():
+            found += chunk
+            if len(found) > limit:
+                raise _Refused(413, too_large)
+        return bytes(found)
+
+
+async def _sent(first: Any, events: AsyncIterator[Any]) -> AsyncIterator[bytes]:
+    """Server-sent events. When the client goes away this is cancelled, and with it the request."""
+    try:
+        yield _event(first)
+        async for event in events:
+            yield _event(event)
+    except ServeError as error:  # the status is sent already
+        yield _event({"error": _shown(error), "status": status_of(error)})
+    finally:
+        await events.aclose()  # pyrefly: ignore[missing-attribute] - an asynchronous generator
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def status_of(error: ServeError) -> int:
+    """The HTTP status that says so."""
+    for kind, status in ((RequestError, 400), (QueueFull, 429), (DeadlineExceeded, 504), (EngineClosed, 503)):
+        if isinstance(error, kind):
+            return status
+    return 500
+
+
+def _decoded(data: bytes) -> GenerateBody:
+    try:
+        return msgspec.json.decode(data, type=GenerateBody)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        fields = ", ".join(GenerateBody.__struct_fields__)
+        raise RequestError(
+            f"the body cannot be taken: {error}. It must be a JSON object with some of: {fields}. Correct it."
+        ) from error
+
+
+def _json(status: int, value: Any, headers: dict[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(value), status, headers, _JSON)
+
+
+def _error(status: int, text: str, headers: dict[str, str]) -> Response:
+    return _json(status, {"error": _shown(text)}, headers)
+
+
+def _shown(error: Any) -> str:
+    """Without the line of the server's own code that an error names: a client learns nothing from it."""
+    return _PLACE.sub("", str(error))
+
+
+def _event(value: Any) -> bytes:
+    return b"data: " + msgspec.json.encode(value) + b"\n\n"

@@ -1,0 +1,170 @@
+"""A model behind Ray Serve: right answers, a replica that is killed under load, a server that ends, settings that cannot be."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import alpa_lite as al
+from alpa_lite.cli import main
+from alpa_lite.errors import ServeError
+from tests.serve.served_target import target
+
+pytest.importorskip("ray.serve", reason="Ray Serve is not installed: pip install 'alpa-lite[serve]'")
+pytestmark = [pytest.mark.ray, pytest.mark.medium]
+
+SIZES: dict[str, Any] = {"slots": 4, "max_length": 48, "buckets": (8, 32)}
+PROMPTS = [list(range(1, size)) for size in (2, 5, 9, 14)]
+BACK_S = 20.0
+
+
+def free_port() -> int:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return listening.getsockname()[1]
+
+
+def ask(port: int, prompt: list[int], **headers: str) -> tuple[int, Any]:
+    link = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    try:
+        link.request("POST", "/generate", json.dumps({"tokens": prompt, "max_tokens": 12}), headers)
+        got = link.getresponse()
+        return got.status, got.read()
+    finally:
+        link.close()
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[int]]:
+    """Greedy answers of an engine in this process."""
+    served = target()
+    with al.serve.Engine(served.model, served.params(), **SIZES) as engine:
+        return [list(tokens) for tokens in engine.generate(PROMPTS, max_tokens=12)]
+
+
+@pytest.fixture(scope="module")
+def port(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    from alpa_lite.serve import deployment
+
+    port = free_port()
+    cache = str(tmp_path_factory.mktemp("compiled"))
+    deployment.start(target, al.serve.ServerSettings(port=port, cluster="1x2:cpu", compile_cache=cache, **SIZES))
+    yield port
+    deployment.stop()
+
+
+def test_answers_are_the_engines(port: int, expected: list[list[int]]) -> None:
+    for prompt, tokens in zip(PROMPTS, expected, strict=True):
+        status, raw = ask(port, prompt)
+        assert (status, json.loads(raw)["tokens"]) == (200, tokens)
+
+
+def test_a_replica_that_is_killed_under_load(port: int, expected: list[list[int]]) -> None:
+    """Requests get the right tokens or 503, and within 20 s they get tokens again."""
+    answers: list[tuple[float, int, bytes, int]] = []
+    ended = threading.Event()
+
+    def client(k: int) -> None:
+        while not ended.is_set():
+            try:
+                status, raw = ask(port, PROMPTS[k])
+            except OSError as error:  # a connection that is refused or cut is no answer, and must not stay so
+                status, raw = 0, str(error).encode()
+            answers.append((time.monotonic(), status, raw, k))
+            time.sleep(0.01 if status == 200 else 0.2)
+
+    clients = [threading.Thread(target=client, args=(k,)) for k in range(len(PROMPTS))]
+    for thread in clients:
+        thread.start()
+    time.sleep(1.0)
+    killed_s = time.monotonic()
+    os.kill(replica_pid(), signal.SIGKILL)
+    while not any(when > killed_s + 0.5 and status == 200 for when, status, _, _ in answers):
+        assert time.monotonic() < killed_s + BACK_S, [status for _, status, _, _ in answers]
+        time.sleep(0.1)
+    time.sleep(1.0)
+    ended.set()
+    for thread in clients:
+        thread.join()
+    assert {status for _, status, _, _ in answers} <= {200, 503}
+    for _, status, raw, k in answers:
+        assert status != 200 or json.loads(raw)["tokens"] == expected[k]
+
+
+def replica_pid() -> int:
+    """The process below this one that Ray calls so."""
+    parents, named = {}, []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            if b"ServeReplica:alpa_lite:engine" in (folder / "cmdline").read_bytes():
+                named.append(int(folder.name))
+
+    def above(pid: int) -> Iterator[int]:
+        while pid := parents.get(pid, 0):
+            yield pid
+
+    (found,) = [pid for pid in named if os.getpid() in above(pid)]
+    return found
+
+
+def test_a_port_that_is_taken(ray_session: None) -> None:
+    from alpa_lite.serve import deployment
+
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        taken = listening.getsockname()[1]
+        with pytest.raises(ServeError, match=rf"cannot listen on 127.0.0.1:{taken}.*--port"):
+            deployment.start(target, al.serve.ServerSettings(port=taken, **SIZES))
+
+
+def test_the_command_line_serves_and_ends(ray_session: None, tmp_path: Path) -> None:
+    """In a process with a Ray of its own: SIGTERM ends it, and nothing of it is left."""
+    port, token = free_port(), tmp_path / "token"
+    token.write_text("secret\n")
+    command = [sys.executable, "-m", "alpa_lite", "serve", "tests.serve.served_target:target"]
+    options = ["--buckets", "8", "--slots", "2", "--max-length", "16", "--cluster", "1x1:cpu", "--port", str(port)]
+    environment = os.environ | {"RAY_AUTH_TOKEN": "0" * 32}
+    environment.pop("RAY_ADDRESS", None)
+    with subprocess.Popen(
+        [*command, *options, "--token-file", str(token)], env=environment, stdout=subprocess.PIPE, text=True
+    ) as served:
+        assert served.stdout is not None
+        try:
+            assert any(line.startswith("serving ") for line in served.stdout)
+            assert ask(port, [1, 2])[0] == 401
+            assert ask(port, [1, 2], Authorization="Bearer secret")[0] == 200
+        finally:
+            served.send_signal(signal.SIGTERM)
+        served.communicate(timeout=60)
+    assert served.returncode == 0
+    with pytest.raises(OSError):
+        ask(port, [1, 2])
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["tests.serve.served_target:nothing"], "has no callable 'nothing'"),
+        (["tests.serve.served_target:target", "--buckets", "1,x"], "--buckets '1,x'"),
+        (["tests.serve.served_target:target", "--token-file", "/nowhere"], "cannot be read from '/nowhere'"),
+    ],
+)
+def test_bad_settings_are_told_at_once(given: list[str], words: str) -> None:
+    found = CliRunner().invoke(main, ["serve", *given])
+    assert found.exit_code == 2 and words in found.output

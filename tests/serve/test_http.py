@@ -1,0 +1,263 @@
+"""The HTTP service over real sockets, with an engine whose model is a sum: status codes, limits, clients that go away."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from alpa_lite.errors import RequestError
+from alpa_lite.serve.request import Request
+from alpa_lite.serve.scheduler import Scheduler
+from tests.serve.fake_runner import FakeRunner, answer
+
+starlette = pytest.importorskip(
+    "starlette.requests", reason="Ray Serve is not installed: pip install 'alpa-lite[serve]'"
+)
+uvicorn = pytest.importorskip("uvicorn", reason="Ray Serve is not installed: pip install 'alpa-lite[serve]'")
+
+from alpa_lite.serve.answers import Answers  # noqa: E402
+from alpa_lite.serve.http import HttpService  # noqa: E402 - needs Starlette
+
+PROMPT = [3, 1, 4]
+
+
+class FakeEngine:
+    """What the service needs of an engine, over a runner without a model."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.scheduler = Scheduler(FakeRunner(**settings), queue_limit=2, prefills_per_step=4)
+        self.thread = threading.Thread(target=self.scheduler.run, daemon=True)
+        self.thread.start()
+        self.requests: list[Request] = []
+
+    def submit(self, prompt: list[int], **asked: Any) -> Request:
+        if not 0 < len(prompt) <= 16:
+            raise RequestError(
+                f"a prompt of {len(prompt)} tokens was given; the largest bucket holds 16. At file.py:3 (f). Change it."
+            )
+        request = Request(np.asarray(prompt, np.int32), **asked | {"stop": frozenset(asked["stop"])})
+        self.scheduler.submit(request)
+        self.requests.append(request)
+        return request
+
+    def statistics(self) -> Any:
+        return self.scheduler.statistics()
+
+    @property
+    def closed(self) -> bool:
+        return not self.thread.is_alive()
+
+    def close(self) -> None:
+        self.scheduler.close("it was asked to")
+        self.thread.join()
+
+
+class Server:
+    """An engine behind uvicorn on a free port of loopback."""
+
+    def __init__(self, engine: FakeEngine, token: str | None = None, **settings: Any) -> None:
+        self.engine = engine
+        answers = Answers(engine, timeout_s=20.0, **settings)  # pyrefly: ignore[bad-argument-type]
+        service = HttpService(answers, token=token, body_bytes=4096)
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            response = await service(starlette.Request(scope, receive))
+            await response(scope, receive, send)
+
+        self.server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", lifespan="off"))
+        self.thread = threading.Thread(target=self.server.run, daemon=True)
+        self.thread.start()
+        wait_until(lambda: self.server.started)
+        self.port = self.server.servers[0].sockets[0].getsockname()[1]
+
+    def ask(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any, Any]:
+        """Status, decoded body and headers."""
+        link = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        data = json.dumps(body) if isinstance(body, dict) else body
+        link.request(method, path, data, headers)
+        got = link.getresponse()
+        raw = got.read()
+        link.close()
+        return got.status, json.loads(raw) if got.getheader("content-type") == "application/json" else raw.decode(), got
+
+    def generate(self, **body: Any) -> tuple[int, Any]:
+        return self.ask("POST", "/generate", body)[:2]
+
+    def begin(self, **body: Any) -> socket.socket:
+        """Sends a request and reads nothing."""
+        data = json.dumps(body).encode()
+        link = socket.create_connection(("127.0.0.1", self.port))
+        link.sendall(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(data) + data)
+        return link
+
+    def end(self) -> None:
+        self.engine.close()
+        self.server.should_exit = True
+        self.thread.join()
+
+
+def wait_until(done: Callable[[], Any]) -> None:
+    end = time.monotonic() + 20
+    while not done():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    made = Server(FakeEngine(), decode=lambda tokens: " ".join(map(str, tokens)), encode=lambda text: [len(text)])
+    yield made
+    made.end()
+
+
+@pytest.fixture
+def slow() -> Iterator[Server]:
+    """One slot, and 50 ms per token."""
+    made = Server(FakeEngine(slots=1, delay_s=0.05))
+    yield made
+    made.end()
+
+
+def test_an_answer(server: Server) -> None:
+    status, got = server.generate(tokens=PROMPT, max_tokens=5)
+    tokens = answer(PROMPT, 5)
+    assert (status, got) == (200, {"tokens": tokens, "text": " ".join(map(str, tokens)), "finish_reason": "length"})
+    assert server.generate(text="abc", max_tokens=2)[1]["tokens"] == answer([3], 2)
+    stop = answer(PROMPT, 5)[2]
+    assert server.generate(tokens=PROMPT, max_tokens=5, stop=[stop])[1]["finish_reason"] == "stop"
+
+
+def test_a_stream(server: Server) -> None:
+    _, text, got = server.ask("POST", "/generate", {"tokens": PROMPT, "max_tokens": 4, "stream": True})
+    events = [json.loads(line.removeprefix("data: ")) for line in text.split("\n\n") if line]
+    tokens = answer(PROMPT, 4)
+    assert got.getheader("content-type").startswith("text/event-stream")
+    assert [event["token"] for event in events[:-1]] == tokens == events[-1]["tokens"]
+    assert "".join(event["text"] for event in events[:-1]) == events[-1]["text"] == " ".join(map(str, tokens))
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b"{nope", "JSON is malformed"),
+        (b"\xff\xfe", "cannot be taken"),
+        (b"[]", "cannot be taken"),
+        ({"tokens": PROMPT, "max_token": 3}, "max_token"),
+        ({"tokens": "abc"}, "tokens"),
+        ({}, "one of 'text' and 'tokens'"),
+        ({"tokens": PROMPT, "text": "a"}, "only one"),
+        ({"tokens": [1] * 17}, "the largest bucket holds 16"),
+        ({"tokens": PROMPT, "top_p": 2.0}, "top_p=2.0"),
+        ({"tokens": PROMPT, "timeout_s": 21.0}, "at most 20"),
+    ],
+)
+def test_what_cannot_be_taken_is_400(server: Server, body: Any, words: str) -> None:
+    status, got, _ = server.ask("POST", "/generate", body)
+    assert status == 400 and words in got["error"]
+    assert ".py:" not in got["error"], "a client learns nothing from the server's code"
+    assert server.generate(tokens=PROMPT)[0] == 200
+
+
+def test_a_body_that_is_too_large(server: Server) -> None:
+    assert server.ask("POST", "/generate", b"x" * 5000)[0] == 413
+    link = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+    link.request(
+        "POST", "/generate", iter([b"x" * 3000] * 3), encode_chunked=True, headers={"Transfer-Encoding": "chunked"}
+    )
+    assert link.getresponse().status == 413
+    link.close()
+
+
+def test_paths_and_methods(server: Server) -> None:
+    assert server.ask("GET", "/nothing")[0] == 404
+    status, _, got = server.ask("GET", "/generate")
+    assert (status, got.getheader("allow")) == (405, "POST")
+    assert server.ask("GET", "/health")[:2] == (200, {"status": "ok"})
+
+
+def test_the_token() -> None:
+    server = Server(FakeEngine(), token="right")
+    try:
+        for headers in (
+            {},
+            {"Authorization": "Bearer wrong"},
+            {"Authorization": "Basic right"},
+            {"Authorization": "Bearer r\xfc"},
+        ):
+            status, _, got = server.ask("POST", "/generate", {"tokens": PROMPT}, **headers)
+            assert (status, got.getheader("www-authenticate")) == (401, "Bearer")
+        assert server.ask("GET", "/metrics")[0] == 401
+        assert server.ask("GET", "/health")[0] == 200
+        assert server.ask("POST", "/generate", {"tokens": PROMPT}, Authorization="Bearer right")[0] == 200
+        assert len(server.engine.requests) == 1
+    finally:
+        server.end()
+
+
+def test_a_full_queue_is_429_and_a_deadline_504(slow: Server) -> None:
+    running = [slow.begin(tokens=PROMPT, max_tokens=100)]
+    wait_until(lambda: slow.engine.statistics().active == 1)
+    running += [slow.begin(tokens=PROMPT, max_tokens=100) for _ in range(2)]
+    wait_until(lambda: slow.engine.statistics().queued == 2)
+    status, got, head = slow.ask("POST", "/generate", {"tokens": PROMPT})
+    assert status == 429 and "queue_limit=2" in got["error"] and int(head.getheader("retry-after")) >= 1
+    for link in running:
+        link.close()
+    assert wait_for_room(slow) == 200
+    assert slow.generate(tokens=PROMPT, max_tokens=50, timeout_s=0.2)[0] == 504
+
+
+def wait_for_room(server: Server) -> int:
+    wait_until(lambda: server.engine.scheduler.idle)
+    return server.generate(tokens=PROMPT, max_tokens=1)[0]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_away_frees_its_slot(slow: Server, stream: bool) -> None:
+    link = slow.begin(tokens=PROMPT, max_tokens=400, stream=stream)
+    wait_until(lambda: slow.engine.statistics().active == 1)
+    link.close()
+    wait_until(lambda: slow.engine.requests[0].done)
+    assert slow.engine.requests[0].finish_reason == "cancelled" and len(slow.engine.requests[0].tokens) < 100
+    assert wait_for_room(slow) == 200
+
+
+def test_a_slow_reader_holds_nobody_up(server: Server) -> None:
+    link = server.begin(tokens=PROMPT, max_tokens=2000, stream=True)  # and reads nothing
+    wait_until(lambda: server.engine.requests)
+    for _ in range(5):
+        assert server.generate(tokens=PROMPT, max_tokens=3)[1]["tokens"] == answer(PROMPT, 3)
+    wait_until(lambda: server.engine.requests[0].done)
+    link.close()
+
+
+def test_an_engine_that_ended_is_503(server: Server) -> None:
+    server.engine.close()
+    status, got, head = server.ask("POST", "/generate", {"tokens": PROMPT})
+    assert status == 503 and "closed" in got["error"] and head.getheader("retry-after")
+    assert server.ask("GET", "/health")[0] == 503
+
+
+def test_metrics(server: Server) -> None:
+    parser = pytest.importorskip("prometheus_client.parser")
+    server.generate(tokens=PROMPT, max_tokens=5)
+    _, text, head = server.ask("GET", "/metrics")
+    assert head.getheader("content-type").startswith("text/plain")
+    found = {s.name: s.value for f in parser.text_string_to_metric_families(text) for s in f.samples if not s.labels}
+    labelled = {
+        (s.name, *s.labels.values()): s.value for f in parser.text_string_to_metric_families(text) for s in f.samples
+    }
+    assert found["alpa_lite_generated_tokens_total"] == 5 and found["alpa_lite_prompt_tokens_total"] == 3
+    assert labelled["alpa_lite_finished_requests_total", "length"] == 1
+    assert labelled["alpa_lite_padded_tokens_total", "4"] == 1 and labelled["alpa_lite_prefills_total", "4"] == 1
+    assert found["alpa_lite_time_to_first_token_seconds_count"] == 1
+    assert found["alpa_lite_time_per_token_seconds_count"] == 4
+    assert 0 < found["alpa_lite_batch_fill"] <= 1 and found["alpa_lite_padding_waste"] == 0.25

@@ -8,8 +8,10 @@ plan that is not timed, so that JAX and the solver are loaded.
 from __future__ import annotations
 
 import gc
+import statistics
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ from examples import seven_b
 from examples.registry import EXAMPLES
 
 TARGET = ">= 10"
+NUM_ROUNDS = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,8 +67,16 @@ def target(model: str) -> tuple[Any, tuple[Any, ...], int | tuple[int, ...]]:
     return step.fn, step.args, 0
 
 
+def timed(run: Callable[[], Any]) -> tuple[float, Any]:
+    """Seconds and result, without what others left to collect."""
+    gc.collect()
+    start_s = time.perf_counter()
+    result = run()
+    return time.perf_counter() - start_s, result
+
+
 def measure(case: Case) -> Row:
-    """Seconds of the sweep, and how many times longer the single plans take together."""
+    """Seconds of the sweep, and how many times longer the single plans take together: medians of rounds of both in turn."""
     fn, args, donated = target(case.model)
     cluster = al.Cluster.symbolic("n", device="h100-sxm", devices_per_host=8, values=range(1, case.last + 1))
     others = 1
@@ -76,18 +87,23 @@ def measure(case: Case) -> Row:
         options = al.PlanOptions(mesh_shape=(first, *case.fixed), padding="off", remat="none")
         return al.plan(fn, *args, cluster=where, donate_argnums=donated, options=options)
 
+    def sweep() -> tuple[Any, dict[int, Any]]:
+        swept = plan(cluster, "n")
+        of = {n: regime for regime in swept.regimes for n in regime.values}
+        return swept, {n: (swept.objective(n), of[n].memory_at(n), of[n].traffic_at(n)) for n in swept.values}
+
+    def singles() -> dict[int, Any]:
+        return {n: plan(cluster.specialize(n, others=others), n) for n in cluster.values}
+
     plan(cluster.specialize(2, others=others), 2)
-    gc.collect()
-    start_s = time.perf_counter()
-    swept = plan(cluster, "n")
-    of = {n: regime for regime in swept.regimes for n in regime.values}
-    found = {n: (swept.objective(n), of[n].memory_at(n), of[n].traffic_at(n)) for n in swept.values}
-    sweep_s = time.perf_counter() - start_s
-    gc.collect()
-    start_s = time.perf_counter()
-    single = {n: plan(cluster.specialize(n, others=others), n) for n in swept.values}
-    single_s = time.perf_counter() - start_s
-    assert all(found[n][:2] == (p.objective, p.memory) for n, p in single.items())
+    sweeps_s, singles_s = [], []
+    for _ in range(NUM_ROUNDS):
+        time_s, (swept, found) = timed(sweep)
+        sweeps_s.append(time_s)
+        time_s, single = timed(singles)
+        singles_s.append(time_s)
+        assert all(found[n][:2] == (p.objective, p.memory) for n, p in single.items())
+    sweep_s, single_s = statistics.median(sweeps_s), statistics.median(singles_s)
     return Row(
         benchmark="symbolic_sweep",
         case=f"{case.text}: {len(swept.regimes)} regimes",

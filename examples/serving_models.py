@@ -33,6 +33,12 @@ PyTree = Any
 Cache = dict[str, Any]
 
 
+def empty_cache(layers: range, shape: tuple[int, ...], dtype: Any) -> Cache:
+    """Keys and values of that shape, (b, t, ...), for every layer."""
+    blocks = {f"block{index}": {name: jnp.zeros(shape, dtype) for name in ("key", "value")} for index in layers}
+    return {"length": jnp.zeros((shape[0],), jnp.int32), **blocks}
+
+
 def write_tokens(cache: jax.Array, new: jax.Array, lengths: jax.Array) -> jax.Array:
     """``cache`` (b, t, ...) with one token (b, ...) of every slot written behind its last one."""
 
@@ -111,12 +117,7 @@ class GPT:
         """No tokens in any slot."""
         assert max_length <= self.config.seq_len, f"positions are learned up to {self.config.seq_len}"
         heads = self.config.num_heads
-        shape = slots, max_length, heads, self.config.width // heads
-        blocks = {
-            f"block{index}": {name: jnp.zeros(shape, self.dtype) for name in ("key", "value")}
-            for index in self._indices()
-        }
-        return {"length": jnp.zeros((slots,), jnp.int32), **blocks}
+        return empty_cache(self._indices(), (slots, max_length, heads, self.config.width // heads), self.dtype)
 
     def prefill(self, params: PyTree, cache: Cache, tokens: jax.Array, lengths: jax.Array) -> tuple[jax.Array, Cache]:
         """Prompts (b, s), of which ``lengths`` tokens count, into an empty cache -> logits (b, vocabulary) of what follows."""
@@ -228,48 +229,38 @@ class Llama:
         return nnx.merge(self._graphdef, params)(tokens)
 
     def init_cache(self, slots: int, max_length: int) -> Cache:
-        """No tokens in any slot. The first dim of keys and values is the layer, as that of the blocks' parameters."""
-        config = self.config
-        shape = config.num_layers, slots, max_length, config.num_kv_heads, config.head_width
-        return {
-            "length": jnp.zeros((slots,), jnp.int32),
-            "key": jnp.zeros(shape, self.dtype),
-            "value": jnp.zeros(shape, self.dtype),
-        }
+        """No tokens in any slot."""
+        shape = slots, max_length, self.config.num_kv_heads, self.config.head_width
+        return empty_cache(range(self.config.num_layers), shape, self.dtype)
 
     def prefill(self, params: PyTree, cache: Cache, tokens: jax.Array, lengths: jax.Array) -> tuple[jax.Array, Cache]:
         """Prompts (b, s), of which ``lengths`` tokens count, into an empty cache -> logits (b, vocabulary) of what follows."""
         size = tokens.shape[1]
         causal = jnp.tril(jnp.ones((size, size), dtype=bool))[None, None, None]
-        positions = jnp.arange(size)[None]
-
-        def layer(x: jax.Array, given: tuple[PyTree, jax.Array, jax.Array]) -> tuple[jax.Array, Any]:
-            block, keys, values = given
-            q, k, v = self._projected(block, x, positions)
+        x, new = self._embedded(params, tokens), {"length": lengths.astype(jnp.int32)}
+        for name, block in self._blocks(params):
+            q, k, v = self._projected(block, x, jnp.arange(size)[None])
+            new[name] = {"key": write_prompt(cache[name]["key"], k), "value": write_prompt(cache[name]["value"], v)}
             x = self._mixed(block, x, self._attended(q, k, v, causal))
-            return x, (write_prompt(keys, k), write_prompt(values, v))
-
-        x, (keys, values) = jax.lax.scan(
-            layer, self._embedded(params, tokens), (params["blocks"], cache["key"], cache["value"])
-        )
-        new = {"length": lengths.astype(jnp.int32), "key": keys, "value": values}
         return self._head(params, last_tokens(x, lengths)), new
 
     def decode(self, params: PyTree, cache: Cache, tokens: jax.Array) -> tuple[jax.Array, Cache]:
         """One more token (b,) for every slot -> logits (b, vocabulary) of what follows."""
-        lengths, max_length = cache["length"], cache["key"].shape[2]
+        lengths, max_length = cache["length"], cache["block0"]["key"].shape[1]
         seen = (jnp.arange(max_length)[None] <= lengths[:, None])[:, None, None, None]
-
-        def layer(x: jax.Array, given: tuple[PyTree, jax.Array, jax.Array]) -> tuple[jax.Array, Any]:
-            block, keys, values = given
+        x, new = self._embedded(params, tokens)[:, None], {"length": jnp.minimum(lengths + 1, max_length)}
+        for name, block in self._blocks(params):
             q, k, v = self._projected(block, x, lengths[:, None])
-            keys, values = write_tokens(keys, k[:, 0], lengths), write_tokens(values, v[:, 0], lengths)
-            return self._mixed(block, x, self._attended(q, keys, values, seen)), (keys, values)
-
-        x = self._embedded(params, tokens)[:, None]
-        x, (keys, values) = jax.lax.scan(layer, x, (params["blocks"], cache["key"], cache["value"]))
-        new = {"length": jnp.minimum(lengths + 1, max_length), "key": keys, "value": values}
+            keys = write_tokens(cache[name]["key"], k[:, 0], lengths)
+            values = write_tokens(cache[name]["value"], v[:, 0], lengths)
+            new[name] = {"key": keys, "value": values}
+            x = self._mixed(block, x, self._attended(q, keys, values, seen))
         return self._head(params, x[:, 0]), new
+
+    def _blocks(self, params: PyTree) -> list[tuple[str, PyTree]]:
+        """Training scans over layers. Here that would copy the cache, which goes through the scan whole, in every step."""
+        layers = range(self.config.num_layers)
+        return [(f"block{index}", jax.tree.map(lambda x, index=index: x[index], params["blocks"])) for index in layers]
 
     def _embedded(self, params: PyTree, tokens: jax.Array) -> jax.Array:
         return params["embed"]["embedding"].astype(self.dtype)[tokens]

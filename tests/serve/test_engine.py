@@ -132,6 +132,18 @@ def test_all_graphs_have_one_layout_and_count_the_cache_in_their_memory(engine: 
     assert all(plan.memory.peak >= held for plan in engine.plans.values())
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_the_planned_memory_is_what_compiled_programs_take(name: str) -> None:
+    """With a cache that is most of it: it must be counted once, and written in place."""
+    model, params = model_and_params(name)
+    graphs = al.serve.graphs(model, params, slots=16, max_length=32, buckets=(16,))
+    for graph, plan in plan_graphs(graphs).items():
+        fn, args = graphs[graph]
+        compiled = al.parallelize(fn, plan=plan, donate_argnums=1).compile(*args)
+        assert compiled.audit().ok
+        assert 0.95 <= plan.memory.peak / compiled.peak_bytes() <= 1.25, graph
+
+
 def test_a_cache_beyond_the_memory_budget_is_refused_when_planning() -> None:
     model, params = model_and_params("llama")
     graphs = al.serve.graphs(model, params, slots=8, max_length=4096, buckets=(8,))

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 if __package__ in (None, ""):  # run as a script: make the package `examples` importable
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -66,34 +66,23 @@ def masked_softmax(scores: jax.Array, mask: jax.Array) -> jax.Array:
 
 
 @dataclass(frozen=True)
-class GPT:
-    """``examples/gpt_linen.py`` with a cache; ``params`` are those of its training state (``state.params``).
+class Cut:
+    """A model of blocks ``first`` to ``last`` - 1 of all; a whole one has them all."""
 
-    Positions are learned: a slot holds at most ``config.seq_len`` tokens. A part of it (``split``) has blocks ``first`` to
-    ``last`` - 1 alone, and takes hidden values in place of tokens where it is not the first part.
-    """
-
-    config: gpt_linen.Config
+    config: Any
     dtype: Any = jnp.float32
     vocab_size: int = VOCAB
     first: int = 0
     last: int | None = None
 
-    @classmethod
-    def of(cls, size: str = "small") -> GPT:
-        return cls(gpt_linen.CONFIGS[size])
-
-    def split(self, num_stages: int) -> list[tuple[GPT, Callable[[PyTree], PyTree]]]:
+    def split(self, num_stages: int) -> list[tuple[Self, Callable[[PyTree], PyTree]]]:
         """Parts of as many blocks each, and for each what picks its parameters."""
         cuts = [index * self.config.num_layers // num_stages for index in range(num_stages + 1)]
         parts = [replace(self, first=first, last=last) for first, last in pairwise(cuts)]
         return [(part, part._picked) for part in parts]
 
     def _picked(self, params: PyTree) -> PyTree:
-        names = [name for name, _ in self._blocks(params)]
-        names += ["tokens", "positions"] if self._is_first else []
-        names += ["LayerNorm_0", "head"] if self._is_last else []
-        return {name: params[name] for name in names}
+        raise NotImplementedError
 
     @property
     def _is_first(self) -> bool:
@@ -102,6 +91,30 @@ class GPT:
     @property
     def _is_last(self) -> bool:
         return self.last in (None, self.config.num_layers)
+
+    def _indices(self) -> range:
+        return range(self.first, self.config.num_layers if self.last is None else self.last)
+
+
+@dataclass(frozen=True)
+class GPT(Cut):
+    """``examples/gpt_linen.py`` with a cache; ``params`` are those of its training state (``state.params``).
+
+    Positions are learned: a slot holds at most ``config.seq_len`` tokens. A part of it (``split``) has blocks ``first`` to
+    ``last`` - 1 alone, and takes hidden values in place of tokens where it is not the first part.
+    """
+
+    config: gpt_linen.Config
+
+    @classmethod
+    def of(cls, size: str = "small") -> GPT:
+        return cls(gpt_linen.CONFIGS[size])
+
+    def _picked(self, params: PyTree) -> PyTree:
+        names = [name for name, _ in self._blocks(params)]
+        names += ["tokens", "positions"] if self._is_first else []
+        names += ["LayerNorm_0", "head"] if self._is_last else []
+        return {name: params[name] for name in names}
 
     def init_params(self, key: jax.Array) -> PyTree:
         """Parameters as training begins with them."""
@@ -159,9 +172,6 @@ class GPT:
     def _blocks(self, params: PyTree) -> list[tuple[str, PyTree]]:
         return [(f"block{index}", params[f"block{index}"]) for index in self._indices()]
 
-    def _indices(self) -> range:
-        return range(self.first, self.config.num_layers if self.last is None else self.last)
-
     def _dense(self, params: PyTree, x: jax.Array) -> jax.Array:
         y = x @ params["kernel"].astype(self.dtype)
         return y + params["bias"].astype(self.dtype) if "bias" in params else y
@@ -197,12 +207,10 @@ def rotate_at(x: jax.Array, positions: jax.Array) -> jax.Array:
 
 
 @dataclass(frozen=True)
-class Llama:
+class Llama(Cut):
     """``examples/llama_nnx.py`` with a cache; ``params`` are those of its training state (``state["params"]``)."""
 
     config: llama_nnx.Config
-    dtype: Any = jnp.float32
-    vocab_size: int = VOCAB
 
     @classmethod
     def of(cls, size: str = "small") -> Llama:
@@ -231,36 +239,43 @@ class Llama:
     def init_cache(self, slots: int, max_length: int) -> Cache:
         """No tokens in any slot."""
         shape = slots, max_length, self.config.num_kv_heads, self.config.head_width
-        return empty_cache(range(self.config.num_layers), shape, self.dtype)
+        return empty_cache(self._indices(), shape, self.dtype)
 
     def prefill(self, params: PyTree, cache: Cache, tokens: jax.Array, lengths: jax.Array) -> tuple[jax.Array, Cache]:
         """Prompts (b, s), of which ``lengths`` tokens count, into an empty cache -> logits (b, vocabulary) of what follows."""
         size = tokens.shape[1]
         causal = jnp.tril(jnp.ones((size, size), dtype=bool))[None, None, None]
-        x, new = self._embedded(params, tokens), {"length": lengths.astype(jnp.int32)}
+        x, new = self._embedded(params, tokens) if self._is_first else tokens, {"length": lengths.astype(jnp.int32)}
         for name, block in self._blocks(params):
             q, k, v = self._projected(block, x, jnp.arange(size)[None])
             new[name] = {"key": write_prompt(cache[name]["key"], k), "value": write_prompt(cache[name]["value"], v)}
             x = self._mixed(block, x, self._attended(q, k, v, causal))
-        return self._head(params, last_tokens(x, lengths)), new
+        return self._head(params, last_tokens(x, lengths)) if self._is_last else x, new
 
     def decode(self, params: PyTree, cache: Cache, tokens: jax.Array) -> tuple[jax.Array, Cache]:
         """One more token (b,) for every slot -> logits (b, vocabulary) of what follows."""
-        lengths, max_length = cache["length"], cache["block0"]["key"].shape[1]
+        lengths, max_length = cache["length"], cache[f"block{self.first}"]["key"].shape[1]
         seen = (jnp.arange(max_length)[None] <= lengths[:, None])[:, None, None, None]
-        x, new = self._embedded(params, tokens)[:, None], {"length": jnp.minimum(lengths + 1, max_length)}
+        x = self._embedded(params, tokens)[:, None] if self._is_first else tokens
+        new = {"length": jnp.minimum(lengths + 1, max_length)}
         for name, block in self._blocks(params):
             q, k, v = self._projected(block, x, lengths[:, None])
             keys = write_tokens(cache[name]["key"], k[:, 0], lengths)
             values = write_tokens(cache[name]["value"], v[:, 0], lengths)
             new[name] = {"key": keys, "value": values}
             x = self._mixed(block, x, self._attended(q, keys, values, seen))
-        return self._head(params, x[:, 0]), new
+        return self._head(params, x[:, 0]) if self._is_last else x, new
 
     def _blocks(self, params: PyTree) -> list[tuple[str, PyTree]]:
         """Training scans over layers. Here that would copy the cache, which goes through the scan whole, in every step."""
-        layers = range(self.config.num_layers)
-        return [(f"block{index}", jax.tree.map(lambda x, index=index: x[index], params["blocks"])) for index in layers]
+        rows = [jax.tree.map(lambda x, row=row: x[row], params["blocks"]) for row in range(len(self._indices()))]
+        return [(f"block{index}", block) for index, block in zip(self._indices(), rows, strict=True)]
+
+    def _picked(self, params: PyTree) -> PyTree:
+        """The blocks' rows are slices of arrays: parameters in a checkpoint cannot be picked so."""
+        rows = slice(self._indices().start, self._indices().stop)
+        names = (["embed"] if self._is_first else []) + (["norm", "head"] if self._is_last else [])
+        return {"blocks": jax.tree.map(lambda x: x[rows], params["blocks"]), **{name: params[name] for name in names}}
 
     def _embedded(self, params: PyTree, tokens: jax.Array) -> jax.Array:
         return params["embed"]["embedding"].astype(self.dtype)[tokens]

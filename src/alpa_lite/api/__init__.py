@@ -26,7 +26,7 @@ from alpa_lite.api.step import ParallelStep
 from alpa_lite.cluster.cluster import Cluster as ClusterData
 from alpa_lite.cluster.symbolic import SymbolicCluster
 from alpa_lite.costs.profile import roles_of
-from alpa_lite.errors import AlpaLiteError, ExportError
+from alpa_lite.errors import AlpaLiteError, ExportError, user_line
 from alpa_lite.executor.calibrate import local_cluster
 from alpa_lite.executor.host_data import HostData
 from alpa_lite.executor.load_export import ExportedPart, load_part
@@ -109,7 +109,17 @@ class PlanTarget:
     data: Callable[..., Any] | None = None
 
 
-_SETTINGS = ("cluster", "pins", "pin_like", "options", "static_argnums", "static_argnames", "donate_argnums")  # of plan
+_SETTINGS = (
+    "cluster",
+    "pins",
+    "pin_like",
+    "follow",
+    "follow_like",
+    "options",
+    "static_argnums",
+    "static_argnames",
+    "donate_argnums",
+)  # of plan
 
 
 # What is planned depends on the cluster; the other settings are those of the definition below.
@@ -123,6 +133,8 @@ def plan(
     cluster: ClusterData | SymbolicCluster,
     pins: Any = None,
     pin_like: Mapping[str, str] | None = None,
+    follow: Any = None,
+    follow_like: Mapping[str, str] | None = None,
     options: PlanOptions | None = None,
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (),
@@ -138,6 +150,10 @@ def plan(
             ``options.mesh_shape`` gives plans for many numbers of workers at once.
         pins: path or glob -> ``PartitionSpec``, e.g. ``{"0/params/*/kernel": P(None, "model")}``, or a pytree of them.
         pin_like: ``{"0/opt_state": "0/params"}``: leaves under the first follow their counterparts under the second.
+        follow: a parallelized step or a plan whose parameters this function takes where they are: leaves with the path of a
+            parameter (for one argument also with the end of it: "0/kernel" is "0/params/kernel"), its shape and dtype keep its
+            spec, and the mesh is that plan's. Or a ``plan.parameter_layout``, with the mesh in ``options``.
+        follow_like: ``{"0": "0/params"}``: leaves under the first follow the plan's under the second, where paths differ.
         options: see ``PlanOptions``.
         static_argnums, static_argnames, donate_argnums: as in ``jax.jit``.
 
@@ -152,7 +168,8 @@ def plan(
         >>> plan = al.plan(train_step, state, batch, cluster=al.Cluster.parse("1x8:h100-sxm"), donate_argnums=0)
     """
     check_keywords(plain(fn), kwargs, _SETTINGS)
-    request = Request.of(fn, pins, pin_like, options, static_argnums, static_argnames, donate_argnums)
+    jit_settings = static_argnums, static_argnames, donate_argnums
+    request = Request.of(fn, pins, pin_like, options, *jit_settings, follow, follow_like)
     if isinstance(cluster, SymbolicCluster):
         return request.symbolic_plan(args, kwargs, cluster)
     return request.plan(args, kwargs, cluster)[1]
@@ -193,6 +210,8 @@ def parallelize(
     cluster: ClusterData | None = None,
     pins: Any = None,
     pin_like: Mapping[str, str] | None = None,
+    follow: Any = None,
+    follow_like: Mapping[str, str] | None = None,
     num_microbatches: int | None = None,
     options: PlanOptions | None = None,
     plan: Plan | None = None,
@@ -212,6 +231,7 @@ def parallelize(
             than the usual ones.
         address: of the Ray cluster, "auto" for one on this host; None = RAY_ADDRESS, or a cluster of this machine's own.
         pins, pin_like, options, static_argnums, static_argnames, donate_argnums: as for ``plan``.
+        follow, follow_like: as for ``plan``; a step that is followed needs its plan when this one is made.
         num_microbatches: as in ``PlanOptions``; giving both, and different, is an error.
 
     Returns:
@@ -222,6 +242,10 @@ def parallelize(
         ... def train_step(state, batch): ...
     """
     ray = checked_executor(executor, address)
+    if plan is not None and follow is not None:
+        raise AlpaLiteError(
+            f"plan and follow were given. A plan says already where parameters lie. At {user_line()}. Give one of them."
+        )
     if num_microbatches is not None:
         options = checked_options(options)
         if options.num_microbatches not in (1, num_microbatches):
@@ -233,7 +257,7 @@ def parallelize(
 
     def wrap(function: Callable[..., Any]) -> ParallelStep:
         settings = static_argnums, static_argnames, donate_argnums
-        request = Request.of(check_function(function), pins, pin_like, options, *settings)
+        request = Request.of(check_function(function), pins, pin_like, options, *settings, follow, follow_like)
         return ParallelStep(request, cluster, checked_plan(plan), ray)
 
     return wrap if fn is None else wrap(fn)

@@ -222,6 +222,10 @@ class Parallelized:
     __wrapped__: Callable[..., Any]
     _request: Any
 
+    def known_plan(self) -> Plan | None:
+        """The plan that was made first, or given."""
+        raise NotImplementedError
+
 
 def plain(fn: Any) -> Callable[..., Any]:
     """The user's function, also of an already parallelized one."""

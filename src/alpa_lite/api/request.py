@@ -13,6 +13,7 @@ import jax
 
 from alpa_lite._version import __version__
 from alpa_lite.api.bound import JIT_SETTINGS, Parallelized, Trees, plain
+from alpa_lite.api.follow import Followed, counterparts, fixed_pins, followed_plan, following_options
 from alpa_lite.api.given import argnames, argnums, checked_options
 from alpa_lite.cluster.cluster import Cluster as ClusterData
 from alpa_lite.cluster.symbolic import SymbolicCluster
@@ -64,7 +65,10 @@ _VERSIONS = Versions(jax=jax.__version__, alpa_lite=__version__)
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a user asked for, whatever the arguments; ``source`` is the line where, for messages."""
+    """What a user asked for, whatever the arguments.
+
+    ``source`` is the line where, for messages. ``follow`` is as given until planning, then a ``Followed``.
+    """
 
     fn: Callable[..., Any]
     pins: Any
@@ -74,6 +78,8 @@ class Request:
     static_argnames: tuple[str, ...]
     donate_argnums: tuple[int, ...]
     source: str
+    follow: Any = None
+    follow_like: Mapping[str, str] | None = None
 
     @classmethod
     def of(
@@ -85,6 +91,8 @@ class Request:
         static_argnums: int | Sequence[int],
         static_argnames: str | Sequence[str],
         donate_argnums: int | Sequence[int],
+        follow: Any = None,
+        follow_like: Mapping[str, str] | None = None,
     ) -> Request:
         """What a user gave, checked; what is not given is as an already parallelized function has it."""
         own: Request | None = fn._request if isinstance(fn, Parallelized) else None
@@ -97,6 +105,8 @@ class Request:
             argnames(static_argnames),
             argnums(plain(fn), "donate_argnums", donate_argnums),
             user_line(),
+            follow,
+            follow_like,
         )
         if own is None:
             return given
@@ -110,6 +120,8 @@ class Request:
             given.static_argnames or own.static_argnames,
             given.donate_argnums or own.donate_argnums,
             own.source if as_pinned else given.source,
+            own.follow if follow is None else follow,
+            own.follow_like if follow is None and follow_like is None else follow_like,
         )
 
     def trace(self, args: tuple[Any, ...], kwargs: dict[str, Any], layers: LayerCuts | None = None) -> Traced:
@@ -133,6 +145,8 @@ class Request:
         """The traced step and its plan; without ``search`` the number of stages is not searched."""
         self._check(cluster)
         self._check_stages(cluster)
+        if self.follow is not None and not isinstance(self.follow, Followed):
+            return self._following(cluster).plan(args, kwargs, cluster, search=search)
         if self.options.num_microbatches == "auto":
             return self._with_fewest_microbatches(args, kwargs, cluster)
         with _told(self.options.verbose) as progress:
@@ -143,6 +157,11 @@ class Request:
             else:
                 traced, made = self._on_one_mesh(args, kwargs, cluster, progress)
         return traced, self._finished(made, traced)
+
+    def _following(self, cluster: ClusterData) -> Request:
+        """With the layouts of what is followed, and planned on its mesh."""
+        followed = followed_plan(self.follow, self.source)
+        return replace(self, follow=followed, options=following_options(self.options, followed, cluster, self.source))
 
     def _on_stages(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], cluster: ClusterData, progress: Progress
@@ -287,6 +306,11 @@ class Request:
                 f"the name {cluster.name!r}. At {self.source}. Give PlanOptions(mesh_shape=({cluster.name!r},)), or "
                 f"({cluster.name!r}, 2) with an axis of fixed size beside it."
             )
+        if self.follow is not None:
+            raise AlpaLiteError(
+                f"follow was given for the symbolic cluster '{cluster}'. What is followed lies on a mesh of known size. At "
+                f"{self.source}. Give a cluster of devices, or pins in place of follow."
+            )
         if self.options.remat not in ("auto", "none"):
             raise AlpaLiteError(
                 f"remat={self.options.remat!r} was given for the symbolic cluster '{cluster}'. There the plan recomputes what "
@@ -372,7 +396,7 @@ class Request:
 
     def _resolve(self, traced: Traced, annotations: Mapping[str, Any] | None) -> ResolvedPins:
         program = traced.program
-        return resolve_pins(
+        pins = resolve_pins(
             self.pins,
             self.pin_like,
             program.input_paths,
@@ -383,6 +407,9 @@ class Request:
             source=self.source,
             annotations=annotations,
         )
+        if self.follow is None:
+            return pins
+        return fixed_pins(pins, counterparts(program, self.follow, self.follow_like, self.source), self.source)
 
 
 def _tell(text: str) -> None:

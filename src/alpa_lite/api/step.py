@@ -212,10 +212,13 @@ class ParallelStep(Parallelized):
         leaves, manifest = self._restored(folder, None, planned, 0)
         return jax.tree_util.tree_unflatten(argument_tree(planned, 0), leaves), manifest
 
-    def _known_plan(self, call: str) -> Plan:
-        """The plan that was made first, or given."""
+    def known_plan(self) -> Plan | None:
+        """The plan that was made first, or given; None if there is none yet."""
         known = next(iter(self._planned.values()), None)
-        planned = known[1] if known else self._given
+        return known[1] if known else self._given
+
+    def _known_plan(self, call: str) -> Plan:
+        planned = self.known_plan()
         if planned is None:
             raise ArgumentsError(
                 f"{call} needs a plan to know the layout, and there is none yet. A plan exists after step.plan(...), a "

@@ -137,6 +137,14 @@ def test_some_follow_and_others_are_planned():
     assert found.specs_by_path["0/up/kernel"] == P("data", None)
 
 
+def test_a_step_that_follows_is_planned_so_by_others_too():
+    plan = train_plan(options=MESH, pins=PINS)
+    run = al.parallelize(forward, cluster=CLUSTER, follow=plan)
+    batch = jax.ShapeDtypeStruct((16, 16), jnp.float32)
+    again = al.plan(run, shapes(made_state()["params"]), batch, cluster=CLUSTER)
+    assert parameters(again) == parameters(forward_plan(follow=plan))
+
+
 def test_following_its_own_optimum_changes_nothing():
     free = train_plan(options=MESH)
     again = train_plan(follow=free)

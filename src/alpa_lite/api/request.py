@@ -105,8 +105,8 @@ class Request:
             argnames(static_argnames),
             argnums(plain(fn), "donate_argnums", donate_argnums),
             user_line(),
-            follow,
-            follow_like,
+            follow=follow,
+            follow_like=follow_like,
         )
         if own is None:
             return given
@@ -120,8 +120,8 @@ class Request:
             given.static_argnames or own.static_argnames,
             given.donate_argnums or own.donate_argnums,
             own.source if as_pinned else given.source,
-            own.follow if follow is None else follow,
-            own.follow_like if follow is None and follow_like is None else follow_like,
+            follow=own.follow if follow is None else follow,
+            follow_like=own.follow_like if follow is None and follow_like is None else follow_like,
         )
 
     def trace(self, args: tuple[Any, ...], kwargs: dict[str, Any], layers: LayerCuts | None = None) -> Traced:

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from alpa_lite.api import load_plan as load_plan
     from alpa_lite.api import parallelize as parallelize
     from alpa_lite.api import plan as plan
+    from alpa_lite.api.shared import plan_shared as plan_shared
+    from alpa_lite.api.shared_layout import SharedLayout as SharedLayout
     from alpa_lite.errors import AlpaLiteError as AlpaLiteError
     from alpa_lite.errors import NotFiniteError as NotFiniteError
     from alpa_lite.errors import WorkerLost as WorkerLost
@@ -67,6 +69,7 @@ _PUBLIC = {
     "PlanOptions": "alpa_lite.planner.options",
     "PlanTarget": "alpa_lite.api",
     "RayExecutor": "alpa_lite.api",
+    "SharedLayout": "alpa_lite.api.shared_layout",
     "RemoteArray": "alpa_lite.executor.ray.remote_array",
     "StepReport": "alpa_lite.api",
     "WorkerLost": "alpa_lite.errors",
@@ -81,6 +84,7 @@ _PUBLIC = {
     "pin": "alpa_lite.trace.pin_op",
     "pin_stage": "alpa_lite.trace.stage_pin",
     "plan": "alpa_lite.api",
+    "plan_shared": "alpa_lite.api.shared",
     "reshard": "alpa_lite.lowering.reshard",
     "register_rule": "alpa_lite.trace.user_op",
     "value_and_grad": "alpa_lite.trace.microbatch",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from os import PathLike
 from typing import Any
 
@@ -19,13 +19,13 @@ from alpa_lite.cluster.cluster import Cluster as ClusterData
 from alpa_lite.cluster.symbolic import SymbolicCluster
 from alpa_lite.core.program import Program
 from alpa_lite.errors import AlpaLiteError, LayerError, MemoryBudgetError, MicrobatchError, user_line
-from alpa_lite.plan.pins import ResolvedPins
+from alpa_lite.plan.pins import Dims, ResolvedPins
 from alpa_lite.plan.plan import Plan
 from alpa_lite.planner.collector import collector_paused
 from alpa_lite.planner.options import PlanOptions
 from alpa_lite.planner.padded import plan_with_padding
 from alpa_lite.planner.pipeline import plan_pipeline
-from alpa_lite.planner.plan_step import Versions, mesh_task, plan_step
+from alpa_lite.planner.plan_step import KnownTasks, Versions, mesh_task, plan_step
 from alpa_lite.planner.remat import plan_recomputing
 from alpa_lite.planner.searched import SEARCHED_SCHEDULES, SearchTask, is_searched, plan_with_stages_searched
 from alpa_lite.planner.stage_cut import StageCut, asked_schedule, given_cut, given_submeshes, one_stage
@@ -68,6 +68,7 @@ class Request:
     """What a user asked for, whatever the arguments.
 
     ``source`` is the line where, for messages. ``follow`` is as given until planning, then a ``Followed``.
+    ``fixed`` are layouts of argument leaves that come from neither: path -> dims, and where they come from.
     """
 
     fn: Callable[..., Any]
@@ -80,6 +81,7 @@ class Request:
     source: str
     follow: Any = None
     follow_like: Mapping[str, str] | None = None
+    fixed: tuple[Mapping[str, Dims], str] = field(default_factory=lambda: ({}, ""))
 
     @classmethod
     def of(
@@ -146,7 +148,7 @@ class Request:
         self._check(cluster)
         self._check_stages(cluster)
         if self.follow is not None and not isinstance(self.follow, Followed):
-            return self._following(cluster).plan(args, kwargs, cluster, search=search)
+            return self.following(cluster).plan(args, kwargs, cluster, search=search)
         if self.options.num_microbatches == "auto":
             return self._with_fewest_microbatches(args, kwargs, cluster)
         with _told(self.options.verbose) as progress:
@@ -158,8 +160,10 @@ class Request:
                 traced, made = self._on_one_mesh(args, kwargs, cluster, progress)
         return traced, self._finished(made, traced)
 
-    def _following(self, cluster: ClusterData) -> Request:
+    def following(self, cluster: ClusterData) -> Request:
         """With the layouts of what is followed, and planned on its mesh."""
+        if self.follow is None or isinstance(self.follow, Followed):
+            return self
         followed = followed_plan(self.follow, self.source)
         return replace(self, follow=followed, options=following_options(self.options, followed, cluster, self.source))
 
@@ -195,16 +199,24 @@ class Request:
         cluster: ClusterData,
         progress: Progress,
         known: Traced | None = None,
+        tasks: KnownTasks | None = None,
     ) -> tuple[Traced, Plan]:
-        """Without a pipeline; where dims were padded or layers are recomputed, that step with its plan. ``known``: the step as it
-        is, if it was traced."""
+        """Without a pipeline; where dims were padded or layers are recomputed, that step with its plan.
+
+        Args:
+            args, kwargs, cluster, progress: as everywhere here.
+            known: the step as it is, if it was traced.
+            tasks: what was planned of it before.
+        """
         options = one_stage(self.options, cluster, self.source)
 
         def plan_traced(traced: Traced) -> tuple[Traced, Plan]:
             pins, notes = self._pins_and_notes(traced, args, kwargs)
 
             def plan_program(program: Program, pins: ResolvedPins) -> Plan:
-                return plan_step(program, cluster, pins, options, _VERSIONS, notes=notes, progress=progress)
+                return plan_step(
+                    program, cluster, pins, options, _VERSIONS, notes=notes, progress=progress, known=tasks
+                )
 
             if self.options.padding == "off":
                 return traced, plan_program(traced.program, pins)
@@ -214,6 +226,20 @@ class Request:
             return known if layers is None and known is not None else self.trace(args, kwargs, layers)
 
         return plan_recomputing(plan_traced, trace_with, self.options, self.source)
+
+    @collector_paused()
+    def plan_known(
+        self, traced: Traced, args: tuple[Any, ...], cluster: ClusterData, tasks: KnownTasks
+    ) -> tuple[Traced, Plan]:
+        """The plan of a step on one mesh that was traced; ``tasks`` as of ``plan_step``."""
+        self._check(cluster)
+        with _told(self.options.verbose) as progress:
+            found, made = self._on_one_mesh(args, {}, cluster, progress, traced, tasks)
+        return found, self._finished(made, found)
+
+    def pins_of(self, traced: Traced, args: tuple[Any, ...]) -> ResolvedPins:
+        """What is fixed of a step."""
+        return self._pins_and_notes(traced, args, {})[0]
 
     def _searched(
         self,
@@ -407,9 +433,9 @@ class Request:
             source=self.source,
             annotations=annotations,
         )
-        if self.follow is None:
-            return pins
-        return fixed_pins(pins, counterparts(program, self.follow, self.follow_like, self.source), self.source)
+        if self.follow is not None:
+            pins = fixed_pins(pins, counterparts(program, self.follow, self.follow_like, self.source), self.source)
+        return pins.with_fixed(program.input_paths, *self.fixed)
 
 
 def _tell(text: str) -> None:

@@ -41,7 +41,7 @@ from alpa_lite.planner.realise import Realised, realise
 from alpa_lite.planner.rent import bytes_at, with_rent
 from alpa_lite.planner.shared import Shared
 
-_Posed = tuple[CostModel, Pricer, Callable[[int | None], IntraOpProblem]]
+Posed = tuple[CostModel, Pricer, Callable[[int | None], IntraOpProblem]]
 """Prices, what prices the decisions, and what is to be solved under a limit of the solver's own count of memory."""
 Rent = Callable[[Pricer, IntraOpProblem], Sequence[np.ndarray]]
 """Costs of all nodes with what they are charged beside their prices."""
@@ -75,14 +75,14 @@ class Begun:
     ``reduced`` is of the problem as it is solved (``solve_in_units``), which changes it.
     """
 
-    posed: _Posed
+    posed: Posed
     problem: IntraOpProblem
     reduced: CostGraph | None
 
 
 def begin_together(tasks: Sequence[tuple[MeshTask, Cluster, DeviceMesh]]) -> list[Begun]:
     """Meshes with one decision graph, to be handed to ``plan_on_mesh``. Bad pins raise ``PinError``."""
-    posed = [_pose(*task) for task in tasks]
+    posed = [pose(*task) for task in tasks]
     problems = [problem_within(None) for _, _, problem_within in posed]
     check_problem(problems[0])  # what is reduced together has the same shapes
     in_units = [scaled(problem, _units(costs)) for (costs, _, _), problem in zip(posed, problems, strict=True)]
@@ -107,7 +107,7 @@ def plan_on_mesh(
         begun: what has been done of it (``begin_together``; no rent), so that it is not done again.
     """
     begin = time.perf_counter()
-    costs, pricer, problem_within = begun.posed if begun else _pose(task, cluster, mesh)
+    costs, pricer, problem_within = begun.posed if begun else pose(task, cluster, mesh)
 
     def found(problem: IntraOpProblem, charged: IntraOpProblem) -> MeshResult:
         return _found(task, costs, pricer, problem, charged, begin, cutoff)
@@ -148,7 +148,7 @@ def plan_once(
         among: choices of plans; with them every node chooses as one of them did.
     """
     begin = time.perf_counter()
-    costs, pricer, problem_within = _pose(task, cluster, mesh)
+    costs, pricer, problem_within = pose(task, cluster, mesh)
     problem = problem_within(limit)
     if among:
         problem = _restricted(problem, among)
@@ -157,7 +157,7 @@ def plan_once(
 
 def counted_bytes(task: MeshTask, cluster: Cluster, mesh: DeviceMesh, choice: np.ndarray) -> int:
     """The peak of a choice by the solver's own count."""
-    return evaluate(_pose(task, cluster, mesh)[2](0), choice).peak_bytes
+    return evaluate(pose(task, cluster, mesh)[2](0), choice).peak_bytes
 
 
 def _charged(task: MeshTask, pricer: Pricer, problem: IntraOpProblem) -> IntraOpProblem:
@@ -205,14 +205,14 @@ def greedy_first(task: MeshTask, cluster: Cluster, result: MeshResult) -> Search
     assert result.solution is not None
     problem = result.problem
     if problem is None:  # a number of a symbolic plan, which keeps none
-        problem = _pose(task, cluster, result.mesh)[2](result.limit)
+        problem = pose(task, cluster, result.mesh)[2](result.limit)
     step = greedy_step(problem, result.solution)
     if step is None or not _in_ties(task_costs(task, cluster, result.mesh)):
         return step
     return replace(step, objective=float(math.floor(step.objective)))
 
 
-def _pose(task: MeshTask, cluster: Cluster, mesh: DeviceMesh) -> _Posed:
+def pose(task: MeshTask, cluster: Cluster, mesh: DeviceMesh) -> Posed:
     task.pins.check(mesh)
     costs = task_costs(task, cluster, mesh)
     rules = costs.rules

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from alpa_lite.cluster.cluster import Cluster
 from alpa_lite.core.mesh import DeviceMesh
@@ -45,6 +45,27 @@ class Versions:
     alpa_lite: str
 
 
+@dataclass(eq=False, slots=True)
+class KnownTasks:
+    """Programs that were planned: the same one is planned again, with other pins or meshes, from what is known of it."""
+
+    _found: dict[int, MeshTask] = field(default_factory=dict)
+
+    def task(self, program: Program, cluster: Cluster, pins: ResolvedPins, options: PlanOptions) -> MeshTask:
+        """To be planned now; for one cluster and one set of rules and conventions only."""
+        known = self._found.get(id(program))  # which the task holds, so that no other one gets its number
+        if known is None:
+            made = mesh_task(program, cluster, pins, options)
+        else:
+            made = replace(known, pins=pins, options=options, budget=budget_bytes(cluster, options))
+        self._found[id(program)] = made
+        return made
+
+    def last(self, program: Program) -> MeshTask:
+        """As the program was planned last."""
+        return self._found[id(program)]
+
+
 def plan_step(
     program: Program,
     cluster: Cluster,
@@ -54,15 +75,16 @@ def plan_step(
     *,
     notes: tuple[str, ...] = (),
     progress: Callable[[str], None] | None = None,
+    known: KnownTasks | None = None,
 ) -> Plan:
-    """The cheapest plan over the candidate meshes.
+    """The cheapest plan over the candidate meshes; ``known``: what was planned before with the same options but for meshes.
 
     Raises:
         PinError, PinClashError: pins that no mesh can hold, or that clash (with the smallest clashing set).
         MemoryBudgetError: nothing fits the budget, with the smallest possible peak.
         SolverError: no answer within the time limit.
     """
-    task = mesh_task(program, cluster, pins, options)
+    task = (KnownTasks() if known is None else known).task(program, cluster, pins, options)
     tell = progress or (lambda text: None)
     results: list[MeshResult] = []
     tried: dict[DeviceMesh, MeshCandidate] = {}

@@ -1,0 +1,163 @@
+"""``plan_shared``: several graphs planned together, so that what they share lies in one layout.
+
+1. Every graph is traced and planned alone: its own optimum, with padding and recomputation where they pay.
+2. Mesh by mesh, the joint problem of all graphs (``planner/joint.py``) gives the layout of the shared leaves.
+3. Every graph is planned again with that layout fixed, which gives ordinary plans, their exact prices and memory.
+
+The layouts of the graphs' own optima go through step 3 too, as far as they can win: sharing never costs more than under the best.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from alpa_lite.api.given import checked_options
+from alpa_lite.api.shared_graphs import Globs, Graphs, SharedGraph, given_graphs
+from alpa_lite.api.shared_layout import SharedLayout
+from alpa_lite.cluster.cluster import Cluster
+from alpa_lite.core.mesh import DeviceMesh
+from alpa_lite.core.spec import ShardingSpec
+from alpa_lite.errors import AlpaLiteError, MemoryBudgetError, PinError, user_line
+from alpa_lite.plan.plan import Plan
+from alpa_lite.planner.collector import collector_paused
+from alpa_lite.planner.joint import solve_jointly
+from alpa_lite.planner.options import PlanOptions
+from alpa_lite.planner.plan_step import budget_bytes
+
+_LOWERED = (1.0, 0.95, 0.85, 0.7)  # of the budget, as limits by the solver's own count
+
+
+@collector_paused()
+def plan_shared(
+    graphs: Graphs,
+    *,
+    shared: Globs | Mapping[str, Globs],
+    cluster: Cluster,
+    weights: Mapping[str, float] | None = None,
+    pins: Mapping[str, Any] | None = None,
+    options: PlanOptions | None = None,
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
+    donate_argnums: int | Sequence[int] = (),
+    follow: Any = None,
+    follow_like: Mapping[str, str] | None = None,
+) -> SharedLayout:
+    """Plans several graphs on one mesh with one layout of what they share. Touches no device.
+
+    Args:
+        graphs: name -> (function, arguments); arguments are arrays or ``jax.ShapeDtypeStruct`` pytrees.
+        shared: path of arguments, or glob as for pins, e.g. "0" for the whole first argument; or several; or graph -> such.
+            These leaves must have one path (below the glob's fixed beginning), shape and dtype in all graphs.
+        cluster: as for ``plan``.
+        weights: graph -> how much its cost counts, e.g. calls per second; 1 for graphs that are not named.
+        pins: path or glob -> ``PartitionSpec``, each for the graphs where it matches; or graph -> such. A pin of a shared leaf
+            holds in all graphs.
+        options, static_argnums, static_argnames, donate_argnums: as for ``plan``, of all graphs. The memory budget is each
+            graph's, shared leaves counted in each.
+        follow, follow_like: as for ``plan``: what all graphs take where it lies, e.g. the parameters of a training step.
+
+    Returns:
+        The layout with the smallest weighted sum of costs that was found, and a bound of what can be.
+
+    Raises:
+        AlpaLiteError: or one of its subclasses, for anything wrong with what was given; messages name the graph.
+
+    Example:
+        >>> layout = al.plan_shared(
+        ...     {"prefill": (prefill, (params, prompt)), "decode": (decode, (params, token))},
+        ...     shared="0", weights={"decode": 100}, cluster=al.Cluster.parse("1x8:h100-sxm"),
+        ... )
+        >>> print(layout)
+    """
+    source = user_line()
+    settings = checked_options(options), static_argnums, static_argnames, donate_argnums, follow, follow_like
+    found = given_graphs(graphs, shared, weights, pins, settings, cluster, source)
+    return _Search(found, cluster, settings[0], source).run()
+
+
+@dataclass(eq=False, slots=True)
+class _Search:
+    """The layout with the smallest weighted sum, over meshes and over what was proposed for each."""
+
+    graphs: list[SharedGraph]
+    cluster: Cluster
+    options: PlanOptions
+    source: str
+    total: float = math.inf
+    plans: list[Plan] = field(default_factory=list)
+    refused: MemoryBudgetError | None = None
+    tried: set[tuple[DeviceMesh, tuple[ShardingSpec, ...]]] = field(default_factory=set)
+
+    def run(self) -> SharedLayout:
+        for graph in self.graphs:
+            graph.plan_own(self.cluster)
+        meshes = [c.mesh for c in self.graphs[0].best().mesh_table]
+        bounds = {mesh: self.weighted([g.bound(mesh) for g in self.graphs]) for mesh in meshes}
+        lower = math.inf
+        for mesh in sorted(meshes, key=lambda mesh: (bounds[mesh], meshes.index(mesh))):
+            if bounds[mesh] < self.total:
+                lower = min(lower, max(bounds[mesh], self.joint(mesh)))
+        for graph in self.graphs:
+            own = graph.best()
+            self.offer(own.mesh, tuple(own.inputs[i].spec for i in graph.leaves))
+        if not self.plans:
+            raise self.no_layout()
+        costs = [plan.objective for plan in self.plans]
+        return SharedLayout(
+            plans={g.name: plan for g, plan in zip(self.graphs, self.plans, strict=True)},
+            weights={g.name: g.weight for g in self.graphs},
+            own={g.name: min(g.best().objective, cost) for g, cost in zip(self.graphs, costs, strict=True)},
+            lower_bound=min(lower, self.total),
+            shared={g.name: g.shared for g in self.graphs},
+        )
+
+    def weighted(self, costs: Sequence[float]) -> float:
+        return math.fsum(g.weight * cost for g, cost in zip(self.graphs, costs, strict=True))
+
+    def joint(self, mesh: DeviceMesh) -> float:
+        """Tries what the joint problem proposes on a mesh; what no layout there costs less than."""
+        tasks = [g.task for g in self.graphs if g.task is not None]
+        weights, leaves = [g.weight for g in self.graphs], [g.leaves for g in self.graphs]
+        budget = budget_bytes(self.cluster, self.options)
+        bound = -math.inf
+        limits = [None, *(int(share * budget) for share in _LOWERED if math.isfinite(budget))]
+        for limit in limits:
+            answer = solve_jointly(tasks, weights, leaves, self.cluster, mesh, limit)
+            if limit is None:
+                bound = math.inf if answer.status == "infeasible" else answer.lower_bound
+            if not answer.specs or self.offer(mesh, answer.specs):
+                break
+        return bound
+
+    def offer(self, mesh: DeviceMesh, specs: tuple[ShardingSpec, ...]) -> bool:
+        """Plans all graphs in a layout, unless it cannot win; whether all fit the budget, as far as that was looked at."""
+        if (mesh, specs) in self.tried:
+            return True
+        self.tried.add((mesh, specs))
+        costs = [g.bound(mesh) for g in self.graphs]
+        plans: dict[int, Plan] = {}
+        # What counts most comes first: mostly it shows that the layout cannot win.
+        for number in sorted(range(len(costs)), key=lambda i: -self.graphs[i].weight * self.graphs[i].best().objective):
+            if not self.weighted(costs) < self.total:
+                return True
+            try:
+                plans[number] = self.graphs[number].planned(self.cluster, mesh, specs)
+            except MemoryBudgetError as error:
+                self.refused = error
+                return False
+            costs[number] = plans[number].objective
+        if self.weighted(costs) < self.total:
+            self.total, self.plans = self.weighted(costs), [plans[number] for number in range(len(costs))]
+        return True
+
+    def no_layout(self) -> AlpaLiteError:
+        if self.refused is not None:
+            return self.refused
+        names = ", ".join(repr(g.name) for g in self.graphs)
+        return PinError(
+            f"no mesh of {self.cluster} has a layout that all of {names} can share. Pins and options must leave one. At "
+            f"{self.source}. Take pins away, or fix PlanOptions.mesh_shape."
+        )

@@ -1,0 +1,216 @@
+"""``SharedLayout``: one layout of what several graphs share, with their plans and what sharing costs each; text and file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from os import PathLike
+from typing import Any
+
+import msgspec
+
+from alpa_lite.api.bound import Trees
+from alpa_lite.core.mesh import DeviceMesh
+from alpa_lite.errors import PlanFileError
+from alpa_lite.lowering.lower import partition_spec
+from alpa_lite.plan.check import plan_faults
+from alpa_lite.plan.decode import decode_fields
+from alpa_lite.plan.encode import encode_plan
+from alpa_lite.plan.files import as_path, write_atomically
+from alpa_lite.plan.json_text import json_text
+from alpa_lite.plan.plan import Plan
+from alpa_lite.units import format_bytes, format_cost
+
+FORMAT, FORMAT_VERSION = "alpa_lite shared layout", 1
+_PRICE_DIGITS = 2
+_ROUNDING = 1e-12  # of an objective: sums in another order differ by less
+
+
+class _File(msgspec.Struct, forbid_unknown_fields=True):
+    """A file; plans are as in plan files, ``shared`` has the paths of the shared leaves in every graph."""
+
+    format: str
+    format_version: int
+    weights: dict[str, float]
+    own: dict[str, float]
+    lower_bound: float
+    shared: dict[str, list[str]]
+    plans: dict[str, msgspec.Raw]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedLayout:
+    """What ``al.plan_shared`` found.
+
+    Attributes:
+        plans: graph -> its plan under the layout, an ordinary ``al.Plan``.
+        weights: graph -> how much its cost counts.
+        own: graph -> cost of the best plan that is known of it alone.
+        lower_bound: no layout has a smaller weighted sum of costs.
+        shared: graph -> paths of the shared leaves, in one order.
+    """
+
+    plans: Mapping[str, Plan]
+    weights: Mapping[str, float]
+    own: Mapping[str, float]
+    lower_bound: float
+    shared: Mapping[str, tuple[str, ...]]
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """Of all plans."""
+        return self._first.mesh
+
+    @property
+    def parameter_layout(self) -> dict[str, tuple[int, Any]]:
+        """Path of every shared leaf, as in the first graph, to (stage, ``PartitionSpec``), as ``Plan.parameter_layout``."""
+        shared = set(next(iter(self.shared.values())))
+        return {
+            leaf.path: (leaf.stage, partition_spec(leaf.spec)) for leaf in self._first.inputs if leaf.path in shared
+        }
+
+    @property
+    def costs(self) -> dict[str, float]:
+        """Graph -> cost of a step under the layout, in the plans' unit."""
+        return {name: plan.objective for name, plan in self.plans.items()}
+
+    @property
+    def price(self) -> dict[str, float]:
+        """Graph -> the price of sharing: cost under the layout over the graph's own optimum, less 1."""
+        return {name: cost / self.own[name] - 1 if self.own[name] else 0.0 for name, cost in self.costs.items()}
+
+    @property
+    def objective(self) -> float:
+        """Weighted sum of the costs."""
+        return sum(self.weights[name] * cost for name, cost in self.costs.items())
+
+    @property
+    def gap(self) -> float:
+        """(objective - lower bound) / objective."""
+        difference = self.objective - self.lower_bound
+        return difference / self.objective if difference > _ROUNDING * self.objective else 0.0
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Writes layout and plans as one JSON file, whole or not at all; equal layouts give equal bytes.
+
+        Raises:
+            PlanFileError: the file cannot be written.
+        """
+        target = as_path(path, 'layout.save("layout.json")', PlanFileError)
+        document = {
+            "format": FORMAT,
+            "format_version": FORMAT_VERSION,
+            "weights": dict(self.weights),
+            "own": dict(self.own),
+            "lower_bound": self.lower_bound,
+            "shared": {name: list(paths) for name, paths in self.shared.items()},
+            "plans": {name: msgspec.json.decode(encode_plan(plan)) for name, plan in self.plans.items()},
+        }
+        try:
+            write_atomically(target, json_text(document).encode())
+        except OSError as error:
+            raise PlanFileError(
+                f"the layout cannot be saved as {str(target)!r}: {error.strerror or error}. Allowed is a file in an existing "
+                f"folder that you may write to. Make the folder {str(target.parent)!r}, or give another path."
+            ) from error
+
+    @classmethod
+    def load(cls, path: str | PathLike[str]) -> SharedLayout:
+        """Reads what ``save`` wrote.
+
+        Raises:
+            PlanFileError: the file is missing, damaged, or of another version.
+        """
+        file = as_path(path, 'al.SharedLayout.load("layout.json")', PlanFileError)
+        try:
+            found = msgspec.json.decode(file.read_bytes(), type=_File)
+        except OSError as error:
+            raise PlanFileError(
+                f"cannot read the layout {str(path)!r}: {error.strerror}. Layouts are written by `layout.save`. Check the path."
+            ) from error
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise PlanFileError(
+                f"{str(path)!r} is no layout file: {error}. Layouts are written by `layout.save`; plans are read by "
+                "al.load_plan. Save the layout again instead of editing the file."
+            ) from error
+        if (found.format, found.format_version) != (FORMAT, FORMAT_VERSION):
+            raise PlanFileError(
+                f"{str(path)!r} is a file of {found.format!r}, version {found.format_version}; this version of alpa_lite reads "
+                f"{FORMAT!r}, version {FORMAT_VERSION}. Make the layout again."
+            )
+        layout = cls(
+            plans={name: _plan(bytes(text), f"{path}, plan {name!r}") for name, text in found.plans.items()},
+            weights=found.weights,
+            own=found.own,
+            lower_bound=found.lower_bound,
+            shared={name: tuple(paths) for name, paths in found.shared.items()},
+        )
+        for fault in layout.faults():
+            raise PlanFileError(
+                f"{str(path)!r} is inconsistent: {fault}. `layout.save` writes only what is consistent. Make the layout again "
+                "instead of editing the file."
+            )
+        return layout
+
+    def faults(self) -> Iterator[str]:
+        """What is wrong with the layout, each a sentence."""
+        names = list(self.plans)
+        for word in ("weights", "own", "shared"):
+            if not names or list(getattr(self, word)) != names:
+                yield f"{word} is of the graphs {list(getattr(self, word))}, the plans are of {names}"
+                return
+        first = self._leaves(names[0])
+        for name in names:
+            leaves = self._leaves(name)
+            if len(leaves) != len(self.shared[name]):
+                yield f"the plan of {name!r} has not all the leaves that are shared"
+            elif self.plans[name].mesh != self.mesh:
+                yield f"the plan of {name!r} is for {self.plans[name].mesh}, that of {names[0]!r} for {self.mesh}"
+            for (path, *what), (other, *wanted) in zip(leaves, first, strict=False):
+                if what != wanted:
+                    yield f"{path!r} of {name!r} and {other!r} of {names[0]!r} differ"
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines()) + "\n"
+
+    @property
+    def _first(self) -> Plan:
+        return next(iter(self.plans.values()))
+
+    def _leaves(self, name: str) -> list[tuple[Any, ...]]:
+        """(path, value, spec) of the shared leaves of a graph, as far as its plan has them."""
+        leaves = {leaf.path: leaf for leaf in self.plans[name].inputs}
+        found = [leaves[path] for path in self.shared[name] if path in leaves]
+        return [(leaf.path, leaf.value, leaf.spec) for leaf in found]
+
+    def _lines(self) -> Iterator[str]:
+        unit = self._first.unit
+        total = format_cost(self.objective, unit)
+        yield f"Shared layout of {len(self.plans)} graphs on {self.mesh}: {total} weighted, gap {self.gap:.2%}"
+        rows: list[tuple[str, ...]] = [("graph", "weight", "cost", "own optimum", "price of sharing", "gap", "peak")]
+        for name, plan in self.plans.items():
+            costs = (format_cost(cost, unit) for cost in (plan.objective, self.own[name]))
+            price, gap = f"{self.price[name]:+.{_PRICE_DIGITS}%}", f"{plan.gap:.2%}"
+            rows.append((name, f"{self.weights[name]:g}", *costs, price, gap, format_bytes(plan.memory.peak)))
+        yield from _aligned(rows)
+        yield "Shared leaves"
+        leaves = self._leaves(next(iter(self.plans)))
+        yield from _aligned(
+            [("leaf", "type", "spec"), *((path, str(value), str(spec)) for path, value, spec in leaves)]
+        )
+
+
+def _plan(data: bytes, name: str) -> Plan:
+    plan = Plan(**decode_fields(data, name))
+    for fault in plan_faults(plan):
+        raise PlanFileError(
+            f"plan file {name!r} is inconsistent: {fault}. `layout.save` writes only plans that are consistent. Make the layout "
+            "again instead of editing the file."
+        )
+    return replace(plan, trees=Trees())
+
+
+def _aligned(rows: list[tuple[str, ...]]) -> Iterator[str]:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    for row in rows:
+        yield ("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))).rstrip()

@@ -1,0 +1,153 @@
+"""One layout for what several programs share, on one mesh: their problems side by side, the shared leaves decided once.
+
+Formulation, for graphs g with weights w_g and their own problems (``intraop/problem.py``)::
+
+    minimise   sum_g w_g * cost_g(x_g)
+    such that  x_g keeps to the pins and to the memory rows of g          for every g
+               spec(x_g, leaf) = spec(x_0, leaf)                          for every shared leaf (``_ties``)
+
+Graphs follow one another in time, so that one limit and one set of rows per graph make the memory rows of the whole. Ties are
+edges that forbid two specs to differ: presolve merges the two decisions, and every solver knows them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from alpa_lite.cluster.cluster import Cluster
+from alpa_lite.core.mesh import DeviceMesh
+from alpa_lite.core.spec import ShardingSpec
+from alpa_lite.intraop.decision_graph import DecisionGraph
+from alpa_lite.intraop.problem import IntraOpProblem, check_problem
+from alpa_lite.intraop.repeated import Repeated, RepeatedEdges, repeated, repeated_edges
+from alpa_lite.intraop.repeats import node_classes
+from alpa_lite.planner.one_mesh import MeshTask, pose, solve_in_units
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JointAnswer:
+    """What was found on one mesh.
+
+    Attributes:
+        status: the solver's.
+        specs: of the shared leaves, in order; empty without an answer.
+        objective, lower_bound: weighted sums, by the ILP's own prices.
+    """
+
+    status: str
+    specs: tuple[ShardingSpec, ...] = ()
+    objective: float = math.inf
+    lower_bound: float = -math.inf
+
+
+def solve_jointly(
+    tasks: Sequence[MeshTask],
+    weights: Sequence[float],
+    leaves: Sequence[Sequence[int]],
+    cluster: Cluster,
+    mesh: DeviceMesh,
+    limit: int | None = None,
+) -> JointAnswer:
+    """The cheapest layout of the shared leaves.
+
+    Args:
+        tasks: the graphs, with one set of options.
+        weights: how much each counts, above 0.
+        leaves: per graph the positions of the shared leaves among its arguments, in one order.
+        cluster, mesh: the devices, and their logical grid.
+        limit: bytes per device that each graph may use by the solver's own count; None = without memory.
+    """
+    posed = [pose(task, cluster, mesh) for task in tasks]
+    graphs = [pricer.graph for _, pricer, _ in posed]
+    ports = [[graph.inputs[i] for i in own] for graph, own in zip(graphs, leaves, strict=True)]
+    problem = joint_problem([within(limit) for _, _, within in posed], weights, graphs, ports)
+    check_problem(problem)
+    solution = solve_in_units(problem, posed[0][0], tasks[0].options, math.inf)
+    if not len(solution.choice):
+        return JointAnswer(status=solution.status)
+    specs = [specs_of(graphs[0], port)[solution.choice[port]] for port in ports[0]]
+    return JointAnswer(
+        status=solution.status,
+        specs=tuple(specs),
+        objective=solution.objective,
+        lower_bound=solution.lower_bound,
+    )
+
+
+def specs_of(graph: DecisionGraph, port: int) -> list[ShardingSpec]:
+    """What a port chooses from."""
+    node = graph.nodes[port]
+    assert node.specs is not None
+    specs = graph.conversions.space(node.rank).specs
+    return [specs[i] for i in node.specs.tolist()]
+
+
+def joint_problem(
+    problems: Sequence[IntraOpProblem],
+    weights: Sequence[float],
+    graphs: Sequence[DecisionGraph],
+    ports: Sequence[Sequence[int]],
+) -> IntraOpProblem:
+    """The problems side by side, the first one's nodes first; ``ports``: per graph the nodes of the shared leaves."""
+    first = np.cumsum([0, *(p.num_nodes for p in problems)]).tolist()
+    start = np.cumsum([0, *(p.num_times for p in problems)]).tolist()
+    nodes = [repeated(p.node_costs).changed(_times(w)) for p, w in zip(problems, weights, strict=True)]
+    edges = [repeated_edges(p.edges).changed(_times(w)) for p, w in zip(problems, weights, strict=True)]
+    edges = [RepeatedEdges(e.u + n, e.v + n, e.costs) for e, n in zip(edges, first, strict=False)]
+    edges.append(_ties(graphs, ports, first))
+    usages = [
+        replace(usage, node=usage.node + n, lo=usage.lo + t, hi=usage.hi + t)
+        for p, n, t in zip(problems, first, start, strict=False)
+        for usage in p.usages
+    ]
+    limits = [p.usage_limit for p in problems if p.usage_limit is not None]
+    joined = IntraOpProblem(
+        node_costs=_joined(nodes),
+        edges=RepeatedEdges(
+            np.concatenate([e.u for e in edges]),
+            np.concatenate([e.v for e in edges]),
+            _joined([e.costs for e in edges]),
+        ),
+        usages=tuple(usages),
+        usage_limit=min(limits, default=None),
+        base_usage=np.concatenate([_base(p) for p in problems]) if start[-1] else None,
+        num_times=start[-1],
+        names=tuple(f"{g}: {p.name(i)}" for g, p in enumerate(problems) for i in range(p.num_nodes)),
+    )
+    return replace(joined, classes=node_classes(joined))
+
+
+def _base(problem: IntraOpProblem) -> np.ndarray:
+    return np.zeros(problem.num_times, dtype=np.int64) if problem.base_usage is None else problem.base_usage
+
+
+def _times(weight: float) -> Callable[[np.ndarray], np.ndarray]:
+    """Costs times a weight; forbidden ones stay so."""
+    return lambda costs: costs * weight
+
+
+def _joined(parts: Sequence[Repeated]) -> Repeated:
+    first = np.cumsum([0, *(len(p.different) for p in parts)]).tolist()
+    numbers = np.concatenate([p.numbers + n for p, n in zip(parts, first, strict=False)])
+    return Repeated(numbers.astype(np.int64), [array for p in parts for array in p.different])
+
+
+def _ties(graphs: Sequence[DecisionGraph], ports: Sequence[Sequence[int]], first: Sequence[int]) -> RepeatedEdges:
+    """From each shared leaf of the first graph to the same leaf of the others: free where specs are equal, else forbidden."""
+    made: dict[tuple[int, int], int] = {}
+    different: list[np.ndarray] = []
+    rows: dict[tuple[int, int], int] = {}
+    for graph, own, offset in zip(graphs[1:], ports[1:], first[1:], strict=False):
+        for a, b in zip(ports[0], own, strict=True):
+            key = id(graphs[0].nodes[a].specs), id(graph.nodes[b].specs)
+            if key not in made:
+                made[key] = len(different)
+                left, right = specs_of(graphs[0], a), specs_of(graph, b)
+                different.append(np.array([[0.0 if s == t else np.inf for t in right] for s in left]))
+            rows[a, b + offset] = made[key]
+    u, v = (np.array([pair[end] for pair in rows], dtype=np.int64) for end in (0, 1))
+    return RepeatedEdges(u, v, Repeated(np.array(list(rows.values()), dtype=np.int64), different))

@@ -1,0 +1,374 @@
+"""``al.plan_shared``: the joint optimum is that of brute force, the plans agree and run, and bad input is named."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import alpa_lite as al
+from alpa_lite.errors import MemoryBudgetError, PinError, PlanFileError
+
+SLOW_LINKS = al.Cluster.parse("1x4:h100-sxm")
+ONE_AXIS = al.PlanOptions(mesh_shape=(4,), axis_names=("x",))
+
+
+def shapes(*sizes: tuple[int, ...], dtype: Any = jnp.bfloat16) -> Any:
+    return tuple(jax.ShapeDtypeStruct(size, dtype) for size in sizes)
+
+
+def product(params: Any, x: jax.Array) -> Any:
+    first, second = params
+    return params, x @ first @ second
+
+
+def rows(params: Any, x: jax.Array) -> Any:
+    """Each row divided by its sum: wants matrices split by rows."""
+    return tuple(m / m.sum(axis=1, keepdims=True) for m in params), x
+
+
+def columns(params: Any, x: jax.Array) -> Any:
+    return tuple(m / m.sum(axis=0, keepdims=True) for m in params), x
+
+
+def three_graphs(count: int = 65536, width: int = 2048) -> dict[str, Any]:
+    """Their parameters are given back, so that where they lie matters: what lies whole is gathered again."""
+    args = shapes((width, 2 * width), (2 * width, width)), *shapes((count, width))
+    return {"product": (product, args), "rows": (rows, args), "columns": (columns, args)}
+
+
+def weighted(costs: dict[str, float], weights: dict[str, float]) -> float:
+    return sum(weights[name] * costs[name] for name in costs)
+
+
+def cost_with(graphs: dict[str, Any], specs: Any, options: al.PlanOptions) -> dict[str, float]:
+    """Cost of each graph planned alone with the parameters pinned."""
+    pins = {f"0/{i}": spec for i, spec in enumerate(specs)}
+    return {
+        name: al.plan(fn, *args, cluster=SLOW_LINKS, pins=pins, options=options, donate_argnums=0).objective
+        for name, (fn, args) in graphs.items()
+    }
+
+
+@cache
+def all_layouts(count: int) -> list[tuple[Any, dict[str, float]]]:
+    """Every layout of the two matrices with what each graph costs under it: brute force."""
+    choices = P(), P("x"), P(None, "x")
+    graphs = three_graphs(count)
+    return [(specs, cost_with(graphs, specs, ONE_AXIS)) for specs in itertools.product(choices, choices)]
+
+
+@pytest.mark.parametrize("count", [65536, 256])
+@pytest.mark.parametrize("counts", [(1, 1, 1), (1000, 1, 1), (1, 100, 1), (1, 1, 5000), (300, 1, 300)])
+def test_joint_optimum_is_that_of_brute_force(count: int, counts: tuple[int, int, int]) -> None:
+    graphs = three_graphs(count)
+    weights = dict(zip(graphs, map(float, counts), strict=True))
+    layout = al.plan_shared(graphs, shared="0", weights=weights, cluster=SLOW_LINKS, options=ONE_AXIS, donate_argnums=0)
+    best = min(weighted(costs, weights) for _, costs in all_layouts(count))
+    assert layout.objective == pytest.approx(best, rel=1e-9)
+    assert layout.gap == 0.0
+    assert layout.lower_bound == pytest.approx(best, rel=1e-9)
+
+
+def test_weights_decide_where_parameters_lie() -> None:
+    """The layouts of brute force differ from graph to graph, so sharing has a price, and weights say who pays it."""
+    graphs = three_graphs()
+    found = {}
+    for name in graphs:
+        layout = al.plan_shared(
+            graphs, shared="0", weights={name: 1e6}, cluster=SLOW_LINKS, options=ONE_AXIS, donate_argnums=0
+        )
+        assert layout.price[name] == pytest.approx(0.0, abs=1e-9)
+        assert all(price >= 0 for price in layout.price.values())
+        found[name] = tuple(map(str, layout.parameter_layout.values()))
+    assert len(set(found.values())) == 3
+
+
+@pytest.mark.parametrize("weights", [{"product": 100.0}, {"columns": 2000.0, "rows": 3.0}, {}])
+def test_never_dearer_than_the_own_optimum_of_one_graph_for_all(weights: dict[str, float]) -> None:
+    graphs = three_graphs()
+    layout = al.plan_shared(graphs, shared="0", weights=weights, cluster=SLOW_LINKS, donate_argnums=0)
+    for name, (fn, args) in graphs.items():
+        own = al.plan(fn, *args, cluster=SLOW_LINKS, donate_argnums=0)
+        assert layout.own[name] <= own.objective
+        options = al.PlanOptions(mesh_shape=own.mesh.shape, axis_names=own.mesh.axis_names)
+        costs = cost_with(graphs, [own.specs_by_path[f"0/{i}"] for i in range(2)], options)
+        assert layout.objective <= weighted(costs, dict(layout.weights)) * (1 + 1e-12)
+    assert layout.lower_bound <= layout.objective
+    assert sum(w * layout.own[name] for name, w in layout.weights.items()) <= layout.objective * (1 + 1e-12)
+
+
+def test_plans_are_ordinary_agree_and_are_the_same_again() -> None:
+    graphs = three_graphs()
+    layout, again = (al.plan_shared(graphs, shared="0/*", cluster=SLOW_LINKS) for _ in range(2))
+    assert list(layout.plans) == list(graphs)
+    assert (layout, str(layout)) == (again, str(again))
+    for plan in layout.plans.values():
+        assert plan.mesh == layout.mesh
+        for path, (stage, spec) in layout.parameter_layout.items():
+            assert (stage, plan.specs_by_path[path]) == (0, spec)
+    assert list(layout.parameter_layout) == ["0/0", "0/1"]
+
+
+def test_saved_and_loaded(tmp_path: Path) -> None:
+    graphs = three_graphs()
+    layout = al.plan_shared(graphs, shared="0", weights={"product": 3}, cluster=SLOW_LINKS)
+    layout.save(tmp_path / "layout.json")
+    loaded = al.SharedLayout.load(tmp_path / "layout.json")
+    assert loaded == layout
+    assert str(loaded) == str(layout)
+    fn, args = graphs["product"]
+    assert loaded.plans["product"].bind(fn, *args).in_specs == layout.plans["product"].in_specs
+    loaded.save(tmp_path / "again.json")
+    assert (tmp_path / "again.json").read_bytes() == (tmp_path / "layout.json").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda text: text[: len(text) // 2], "is no layout file"),
+        (lambda text: text.replace('"format_version": 1', '"format_version": 9', 1), "version 9"),
+        (lambda text: text.replace('"0/0"', '"0/7"', 1), "inconsistent: .*has not all the leaves"),
+        (lambda text: text.replace('"product"', '"other"', 1), "inconsistent: .*is of the graphs"),
+    ],
+)
+def test_damaged_file(tmp_path: Path, change: Any, message: str) -> None:
+    file = tmp_path / "layout.json"
+    al.plan_shared(
+        three_graphs(), shared="0", weights={"product": 3}, cluster=SLOW_LINKS, options=ONE_AXIS, donate_argnums=0
+    ).save(file)
+    changed = change(file.read_text())
+    assert changed != file.read_text()
+    file.write_text(changed)
+    with pytest.raises(PlanFileError, match=message):
+        al.SharedLayout.load(file)
+
+
+def test_text_shows_the_price_of_each_graph() -> None:
+    text = str(
+        al.plan_shared(
+            three_graphs(), shared="0", weights={"product": 5}, cluster=SLOW_LINKS, options=ONE_AXIS, donate_argnums=0
+        )
+    )
+    lines = text.splitlines()
+    assert lines[0].startswith("Shared layout of 3 graphs on (x=4): ")
+    assert "price of sharing" in lines[1]
+    assert [line.split()[:2] for line in lines[2:5]] == [["product", "5"], ["rows", "1"], ["columns", "1"]]
+    assert any(line.split()[:2] == ["0/1", "bfloat16[4096,2048]"] for line in lines)
+
+
+# -- odd graphs --------------------------------------------------------------------------------------------------------
+
+
+def test_leaves_used_often_of_several_types_and_uneven() -> None:
+    """A tied embedding, a dim of 10 that 4 devices cannot split, and int8 beside float32."""
+
+    def tied(params: Any, tokens: jax.Array) -> jax.Array:
+        hidden = params["embed"][tokens] @ params["narrow"] * params["scale"].astype(jnp.float32)
+        return hidden @ params["narrow"].T @ params["embed"].T
+
+    params = {
+        "embed": jax.ShapeDtypeStruct((4096, 512), jnp.float32),
+        "narrow": jax.ShapeDtypeStruct((512, 10), jnp.float32),
+        "scale": jax.ShapeDtypeStruct((10,), jnp.int8),
+    }
+    graphs = {f"b{n}": (tied, (params, jax.ShapeDtypeStruct((n,), jnp.int32))) for n in (4, 4096)}
+    layout = al.plan_shared(graphs, shared="0", cluster=SLOW_LINKS)
+    assert set(layout.parameter_layout) == {"0/embed", "0/narrow", "0/scale"}
+    assert not list(layout.faults())
+
+
+def test_padded_graph_shares_too() -> None:
+    """Ten rows of work pay for padding inside one graph; its shared leaves lie as in the other."""
+    params = shapes((8192, 8192))
+    graphs = {
+        "uneven": (lambda params, x: jax.nn.relu(x @ params[0]) @ params[0], (params, *shapes((4097, 8192)))),
+        "even": (lambda params, x: x @ params[0], (params, *shapes((4096, 8192)))),
+    }
+    layout = al.plan_shared(graphs, shared="0", cluster=SLOW_LINKS, options=ONE_AXIS, donate_argnums=0)
+    assert layout.plans["uneven"].paddings
+    assert layout.plans["uneven"].inputs[0].spec == layout.plans["even"].inputs[0].spec
+
+
+def test_donated_state_is_one_leaf() -> None:
+    """What is donated and given back lies in one place before and after, in all graphs."""
+
+    def write(params: Any, cache: jax.Array, x: jax.Array) -> Any:
+        return x @ params[0], jax.lax.dynamic_update_slice(cache, x @ params[0], (0, 0))
+
+    def read(params: Any, cache: jax.Array) -> Any:
+        return (cache @ params[0]).sum(), cache * 2
+
+    params, cache_ = shapes((1024, 1024)), jax.ShapeDtypeStruct((4096, 1024), jnp.bfloat16)
+    graphs = {"write": (write, (params, cache_, *shapes((64, 1024)))), "read": (read, (params, cache_))}
+    layout = al.plan_shared(graphs, shared=("0", "1"), cluster=SLOW_LINKS, donate_argnums=1)
+    assert list(layout.parameter_layout) == ["0/0", "1"]
+    leaves = [leaf for plan in layout.plans.values() for leaf in (*plan.inputs, *plan.outputs)]
+    specs = {leaf.spec for leaf in leaves if leaf.path in ("1", "out/1")}
+    assert len(specs) == 1
+
+
+def test_other_arguments_in_each_graph() -> None:
+    params = shapes((512, 512))
+    graphs = {
+        "first": (lambda params, x: x @ params[0], (params, *shapes((64, 512)))),
+        "last": (lambda x, state: x @ state["params"][0], (*shapes((64, 512)), {"params": params})),
+    }
+    layout = al.plan_shared(graphs, shared={"first": "0", "last": "1/params"}, cluster=SLOW_LINKS)
+    assert layout.shared == {"first": ("0/0",), "last": ("1/params/0",)}
+    assert layout.plans["first"].specs_by_path["0/0"] == layout.plans["last"].specs_by_path["1/params/0"]
+
+
+def test_pins_hold_in_all_graphs() -> None:
+    graphs = three_graphs()
+    layout = al.plan_shared(graphs, shared="0", cluster=SLOW_LINKS, pins={"columns": {"0/0": P(None, "model")}})
+    assert layout.mesh.axis_names == ("model",)
+    assert all(plan.specs_by_path["0/0"] == P(None, "model") for plan in layout.plans.values())
+    layout = al.plan_shared(graphs, shared="0", cluster=SLOW_LINKS, pins={"0/*": P("model"), "1": P("model")})
+    specs = {plan.specs_by_path[path] for plan in layout.plans.values() for path in ("0/0", "0/1", "1")}
+    assert specs == {P("model", None)}
+
+
+def test_graphs_follow_a_training_plan() -> None:
+    """Parameters stay where training has them, though the graphs alone want them elsewhere."""
+    graphs = three_graphs()
+    fn, args = graphs["columns"]
+    trained = al.plan(fn, *args, cluster=SLOW_LINKS, donate_argnums=0)
+    del graphs["columns"]
+    free = al.plan_shared(graphs, shared="0", weights={"rows": 1e6}, cluster=SLOW_LINKS, donate_argnums=0)
+    layout = al.plan_shared(
+        graphs, shared="0", weights={"rows": 1e6}, cluster=SLOW_LINKS, donate_argnums=0, follow=trained
+    )
+    assert free.parameter_layout != layout.parameter_layout
+    assert layout.mesh == trained.mesh
+    for plan in layout.plans.values():
+        assert [leaf.spec for leaf in plan.inputs[:2]] == [leaf.spec for leaf in trained.inputs[:2]]
+
+
+# -- bad input ---------------------------------------------------------------------------------------------------------
+
+
+def with_params(*sizes: tuple[int, ...], dtype: Any = jnp.bfloat16) -> Any:
+    return lambda params, x: x @ params[0], (shapes(*sizes, dtype=dtype), *shapes((8, 4096)))
+
+
+SMALL = with_params((4096, 64))
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        (
+            {"weights": {"fewer": 1}},
+            al.AlpaLiteError,
+            r"weights has 'fewer', which is no graph. There are 'product', 'rows'",
+        ),
+        ({"weights": {"product": 0}}, al.AlpaLiteError, r"weight of 'product' is 0. It must be a number above 0"),
+        ({"weights": {"product": float("nan")}}, al.AlpaLiteError, r"weight of 'product' is nan"),
+        ({"weights": [1, 2]}, al.AlpaLiteError, r"weights=\[1, 2\] was given"),
+        ({"shared": "3"}, al.AlpaLiteError, r"shared='3' matches no argument leaf of 'product'"),
+        ({"shared": 0}, al.AlpaLiteError, r"shared=0 was given"),
+        (
+            {"shared": {"product": "0"}},
+            al.AlpaLiteError,
+            r"shared is of the graphs 'product'. There are 'product', 'rows', 'columns'",
+        ),
+        ({"pins": {"0/7": P("x")}}, PinError, r"the graph 'product': .*'0/7' matches no"),
+        ({"pins": {"fewer": {"0/0": P("x")}}}, PinError, r"pins has 'fewer', which is no graph"),
+        ({"pins": P("x")}, PinError, r"pins=.* was given"),
+        (
+            {"pins": {"product": {"0/0": P("x")}, "rows": {"0/0": P(None, "x")}}},
+            PinError,
+            r"the pin '0/0' of 'rows' fixes the shared leaf '0/0' as \[_,x\], and another graph's",
+        ),
+        ({"options": al.PlanOptions(num_stages=2)}, al.AlpaLiteError, r"was given num_stages"),
+        ({"options": 3}, al.AlpaLiteError, r"options=3 was given"),
+        (
+            {"options": al.PlanOptions(memory_budget_bytes=200e6), "graphs": dict(reversed(three_graphs().items()))},
+            MemoryBudgetError,
+            r"^the graph 'product': no plan fits",
+        ),
+        ({"graphs": {}}, al.AlpaLiteError, r"was given {}. Graphs are a dict"),
+        ({"graphs": {"a": rows}}, al.AlpaLiteError, r"was given <function rows .* for 'a'"),
+        (
+            {"graphs": {"a": SMALL, "b": with_params((4096, 128))}},
+            al.AlpaLiteError,
+            r"the shared leaf '0/0' is bfloat16\[4096,128\] in 'b' and bfloat16\[4096,64\] in 'a'",
+        ),
+        (
+            {"graphs": {"a": SMALL, "b": with_params((4096, 64), dtype=jnp.float32)}},
+            al.AlpaLiteError,
+            r"the shared leaf '0/0' is float32\[4096,64\] in 'b' and bfloat16",
+        ),
+        (
+            {"graphs": {"a": SMALL, "b": with_params((4096, 64), (2, 2))}},
+            al.AlpaLiteError,
+            r"the leaf '0/1' of 'b' is shared, and 'a' has none at that path",
+        ),
+    ],
+)
+def test_bad_input(settings: dict[str, Any], error: type[Exception], message: str) -> None:
+    given = {"graphs": three_graphs(), "shared": "0", "options": ONE_AXIS, "cluster": SLOW_LINKS, **settings}
+    with pytest.raises(error, match=message) as raised:
+        al.plan_shared(given.pop("graphs"), **given)
+    assert __file__ in str(raised.value)
+
+
+# -- running -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.medium
+def test_buckets_run_on_one_copy_of_the_parameters() -> None:
+    """Acceptance 1.3: buckets 1, 128, 512, 2048 report equal parameter shardings, hold 1x bytes, move nothing, and are right."""
+
+    def model(params: Any, tokens: jax.Array) -> jax.Array:
+        x = params["embed"][tokens]
+        scores = jax.nn.softmax(jnp.where(jnp.tri(len(tokens), dtype=bool), x @ params["qk"] @ x.T, -1e9))
+        return jax.nn.relu(scores @ x @ params["up"]) @ params["down"]
+
+    keys = jax.random.split(jax.random.key(0), 4)
+    sizes = {"embed": (256, 64), "qk": (64, 64), "up": (64, 256), "down": (256, 64)}
+    params = {name: jax.random.normal(key, sizes[name]) / 16 for name, key in zip(sizes, keys, strict=True)}
+    buckets = 1, 128, 512, 2048
+    graphs = {f"b{n}": (model, (params, jax.ShapeDtypeStruct((n,), jnp.int32))) for n in buckets}
+    layout = al.plan_shared(
+        graphs, shared="0", cluster=al.Cluster.parse("1x8:cpu"), pins={"0/up": P(None, "x"), "0/down": P("x")}
+    )
+    first = layout.plans["b1"].in_specs[0]
+    assert all(plan.in_specs[0] == first for plan in layout.plans.values())
+    steps = {name: al.parallelize(fn, plan=layout.plans[name]) for name, (fn, _) in graphs.items()}
+    mesh = jax.make_mesh(layout.mesh.shape, layout.mesh.axis_names)
+    put = {name: jax.device_put(x, NamedSharding(mesh, first[name])) for name, x in params.items()}
+    once = sum(device_bytes(x) for x in put.values())
+    places = {name: pointers(x) for name, x in put.items()}
+    for n in (*buckets, *reversed(buckets)):
+        tokens = jax.random.randint(jax.random.key(n), (n,), 0, 256)
+        spec = layout.plans[f"b{n}"].in_specs[1]
+        lying = jax.device_put(tokens, NamedSharding(mesh, spec))
+        steps[f"b{n}"].compile(put, lying)
+        with jax.transfer_guard("disallow_explicit"):  # raises if as much as one byte of an argument has to move
+            out = steps[f"b{n}"](put, lying)
+        np.testing.assert_allclose(out, model(params, tokens), rtol=1e-4, atol=1e-5)
+    assert {name: pointers(x) for name, x in put.items()} == places
+    gc.collect()
+    sizes_of = {x.shape for x in put.values()}
+    held = [x for x in jax.live_arrays() if x.shape in sizes_of and len(x.devices()) == mesh.size]
+    assert sum(map(device_bytes, held)) == once
+
+
+def device_bytes(x: jax.Array) -> int:
+    """On all devices together."""
+    return len(x.devices()) * int(np.prod(x.sharding.shard_shape(x.shape))) * x.dtype.itemsize
+
+
+def pointers(x: jax.Array) -> list[int]:
+    return [shard.data.unsafe_buffer_pointer() for shard in x.addressable_shards]

@@ -1,8 +1,8 @@
 """How long a joint plan of a served model's graphs takes beside the plan of one of them.
 
 Llama-3 8B (abstract, bfloat16), 16 slots of 2048 tokens, buckets of 128, 512, 1024 and 2048 tokens and decode, on
-1x8:h100-sxm. Two forms: layers unrolled, each with its own parameters, and layers in a scan. CPU seconds of this process, the
-smallest of two runs of each in turn; "one graph" is the slowest of the five to plan.
+1x8:h100-sxm. CPU seconds of this process, the smallest of two runs of each in turn; "one graph" is the slowest of the five to
+plan.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import alpa_lite as al
 from benchmarks.report import Row, finish
 from examples import llama_nnx
-from examples.serving_models import Llama, last_tokens, write_prompt, write_tokens
+from examples.serving_models import Llama
 
 CONFIG = llama_nnx.Config(
     num_layers=32,
@@ -40,58 +40,22 @@ WEIGHTS = {"decode": 1000.0, "prefill_128": 8.0, "prefill_512": 4.0, "prefill_10
 REPEATS = 2
 
 
-@dataclass(frozen=True)
-class Unrolled(Llama):
-    """The example's Llama with one entry of parameters and cache per layer."""
-
-    def init_cache(self, slots: int, max_length: int) -> Any:
-        shape = slots, max_length, self.config.num_kv_heads, self.config.head_width
-        layer = {"key": jnp.zeros(shape, self.dtype), "value": jnp.zeros(shape, self.dtype)}
-        return {
-            "length": jnp.zeros((slots,), jnp.int32),
-            "layers": [dict(layer) for _ in range(self.config.num_layers)],
-        }
-
-    def prefill(self, params: Any, cache: Any, tokens: jax.Array, lengths: jax.Array) -> tuple[jax.Array, Any]:
-        size = tokens.shape[1]
-        causal = jnp.tril(jnp.ones((size, size), dtype=bool))[None, None, None]
-        x, layers = self._embedded(params, tokens), []
-        for block, held in zip(params["blocks"], cache["layers"], strict=True):
-            q, k, v = self._projected(block, x, jnp.arange(size)[None])
-            x = self._mixed(block, x, self._attended(q, k, v, causal))
-            layers.append({"key": write_prompt(held["key"], k), "value": write_prompt(held["value"], v)})
-        return self._head(params, last_tokens(x, lengths)), {"length": lengths.astype(jnp.int32), "layers": layers}
-
-    def decode(self, params: Any, cache: Any, tokens: jax.Array) -> tuple[jax.Array, Any]:
-        lengths = cache["length"]
-        x, layers = self._embedded(params, tokens)[:, None], []
-        for block, held in zip(params["blocks"], cache["layers"], strict=True):
-            q, k, v = self._projected(block, x, lengths[:, None])
-            keys, values = (write_tokens(held[n], new[:, 0], lengths) for n, new in (("key", k), ("value", v)))
-            seen = (jnp.arange(keys.shape[1])[None] <= lengths[:, None])[:, None, None, None]
-            x = self._mixed(block, x, self._attended(q, keys, values, seen))
-            layers.append({"key": keys, "value": values})
-        return self._head(params, x[:, 0]), {"length": lengths + 1, "layers": layers}
-
-
-def graphs(unrolled: bool, layers: int = CONFIG.num_layers) -> dict[str, Any]:
+def graphs(layers: int = CONFIG.num_layers) -> dict[str, Any]:
     """Of the engine, with abstract parameters."""
     config = replace(CONFIG, num_layers=layers)
-    model = (Unrolled if unrolled else Llama)(config, jnp.bfloat16, 128_256)
+    model = Llama(config, jnp.bfloat16, 128_256)
     shape = jax.ShapeDtypeStruct
     narrow, bf16 = config.num_kv_heads * config.head_width, jnp.bfloat16
     width, hidden = config.width, config.hidden
 
-    def block(*stack: int) -> Any:
-        kernels = {"query": (width, width), "key": (width, narrow), "value": (width, narrow), "out": (width, width)}
-        mlp = {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
-        made: dict[str, Any] = {name: {"kernel": shape((*stack, *sizes), bf16)} for name, sizes in mlp.items()}
-        made["attention"] = {name: {"kernel": shape((*stack, *sizes), bf16)} for name, sizes in kernels.items()}
-        return made | {name: {"scale": shape((*stack, width), bf16)} for name in ("attention_norm", "mlp_norm")}
-
+    kernels = {"query": (width, width), "key": (width, narrow), "value": (width, narrow), "out": (width, width)}
+    mlp = {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
+    blocks: dict[str, Any] = {name: {"kernel": shape((layers, *sizes), bf16)} for name, sizes in mlp.items()}
+    blocks["attention"] = {name: {"kernel": shape((layers, *sizes), bf16)} for name, sizes in kernels.items()}
+    blocks |= {name: {"scale": shape((layers, width), bf16)} for name in ("attention_norm", "mlp_norm")}
     params = {
         "embed": {"embedding": shape((128_256, width), bf16)},
-        "blocks": [block() for _ in range(layers)] if unrolled else block(layers),
+        "blocks": blocks,
         "norm": {"scale": shape((width,), bf16)},
         "head": {"kernel": shape((width, 128_256), bf16)},
     }
@@ -104,9 +68,9 @@ def timed(run: Callable[[], Any]) -> tuple[float, Any]:
     return time.process_time() - start_s, found
 
 
-def measured(unrolled: bool) -> list[Row]:
+def measured() -> list[Row]:
     cluster = al.Cluster.parse("1x8:h100-sxm")
-    made = graphs(unrolled)
+    made = graphs()
     one_s: dict[str, float] = {}
     joint_s, layout = float("inf"), None
     for _ in range(REPEATS):
@@ -118,7 +82,7 @@ def measured(unrolled: bool) -> list[Row]:
         )
         joint_s = min(joint_s, spent_s)
     assert layout is not None
-    case = "llama3-8b, " + ("layers unrolled" if unrolled else "layers in a scan")
+    case = "llama3-8b, 4 buckets and decode"
     slowest = max(one_s, key=lambda name: one_s[name])
     prices = ", ".join(f"{name} {price:+.2%}" for name, price in layout.price.items())
     sys.stderr.write(f"{case}: {layout.mesh}, gap {layout.gap:.2%}; price of sharing: {prices}; alone: {one_s}\n")
@@ -136,7 +100,7 @@ def measured(unrolled: bool) -> list[Row]:
 
 
 def main(argv: Sequence[str]) -> None:
-    finish([row for unrolled in (True, False) for row in measured(unrolled)], argv)
+    finish(measured(), argv)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from alpa_lite.planner.joint import solve_jointly
 from alpa_lite.planner.options import PlanOptions
 from alpa_lite.planner.plan_step import budget_bytes
 
+_CLOSE = 1e-3  # of the best sum so far: a search on a large problem ends where no layout can be so much better
 _LOWERED = (1.0, 0.95, 0.85, 0.7)  # of the budget, as limits by the solver's own count
 
 
@@ -94,15 +95,14 @@ class _Search:
     def run(self) -> SharedLayout:
         for graph in self.graphs:
             graph.plan_own(self.cluster)
+        for graph in sorted(self.graphs, key=self.importance):
+            own = graph.best()
+            self.offer(own.mesh, tuple(own.inputs[i].spec for i in graph.leaves))
         meshes = [c.mesh for c in self.graphs[0].best().mesh_table]
         bounds = {mesh: self.weighted([g.bound(mesh) for g in self.graphs]) for mesh in meshes}
         lower = math.inf
         for mesh in sorted(meshes, key=lambda mesh: (bounds[mesh], meshes.index(mesh))):
-            if bounds[mesh] < self.total:
-                lower = min(lower, max(bounds[mesh], self.joint(mesh)))
-        for graph in self.graphs:
-            own = graph.best()
-            self.offer(own.mesh, tuple(own.inputs[i].spec for i in graph.leaves))
+            lower = min(lower, max(bounds[mesh], self.joint(mesh) if bounds[mesh] < self.total else -math.inf))
         if not self.plans:
             raise self.no_layout()
         costs = [plan.objective for plan in self.plans]
@@ -117,6 +117,10 @@ class _Search:
     def weighted(self, costs: Sequence[float]) -> float:
         return math.fsum(g.weight * cost for g, cost in zip(self.graphs, costs, strict=True))
 
+    def importance(self, graph: SharedGraph) -> float:
+        """Sorts graphs that count most first."""
+        return -graph.weight * graph.best().objective
+
     def joint(self, mesh: DeviceMesh) -> float:
         """Tries what the joint problem proposes on a mesh; what no layout there costs less than."""
         tasks = [g.task for g in self.graphs if g.task is not None]
@@ -125,7 +129,7 @@ class _Search:
         bound = -math.inf
         limits = [None, *(int(share * budget) for share in _LOWERED if math.isfinite(budget))]
         for limit in limits:
-            answer = solve_jointly(tasks, weights, leaves, self.cluster, mesh, limit)
+            answer = solve_jointly(tasks, weights, leaves, self.cluster, mesh, limit, cutoff=(1 - _CLOSE) * self.total)
             if limit is None:
                 bound = math.inf if answer.status == "infeasible" else answer.lower_bound
             if not answer.specs or self.offer(mesh, answer.specs):
@@ -140,7 +144,7 @@ class _Search:
         costs = [g.bound(mesh) for g in self.graphs]
         plans: dict[int, Plan] = {}
         # What counts most comes first: mostly it shows that the layout cannot win.
-        for number in sorted(range(len(costs)), key=lambda i: -self.graphs[i].weight * self.graphs[i].best().objective):
+        for number in sorted(range(len(costs)), key=lambda i: self.importance(self.graphs[i])):
             if not self.weighted(costs) < self.total:
                 return True
             try:

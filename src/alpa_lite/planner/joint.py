@@ -51,6 +51,8 @@ def solve_jointly(
     cluster: Cluster,
     mesh: DeviceMesh,
     limit: int | None = None,
+    *,
+    cutoff: float = math.inf,
 ) -> JointAnswer:
     """The cheapest layout of the shared leaves.
 
@@ -60,13 +62,14 @@ def solve_jointly(
         leaves: per graph the positions of the shared leaves among its arguments, in one order.
         cluster, mesh: the devices, and their logical grid.
         limit: bytes per device that each graph may use by the solver's own count; None = without memory.
+        cutoff: the search on a large problem may end once no layout is known to cost less.
     """
     posed = [pose(task, cluster, mesh) for task in tasks]
     graphs = [pricer.graph for _, pricer, _ in posed]
     ports = [[graph.inputs[i] for i in own] for graph, own in zip(graphs, leaves, strict=True)]
     problem = joint_problem([within(limit) for _, _, within in posed], weights, graphs, ports)
     check_problem(problem)
-    solution = solve_in_units(problem, posed[0][0], tasks[0].options, math.inf)
+    solution = solve_in_units(problem, posed[0][0], tasks[0].options, cutoff)
     if not len(solution.choice):
         return JointAnswer(status=solution.status)
     specs = [specs_of(graphs[0], port)[solution.choice[port]] for port in ports[0]]

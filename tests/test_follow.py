@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import alpa_lite as al
+from alpa_lite.api.request import Request
 from alpa_lite.errors import AlpaLiteError, PinError
 from alpa_lite.executor.local import RunnableStep
 
@@ -232,6 +233,14 @@ def test_what_cannot_be_followed(settings, message):
     with pytest.raises(PinError, match=message) as caught:
         forward_plan(**settings)
     assert "test_follow.py" in str(caught.value)
+
+
+def test_where_layouts_are_chosen_for_several_functions():
+    run = al.parallelize(forward, follow=train_plan(options=MESH))
+    args = (shapes(made_state()["params"]), jax.ShapeDtypeStruct((16, 16), jnp.float32))
+    request = Request.of(run, None, None, None, (), (), ())
+    with pytest.raises(PinError, match=r"where layouts are chosen for several functions.*plain"):
+        request._resolve(request.trace(args, {}), None)
 
 
 def test_a_plan_and_what_is_followed():

@@ -137,7 +137,7 @@ def following_options(options: PlanOptions, followed: Followed, cluster: Cluster
 
 
 def counterparts(
-    program: Program, followed: Followed, like: Mapping[str, str] | None, source: str
+    program: Program, followed: Any, like: Mapping[str, str] | None, source: str
 ) -> dict[int, tuple[str, Dims]]:
     """Position of an argument leaf -> the parameter that it is, and how that lies.
 
@@ -145,8 +145,14 @@ def counterparts(
     parameters end ("0/dense/kernel" is "0/params/dense/kernel").
 
     Raises:
-        PinError: nothing matches, several do, or shape or dtype differ.
+        PinError: nothing matches, several do, shape or dtype differ, or ``followed`` was not read by ``followed_plan``.
     """
+    # Not read yet where plans are made in another way than by Request.plan, which also fixes the mesh.
+    if not isinstance(followed, Followed):
+        raise PinError(
+            f"a step with follow=... was given where layouts are chosen for several functions. At {source}. Give the plain "
+            "function, and pins for what must lie as it is."
+        )
     paths = program.input_paths
     found = _by_like(paths, followed, like, source) if like is not None else _by_path(paths, followed, source)
     made = {}

@@ -50,6 +50,15 @@ def weighted(costs: dict[str, float], weights: dict[str, float]) -> float:
     return sum(weights[name] * costs[name] for name in costs)
 
 
+def cost_under(budget: float, graphs: dict[str, Any], specs: Any, weights: dict[str, float]) -> float:
+    """Weighted sum of a layout; inf where a graph does not fit."""
+    options = al.PlanOptions(mesh_shape=(4,), axis_names=("x",), memory_budget_bytes=budget)
+    try:
+        return weighted(cost_with(graphs, specs, options), weights)
+    except (MemoryBudgetError, PinError):
+        return float("inf")
+
+
 def cost_with(graphs: dict[str, Any], specs: Any, options: al.PlanOptions) -> dict[str, float]:
     """Cost of each graph planned alone with the parameters pinned."""
     pins = {f"0/{i}": spec for i, spec in enumerate(specs)}
@@ -77,6 +86,21 @@ def test_joint_optimum_is_that_of_brute_force(count: int, counts: tuple[int, int
     assert layout.objective == pytest.approx(best, rel=1e-9)
     assert layout.gap == 0.0
     assert layout.lower_bound == pytest.approx(best, rel=1e-9)
+
+
+@pytest.mark.parametrize(("budget", "whole"), [(60e6, 2), (38e6, 1), (30e6, 0)])
+def test_joint_optimum_within_a_budget_is_that_of_brute_force(budget: float, whole: int) -> None:
+    """Two matrices of 16 MiB: both may lie whole, one, or none; the graph that multiplies by them says so for all."""
+    graphs = three_graphs(256)
+    weights = {"product": 1000.0, "rows": 1.0, "columns": 1.0}
+    choices = P(), P("x"), P(None, "x")
+    best = min(cost_under(budget, graphs, specs, weights) for specs in itertools.product(choices, choices))
+    options = al.PlanOptions(mesh_shape=(4,), axis_names=("x",), memory_budget_bytes=budget)
+    layout = al.plan_shared(graphs, shared="0", weights=weights, cluster=SLOW_LINKS, options=options, donate_argnums=0)
+    assert layout.objective == pytest.approx(best, rel=1e-9)
+    assert layout.lower_bound <= best
+    assert all(plan.memory.peak <= budget for plan in layout.plans.values())
+    assert sum(spec == P(None, None) for _, spec in layout.parameter_layout.values()) == whole
 
 
 def test_weights_decide_where_parameters_lie() -> None:

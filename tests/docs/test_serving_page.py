@@ -14,7 +14,7 @@ TEXT = (pages.DOCS / "serving.md").read_text(encoding="utf-8")
 @pytest.mark.medium
 def test_the_blocks_run_and_the_model_answers() -> None:
     names: dict = {"__name__": "page"}
-    engine, graphs, *_ = pages.python_blocks(TEXT)
+    engine, graphs, shared, *_ = pages.python_blocks(TEXT)
     exec(engine, names)
     params = {name: np.asarray(x, np.float64) for name, x in names["params"].items()}
 
@@ -33,6 +33,9 @@ def test_the_blocks_run_and_the_model_answers() -> None:
     assert names["seen"].prefills[8] >= 2 and names["seen"].prefills[32] == 1
     exec(graphs, names)
     assert list(names["graphs"]) == ["prefill_8", "prefill_32", "decode"]
+    exec(shared, names)
+    assert names["again"] == names["answers"]
+    assert list(names["layout"].plans) == list(names["graphs"])
 
 
 def test_the_advice_is_what_the_command_prints() -> None:

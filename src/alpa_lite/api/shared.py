@@ -89,7 +89,7 @@ class _Search:
     source: str
     total: float = math.inf
     plans: list[Plan] = field(default_factory=list)
-    refused: MemoryBudgetError | None = None
+    refused: AlpaLiteError | None = None
     tried: set[tuple[DeviceMesh, tuple[ShardingSpec, ...]]] = field(default_factory=set)
 
     def run(self) -> SharedLayout:
@@ -149,7 +149,7 @@ class _Search:
                 return True
             try:
                 plans[number] = self.graphs[number].planned(self.cluster, mesh, specs)
-            except MemoryBudgetError as error:
+            except (MemoryBudgetError, PinError) as error:  # the budget and a fixed layout may be named as a clash
                 self.refused = error
                 return False
             costs[number] = plans[number].objective

@@ -28,7 +28,8 @@ from alpa_lite.planner.options import PlanOptions
 from alpa_lite.planner.plan_step import budget_bytes
 
 _CLOSE = 1e-3  # of the best sum so far: a search on a large problem ends where no layout can be so much better
-_LOWERED = (1.0, 0.95, 0.85, 0.7)  # of the budget, as limits by the solver's own count
+# Of the budget, by the solver's own count, which may be too high or too low.
+_LIMITS = (1.5, 1.25, 1.1, 1.0, 0.95, 0.85, 0.7)
 
 
 @collector_paused()
@@ -90,7 +91,7 @@ class _Search:
     total: float = math.inf
     plans: list[Plan] = field(default_factory=list)
     refused: AlpaLiteError | None = None
-    tried: set[tuple[DeviceMesh, tuple[ShardingSpec, ...]]] = field(default_factory=set)
+    fits: dict[tuple[DeviceMesh, tuple[ShardingSpec, ...]], bool] = field(default_factory=dict)  # of what was tried
 
     def run(self) -> SharedLayout:
         for graph in self.graphs:
@@ -127,7 +128,7 @@ class _Search:
         weights, leaves = [g.weight for g in self.graphs], [g.leaves for g in self.graphs]
         budget = budget_bytes(self.cluster, self.options)
         bound = -math.inf
-        limits = [None, *(int(share * budget) for share in _LOWERED if math.isfinite(budget))]
+        limits = [None, *(int(share * budget) for share in _LIMITS if math.isfinite(budget))]
         for limit in limits:
             answer = solve_jointly(tasks, weights, leaves, self.cluster, mesh, limit, cutoff=(1 - _CLOSE) * self.total)
             if limit is None:
@@ -138,9 +139,11 @@ class _Search:
 
     def offer(self, mesh: DeviceMesh, specs: tuple[ShardingSpec, ...]) -> bool:
         """Plans all graphs in a layout, unless it cannot win; whether all fit the budget, as far as that was looked at."""
-        if (mesh, specs) in self.tried:
-            return True
-        self.tried.add((mesh, specs))
+        if (mesh, specs) not in self.fits:
+            self.fits[mesh, specs] = self.planned(mesh, specs)
+        return self.fits[mesh, specs]
+
+    def planned(self, mesh: DeviceMesh, specs: tuple[ShardingSpec, ...]) -> bool:
         costs = [g.bound(mesh) for g in self.graphs]
         plans: dict[int, Plan] = {}
         # What counts most comes first: mostly it shows that the layout cannot win.

@@ -10,7 +10,8 @@ from alpa_lite.executor.calibrate import local_cluster
 from alpa_lite.plan.plan import Plan
 from alpa_lite.serve.model_graphs import DECODE, Graph
 
-_TOKENS_PER_PROMPT = 64.0  # so many steps of all slots for each prompt; who knows better plans with weights of their own
+# So many steps of all slots for each prompt; who knows better plans with weights of their own.
+_TOKENS_PER_PROMPT = 64.0
 
 
 def plan_graphs(graphs: Mapping[str, Graph], cluster: Cluster | None = None) -> dict[str, Plan]:

@@ -1,4 +1,4 @@
-"""A model behind Ray Serve: right answers, a replica that is killed under load, a server that ends, settings that cannot be."""
+"""A model behind Ray Serve: right answers, an engine that is killed under load, a server that ends, settings that cannot be."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 import alpa_lite as al
 from alpa_lite.cli import main
 from alpa_lite.errors import ServeError
-from tests.serve.served_target import target
+from tests.serve.served_target import not_a_target, target
 
 pytest.importorskip("ray.serve", reason="Ray Serve is not installed: pip install 'alpa-lite[serve]'")
 pytestmark = [pytest.mark.ray, pytest.mark.medium]
@@ -73,7 +73,7 @@ def test_answers_are_the_engines(port: int, expected: list[list[int]]) -> None:
         assert (status, json.loads(raw)["tokens"]) == (200, tokens)
 
 
-def test_a_replica_that_is_killed_under_load(port: int, expected: list[list[int]]) -> None:
+def test_an_engine_that_is_killed_under_load(port: int, expected: list[list[int]]) -> None:
     """Requests get the right tokens or 503, and within 20 s they get tokens again."""
     answers: list[tuple[float, int, bytes, int]] = []
     ended = threading.Event()
@@ -92,7 +92,7 @@ def test_a_replica_that_is_killed_under_load(port: int, expected: list[list[int]
         thread.start()
     time.sleep(1.0)
     killed_s = time.monotonic()
-    os.kill(replica_pid(), signal.SIGKILL)
+    os.kill(engine_pid(), signal.SIGKILL)
     while not any(when > killed_s + 0.5 and status == 200 for when, status, _, _ in answers):
         assert time.monotonic() < killed_s + BACK_S, [status for _, status, _, _ in answers]
         time.sleep(0.1)
@@ -105,13 +105,13 @@ def test_a_replica_that_is_killed_under_load(port: int, expected: list[list[int]
         assert status != 200 or json.loads(raw)["tokens"] == expected[k]
 
 
-def replica_pid() -> int:
+def engine_pid() -> int:
     """The process below this one that Ray calls so."""
     parents, named = {}, []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            if b"ServeReplica:alpa_lite:engine" in (folder / "cmdline").read_bytes():
+            if b"ray::EngineActor" in (folder / "cmdline").read_bytes():
                 named.append(int(folder.name))
 
     def above(pid: int) -> Iterator[int]:
@@ -155,6 +155,22 @@ def test_the_command_line_serves_and_ends(ray_session: None, tmp_path: Path) -> 
     assert served.returncode == 0
     with pytest.raises(OSError):
         ask(port, [1, 2])
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (not_a_target, r"could not be made. Correct its cause:\n(.*\n)*AttributeError: 'int' object"),
+        (target, r"could not be started: buckets=\(64,\) was given; they must be .* max_length=48"),
+    ],
+)
+def test_an_engine_that_cannot_be_made_says_why_without_rays_traces(ray_session: None, make: Any, words: str) -> None:
+    from alpa_lite.serve import deployment
+
+    settings = al.serve.ServerSettings(port=free_port(), **SIZES | {"buckets": (64,)})
+    with pytest.raises(ServeError, match=words) as raised:
+        deployment.start(make, settings)
+    assert "ServeReplica" not in str(raised.value)
 
 
 @pytest.mark.parametrize(

@@ -1,18 +1,24 @@
 """An engine behind Ray Serve.
 
 In: a function that makes a ``ServeTarget``, called in the engine's process, and ``ServerSettings``. Out: an HTTP server on this
-machine, or on a cluster that others started: one replica for HTTP and one with the engine. If that dies, Ray Serve starts
-another; requests that it had get 503, later ones wait for it.
+machine, or on a cluster that others started: a replica of Ray Serve for HTTP, and an actor with the engine, which the replica
+starts and calls. If the actor dies, Ray starts it again; until then requests get 503.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from alpa_lite.errors import EngineClosed, ServeError
+from alpa_lite.errors import AlpaLiteError, EngineClosed, ServeError
+
+if TYPE_CHECKING:
+    from alpa_lite.serve.answers import Answers
+    from alpa_lite.serve.engine import Engine
 
 APPLICATION = "alpa_lite"
 _MARGIN = 64  # requests for /health and /metrics, and those that are being refused
@@ -44,8 +50,8 @@ class ServerSettings:
         token: that requests must bring; None = none.
         body_bytes, timeout_s: limits of a request.
         drain_s: how long requests may go on for when the server ends.
-        cluster: "HOSTSxDEVICES:DEVICE"; "" = all devices of the replica's process.
-        num_cpus, num_gpus: that the replica takes of the Ray cluster.
+        cluster: "HOSTSxDEVICES:DEVICE"; "" = all devices of the engine's process.
+        num_cpus, num_gpus: that the engine takes of the Ray cluster.
     """
 
     host: str = "127.0.0.1"
@@ -63,16 +69,33 @@ class ServerSettings:
     num_cpus: float = 1.0
     num_gpus: float = 0.0
 
+    @property
+    def most_requests(self) -> int:
+        """That are let through to the engine, which itself says when it has too many."""
+        limit = 4 * self.slots if self.queue_limit is None else self.queue_limit
+        return 2 * (self.slots + limit + _MARGIN)
 
-class EngineReplica:
-    """An engine in a process of its own, as Ray Serve runs it. Errors for clients are values, so that they keep their kind."""
+
+class EngineActor:
+    """An engine in a process of its own. Errors are values, so that they keep their kind and come without Ray's traces."""
 
     def __init__(self, make: Callable[[], ServeTarget], settings: ServerSettings) -> None:
+        self._drain_s = settings.drain_s
+        self._engine: Engine | None = None
+        self._failure = ""
+        try:
+            self._load(make, settings)
+        except AlpaLiteError as error:
+            self._failure = str(error)
+        except Exception as error:  # of the user's functions, JAX or the devices: whatever they raise
+            trace = "".join(traceback.format_exception(error))
+            self._failure = f"the engine could not be made. Correct its cause:\n{trace}"
+
+    def _load(self, make: Callable[[], ServeTarget], settings: ServerSettings) -> None:
         set_devices(settings.cluster)  # before JAX is used
         from alpa_lite.serve.answers import Answers
         from alpa_lite.serve.engine import Engine
 
-        self._drain_s = settings.drain_s
         target = make()
         params = target.params() if callable(target.params) else target.params
         self._engine = Engine(
@@ -88,80 +111,87 @@ class EngineReplica:
         self._answers = Answers(self._engine, encode=target.encode, decode=target.decode, timeout_s=settings.timeout_s)
 
     async def generate(self, body: Any) -> Any:
-        return await _told(self._answers.generate(body))
+        return await self._told(lambda answers: answers.generate(body))
 
     async def stream(self, body: Any) -> AsyncIterator[Any]:
         try:
+            self._check_made()
             async for event in self._answers.stream(body):
                 yield event
         except ServeError as error:
             yield error
 
     async def check(self) -> Any:
-        return await _told(self._answers.check())
+        return await self._told(lambda answers: answers.check())
 
     async def metrics(self) -> Any:
-        return await _told(self._answers.metrics())
+        return await self._told(lambda answers: answers.metrics())
 
-    def check_health(self) -> None:
-        """Ray Serve asks now and then; a replica whose engine has ended is replaced."""
-        if self._engine.closed:
-            raise EngineClosed("the engine has ended. A server needs one that runs. Another one is started.")
+    async def close(self) -> None:
+        """Lets requests that run finish."""
+        if self._engine is not None:
+            await asyncio.to_thread(self._engine.close, drain_s=self._drain_s)
 
-    def __del__(self) -> None:
-        if hasattr(self, "_engine"):
-            self._engine.close(drain_s=self._drain_s)
+    async def _told(self, ask: Callable[[Answers], Awaitable[Any]]) -> Any:
+        try:
+            self._check_made()
+            return await ask(self._answers)
+        except ServeError as error:
+            return error
 
-
-async def _told(answer: Awaitable[Any]) -> Any:
-    try:
-        return await answer
-    except ServeError as error:
-        return error
+    def _check_made(self) -> None:
+        if self._failure:
+            raise EngineClosed(self._failure)
 
 
 class _RemoteAnswers:
-    """``Answers`` of a replica that may be lost."""
+    """``Answers`` of an actor that may be lost."""
 
     def __init__(self, engine: Any) -> None:
-        self._engine, self._streams = engine, engine.options(stream=True)
+        self._engine = engine
 
     async def generate(self, body: Any) -> Any:
-        return await self._asked(self._engine.generate.remote(body))
+        return await _asked(self._engine.generate.remote(body))
 
     async def check(self) -> None:
-        await self._asked(self._engine.check.remote())
+        await _asked(self._engine.check.remote())
 
     async def metrics(self) -> bytes:
-        return await self._asked(self._engine.metrics.remote())
+        return await _asked(self._engine.metrics.remote())
 
     async def stream(self, body: Any) -> AsyncIterator[Any]:
+        import ray
+
+        events = self._engine.stream.remote(body)
         with _lost_is_closed():
-            events = self._streams.stream.remote(body)
             try:
                 async for event in events:
-                    yield _raised(event)
-            finally:
-                events.cancel()
+                    yield _raised(await event)
+            except (asyncio.CancelledError, GeneratorExit):  # the client went away
+                ray.cancel(events)
+                raise
 
-    async def _asked(self, response: Any) -> Any:
-        with _lost_is_closed():
-            try:
-                return _raised(await response)
-            finally:
-                response.cancel()  # where the client went away; else nothing is left to cancel
+
+async def _asked(answer: Any) -> Any:
+    import ray
+
+    with _lost_is_closed():
+        try:
+            return _raised(await answer)
+        except asyncio.CancelledError:
+            ray.cancel(answer)
+            raise
 
 
 @contextlib.contextmanager
 def _lost_is_closed() -> Iterator[None]:
     from ray.exceptions import RayError
-    from ray.serve.exceptions import RayServeException
 
     try:
         yield
-    except (RayError, RayServeException) as error:
+    except RayError as error:
         raise EngineClosed(
-            f"the engine was lost or takes no requests: {type(error).__name__}. Another one is started. Try again."
+            f"the engine was lost or takes no requests: {type(error).__name__}. It is started again. Try again."
         ) from error
 
 
@@ -172,15 +202,51 @@ def _raised(value: Any) -> Any:
 
 
 class HttpReplica:
-    """HTTP in front of an engine's replica: it outlives the engine, and says so when that is lost."""
+    """HTTP in front of an engine, as Ray Serve runs it. It starts the engine, outlives it, and says so when that is lost."""
 
-    def __init__(self, engine: Any, settings: ServerSettings) -> None:
+    def __init__(self, make: Callable[[], ServeTarget], settings: ServerSettings) -> None:
+        import ray
+
         from alpa_lite.serve.http import HttpService
 
-        self._service = HttpService(_RemoteAnswers(engine), token=settings.token, body_bytes=settings.body_bytes)
+        remote: Callable[[Any], Any] = ray.remote
+        engine = remote(EngineActor).options(
+            max_restarts=-1,
+            max_concurrency=settings.most_requests,
+            num_cpus=settings.num_cpus,
+            num_gpus=settings.num_gpus,
+        )
+        self._engine = engine.remote(make, settings)
+        self._answers = _RemoteAnswers(self._engine)
+        self._failure = ray.get(self._engine.check.remote())  # when it is there
+        self._service = HttpService(self._answers, token=settings.token, body_bytes=settings.body_bytes)
 
     async def __call__(self, request: Any) -> Any:
         return await self._service(request)
+
+    def failure(self) -> ServeError | None:
+        """Of the engine's first start."""
+        return self._failure
+
+    async def check_health(self) -> None:
+        """Ray Serve asks now and then. An engine that ended by itself is started again here; this replica is replaced, and the
+        engine with it, where Ray cannot do that."""
+        import ray
+
+        try:
+            await self._answers.check()
+        except EngineClosed as error:
+            if error.__cause__ is None:
+                ray.kill(self._engine, no_restart=False)
+            elif isinstance(error.__cause__, ray.exceptions.ActorDiedError):
+                raise
+
+    def __del__(self) -> None:
+        import ray
+
+        with contextlib.suppress(ray.exceptions.RayError):
+            ray.get(self._engine.close.remote())
+        ray.kill(self._engine)
 
 
 def set_devices(cluster: str) -> None:
@@ -198,32 +264,26 @@ def start(make: Callable[[], ServeTarget], settings: ServerSettings) -> None:
     """Start a server on the Ray cluster that this process is connected to; returns when it takes requests.
 
     Args:
-        make: makes the target, in the replica's process.
+        make: makes the target, in the engine's process.
 
     Raises:
-        ServeError: the port is taken, or the replica could not be made.
+        ServeError: the port is taken, or the engine could not be made.
     """
     from ray import serve
 
     _check_free(settings.host, settings.port)
     serve.start(proxy_location="HeadOnly", http_options={"host": settings.host, "port": settings.port})
-    limit = 4 * settings.slots if settings.queue_limit is None else settings.queue_limit
-    most = settings.slots + limit + _MARGIN  # the engine itself says when it has too many
     deployed: Callable[[Any], Any] = serve.deployment
-    engine = deployed(EngineReplica).options(
-        name="engine",
+    front = deployed(HttpReplica).options(
         num_replicas=1,
-        max_ongoing_requests=most,
-        max_queued_requests=_MARGIN,  # while another engine is started
+        max_ongoing_requests=settings.most_requests,
         graceful_shutdown_timeout_s=settings.drain_s + 5,
         health_check_period_s=5,
-        ray_actor_options={"num_cpus": settings.num_cpus, "num_gpus": settings.num_gpus},
-    )
-    front = deployed(HttpReplica).options(
-        name="http", num_replicas=1, max_ongoing_requests=2 * most, ray_actor_options={"num_cpus": 0}
+        ray_actor_options={"num_cpus": 0},
     )
     try:
-        serve.run(front.bind(engine.bind(make, settings), settings), name=APPLICATION, route_prefix="/")
+        handle: Any = serve.run(front.bind(make, settings), name=APPLICATION, route_prefix="/")
+        failure = handle.failure.remote().result()
     except RuntimeError as error:
         details = serve.status().applications[APPLICATION]
         said = "; ".join(d.message for d in details.deployments.values() if d.message) or details.message
@@ -231,6 +291,9 @@ def start(make: Callable[[], ServeTarget], settings: ServerSettings) -> None:
         raise ServeError(
             f"the server could not be started: {said or error}. Correct the target or the settings."
         ) from error
+    if failure is not None:
+        serve.shutdown()
+        raise ServeError(f"the server could not be started: {failure}")
 
 
 def stop() -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import alpa_lite as al
@@ -42,3 +43,26 @@ def workers(step: Any) -> list[int]:
     """Process ids of a step's workers."""
     (remote,) = step._remotes
     return [pid for _, pid in remote.group.places]
+
+
+def pids_below(title: str) -> list[int]:
+    """Processes that this one started, or those started, whose title begins so."""
+    parents, named = {}, []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            if (folder / "cmdline").read_bytes().startswith(title.encode()):
+                named.append(int(folder.name))
+
+    def above(pid: int) -> Iterator[int]:
+        while pid := parents.get(pid, 0):
+            yield pid
+
+    return sorted(pid for pid in named if os.getpid() in above(pid))
+
+
+def held(pids: Sequence[int]) -> list[float]:
+    """Resident MiB of every process, then open files of every process."""
+    page = os.sysconf("SC_PAGE_SIZE")
+    rss = [int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * page / 2**20 for pid in pids]
+    return [*rss, *(float(len(os.listdir(f"/proc/{pid}/fd"))) for pid in pids)]

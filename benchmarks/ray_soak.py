@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 import alpa_lite as al
-from benchmarks.ray_session import local_ray, step_of, workers
+from benchmarks.ray_session import held, local_ray, step_of, workers
 from benchmarks.report import Row, finish
 from examples import gpt_linen
 from examples.example import use_virtual_devices
@@ -30,12 +30,9 @@ def sample(pids: list[int]) -> list[float]:
     """Resident MiB of every process, their open files, and MiB used in the object store."""
     import ray
 
-    page = os.sysconf("SC_PAGE_SIZE")
-    rss = [int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * page / 2**20 for pid in pids]
-    files = [float(len(os.listdir(f"/proc/{pid}/fd"))) for pid in pids]
     name = "object_store_memory"
     used = (ray.cluster_resources()[name] - ray.available_resources().get(name, 0.0)) / 2**20
-    return [*rss, *files, used]
+    return [*held(pids), used]
 
 
 def soak(num_steps: int) -> list[Row]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import http.client
 import json
 import os
@@ -22,6 +21,7 @@ from typer.testing import CliRunner
 import alpa_lite as al
 from alpa_lite.cli import main
 from alpa_lite.errors import ServeError
+from benchmarks.ray_session import pids_below
 from tests.serve.served_target import not_a_target, target
 
 pytest.importorskip("ray.serve", reason="Ray Serve is not installed: pip install 'alpa-lite[serve]'")
@@ -92,7 +92,8 @@ def test_an_engine_that_is_killed_under_load(port: int, expected: list[list[int]
         thread.start()
     time.sleep(1.0)
     killed_s = time.monotonic()
-    os.kill(engine_pid(), signal.SIGKILL)
+    (engine,) = pids_below("ray::EngineActor")
+    os.kill(engine, signal.SIGKILL)
     while not any(when > killed_s + 0.5 and status == 200 for when, status, _, _ in answers):
         assert time.monotonic() < killed_s + BACK_S, [status for _, status, _, _ in answers]
         time.sleep(0.1)
@@ -103,23 +104,6 @@ def test_an_engine_that_is_killed_under_load(port: int, expected: list[list[int]
     assert {status for _, status, _, _ in answers} <= {200, 503}
     for _, status, raw, k in answers:
         assert status != 200 or json.loads(raw)["tokens"] == expected[k]
-
-
-def engine_pid() -> int:
-    """The process below this one that Ray calls so."""
-    parents, named = {}, []
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            if b"ray::EngineActor" in (folder / "cmdline").read_bytes():
-                named.append(int(folder.name))
-
-    def above(pid: int) -> Iterator[int]:
-        while pid := parents.get(pid, 0):
-            yield pid
-
-    (found,) = [pid for pid in named if os.getpid() in above(pid)]
-    return found
 
 
 def test_a_port_that_is_taken(ray_session: None) -> None:

@@ -1,0 +1,190 @@
+"""A server under load by Locust for 60 s (``--seconds N``): some 27 requests per second of users that read, stream, read slowly,
+leave, come 120 at once, and make mistakes (``serve_load_users.py``).
+
+Every answer is checked against an engine in this process, every mistake against its status. Memory and open files of the engine
+and of the process for HTTP are sampled every 2 s at least; the slopes are least squares over what follows the first third.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+if __package__ in (None, ""):  # run as a script: make `benchmarks` and `examples` importable
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import numpy as np
+
+import alpa_lite as al
+from benchmarks.ray_session import held, local_ray, pids_below
+from benchmarks.report import Row, finish
+
+SIZES: dict[str, Any] = {"slots": 16, "max_length": 128, "buckets": (8, 32, 96)}
+TOKEN, BODY_BYTES = "secret", 4096
+NUM_PROMPTS = 32
+USERS = Path(__file__).with_name("serve_load_users.py")
+NUM_USERS = 23
+PROCESSES = {"engine": "ray::EngineActor", "HTTP": "ray::ServeReplica", "proxy": "ray::ProxyActor"}
+
+
+def target() -> Any:
+    """The examples' Llama, small, with random parameters."""
+    import jax
+
+    from examples.serving_models import Llama
+
+    model = Llama.of("small")
+    return al.serve.ServeTarget(model=model, params=lambda: model.init_params(jax.random.key(0)))
+
+
+def expected() -> list[tuple[dict[str, Any], list[int]]]:
+    """Bodies of mixed lengths, and the tokens that an engine in this process makes for them."""
+    rng = random.Random(0)
+    served = target()
+    with al.serve.Engine(served.model, served.params(), **SIZES) as engine:
+        bodies = [
+            {
+                "tokens": [rng.randrange(engine.vocab_size) for _ in range(rng.randint(1, SIZES["buckets"][-1]))],
+                "max_tokens": rng.randint(1, 32),
+            }
+            for _ in range(NUM_PROMPTS)
+        ]
+        requests = [engine.submit(body["tokens"], max_tokens=body["max_tokens"]) for body in bodies]
+        return [(body, list(request.result())) for body, request in zip(bodies, requests, strict=True)]
+
+
+def load(seconds: float) -> list[Row]:
+    """Serves and measures."""
+    from alpa_lite.serve import deployment
+
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        port = listening.getsockname()[1]
+    settings = al.serve.ServerSettings(port=port, token=TOKEN, body_bytes=BODY_BYTES, cluster="1x1:cpu", **SIZES)
+    deployment.start(target, settings)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            known = Path(folder) / "expected.json"
+            longest = SIZES["buckets"][-1]
+            known.write_text(
+                json.dumps({"token": TOKEN, "body_bytes": BODY_BYTES, "longest": longest, "pairs": expected()})
+            )
+            stats, samples = _run(known, port, seconds)
+        return [*_counted(stats, seconds), *_grown(samples), *_left(port)]
+    finally:
+        deployment.stop()
+
+
+def _run(known: Path, port: int, seconds: float) -> tuple[list[dict[str, Any]], np.ndarray]:
+    command = [
+        sys.executable,
+        "-m",
+        "locust",
+        "-f",
+        str(USERS),
+        "--expected",
+        str(known),
+        "--headless",
+        "--json",
+        "--only-summary",
+    ]
+    options = ["-H", f"http://127.0.0.1:{port}", "-u", str(NUM_USERS), "-r", str(NUM_USERS), "-t", f"{seconds:.0f}s"]
+    pids = [pid for title in PROCESSES.values() for pid in pids_below(title)[:1]]
+    samples, start_s = [], time.monotonic()
+    with (
+        tempfile.TemporaryFile("w+") as out,
+        subprocess.Popen([*command, *options, "--stop-timeout", "30"], stdout=out) as users,
+    ):
+        while users.poll() is None:
+            samples.append([time.monotonic() - start_s, *held(pids)])
+            time.sleep(max(2.0, seconds / 300))
+        out.seek(0)
+        return json.load(out), np.asarray(samples)
+
+
+def _counted(stats: list[dict[str, Any]], seconds: float) -> list[Row]:
+    rows = [
+        Row(
+            benchmark="serve_load",
+            case=f"requests {entry['name']!r}",
+            value=entry["num_failures"],
+            unit="failures",
+            against="{} requests, median {:.0f} ms, 99 % {:.0f} ms".format(
+                entry["num_requests"], *(_quantile(entry, share) for share in (0.5, 0.99))
+            ),
+            target="0",
+        )
+        for entry in stats
+    ]
+    count = sum(entry["num_requests"] for entry in stats)
+    failures = sum(entry["num_failures"] for entry in stats)
+    against = f"{count} requests in {seconds:.0f} s, {count / seconds:.1f} per second"
+    return [
+        *rows,
+        Row(benchmark="serve_load", case="all", value=failures, unit="failures", against=against, target="0"),
+    ]
+
+
+def _quantile(entry: dict[str, Any], share: float) -> float:
+    """Milliseconds, of Locust's rounded times and their counts."""
+    left = share * entry["num_requests"]
+    for time_ms, count in sorted((float(time_ms), count) for time_ms, count in entry["response_times"].items()):
+        left -= count
+        if left <= 0:
+            return time_ms
+    return float("nan")
+
+
+def _grown(samples: np.ndarray) -> list[Row]:
+    samples = samples[samples[:, 0] >= samples[-1, 0] / 3]
+    cases = [f"{who}, {what}" for what in ("memory", "open files") for who in PROCESSES]
+    units = ["MiB"] * len(PROCESSES) + ["files"] * len(PROCESSES)
+    return [
+        Row(
+            benchmark="serve_load",
+            case=case,
+            value=float(np.polyfit(samples[:, 0] / 60, column, 1)[0]),
+            unit=f"{unit} per minute",
+            against=f"{column[0]:.0f} after {samples[0, 0]:.0f} s, {column[-1]:.0f} after {samples[-1, 0]:.0f} s",
+            target="no growth",
+        )
+        for case, unit, column in zip(cases, units, samples.T[1:], strict=True)
+    ]
+
+
+def _left(port: int) -> list[Row]:
+    """Nothing waits or holds a slot once all have left."""
+    import http.client
+
+    link = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    link.request("GET", "/metrics", headers={"Authorization": f"Bearer {TOKEN}"})
+    lines = link.getresponse().read().decode().splitlines()
+    link.close()
+    found = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    return [
+        Row(
+            benchmark="serve_load",
+            case=f"{name} at the end",
+            value=float(found[f"alpa_lite_{name}"]),
+            unit="requests",
+            target="0",
+        )
+        for name in ("queued_requests", "active_requests")
+    ]
+
+
+def main() -> None:
+    seconds = float(sys.argv[sys.argv.index("--seconds") + 1]) if "--seconds" in sys.argv else 60.0
+    with local_ray(2):
+        finish(load(seconds), sys.argv[1:])
+
+
+if __name__ == "__main__":
+    main()

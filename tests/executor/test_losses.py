@@ -51,7 +51,7 @@ class Striker(threading.Thread):
 
 
 def series(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, count: int, seed: int) -> list[int]:
-    """Restarts of each of ``count`` runs, every one struck once."""
+    """Restarts of each of ``count`` runs, every one struck once, at a moment within the time that a run takes here unharmed."""
     import ray
 
     from alpa_lite.executor.ray.group import WorkerGroup
@@ -68,16 +68,23 @@ def series(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, count: 
     rng = random.Random(seed)
     _, step = steps(executor=WATCHED)
     restarts = []
+
+    def run(name: str) -> tuple[Any, float]:
+        start_s = time.monotonic()
+        kept = al.Checkpoint(tmp_path / name, every=3, keep=2)
+        done = al.fit(step, init=state, data=slow_batch, num_steps=NUM_STEPS, checkpoint=kept)
+        assert_equal(done.state, expected)
+        assert float(done.metrics) == loss
+        return done, time.monotonic() - start_s
+
     with step:
+        unharmed_s = {starts: run(f"unharmed, starts {starts}")[1] for starts in (True, False)}
         for k in range(count):
             if k % 4 == 0:
                 step.close()  # so that some are struck while they start
-            striker = Striker(groups, rng.uniform(0, 1.5 if k % 4 else 6.0), number, rng)
+            striker = Striker(groups, rng.uniform(0, 0.9 * unharmed_s[k % 4 == 0]), number, rng)
             striker.start()
-            kept = al.Checkpoint(tmp_path / str(k), every=3, keep=2)
-            done = al.fit(step, init=state, data=slow_batch, num_steps=NUM_STEPS, checkpoint=kept)
-            assert_equal(done.state, expected)
-            assert float(done.metrics) == loss
+            done, _ = run(str(k))
             restarts.append(done.restarts)
             striker.join(30)
             assert striker.struck and (done.restarts == 0 or is_gone(striker.struck))

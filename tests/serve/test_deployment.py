@@ -20,8 +20,10 @@ from typer.testing import CliRunner
 
 import alpa_lite as al
 from alpa_lite.cli import main
+from alpa_lite.cli.serve import served
 from alpa_lite.errors import ServeError
 from benchmarks.ray_session import pids_below
+from examples import client
 from tests.serve.served_target import not_a_target, target
 
 pytest.importorskip("ray.serve", reason="Ray Serve is not installed: pip install 'alpa-lite[serve]'")
@@ -71,6 +73,20 @@ def test_answers_are_the_engines(port: int, expected: list[list[int]]) -> None:
     for prompt, tokens in zip(PROMPTS, expected, strict=True):
         status, raw = ask(port, prompt)
         assert (status, json.loads(raw)["tokens"]) == (200, tokens)
+
+
+def test_the_client_of_the_examples(port: int, expected: list[list[int]]) -> None:
+    *events, whole = client.patient({"tokens": PROMPTS[0], "max_tokens": 12}, port=port)
+    assert [event["token"] for event in events] == whole["tokens"] == expected[0]
+    with pytest.raises(client.Refused, match=r"400: .*max_tokens"):
+        list(client.patient({"tokens": PROMPTS[0], "max_tokens": 1000}, port=port))
+
+
+def test_the_target_of_the_examples_is_found() -> None:
+    found = served("examples/served.py:target", os.getcwd())
+    assert found.encode is not None and found.decode is not None
+    assert found.decode(list(found.encode("def"))) == "def"
+    assert found.model.config.seq_len == 64
 
 
 def test_an_engine_that_is_killed_under_load(port: int, expected: list[list[int]]) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import gevent
 from locust import HttpUser, constant_throughput, events, task
+from urllib3 import PoolManager
 
 TIMEOUT_S = 60.0  # what takes longer hangs
 AT_ONCE, EVERY_S = 120, 20.0
@@ -109,6 +110,7 @@ class Crowd(_User):
 
     fixed_count = 1
     wait_time = constant_throughput(1 / EVERY_S)
+    pool_manager = PoolManager(maxsize=AT_ONCE)
 
     @task
     def come(self) -> None:

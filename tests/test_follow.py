@@ -131,6 +131,18 @@ def test_a_plan_from_a_file_a_layout_and_a_step_are_followed_alike(tmp_path):
     assert parameters(forward_plan(follow=plan, follow_like={"0": "0/params"})) == parameters(want)
 
 
+def test_a_shared_layout_is_followed():
+    params, batch = shapes(made_state()["params"]), jax.ShapeDtypeStruct((16, 16), jnp.float32)
+    one = jax.ShapeDtypeStruct((1, 16), jnp.float32)
+    graphs = {"many": (forward, (params, batch)), "one": (forward, (params, one))}
+    layout = al.plan_shared(graphs, shared="0", cluster=CLUSTER, options=MESH, pins={"0/up/kernel": P(None, "model")})
+    plan = forward_plan(follow=layout)
+    assert parameters(plan) == {path: spec for path, (_, spec) in layout.parameter_layout.items()}
+    assert (
+        plan.specs_by_path["0/up/kernel"] == P(None, "model") != forward_plan(options=MESH).specs_by_path["0/up/kernel"]
+    )
+
+
 def test_some_follow_and_others_are_planned():
     plan = train_plan(options=MESH, pins=PINS)
     found = forward_plan(follow=plan, follow_like={"0/down": "0/params/down"}, pins={"0/up/kernel": P("data")})
@@ -203,7 +215,7 @@ OTHER = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), made
         ({"follow": 3}, r"follow=3 was given\. Allowed are a parallelized step, a plan"),
         ({"follow": al.parallelize(train)}, r"has no plan yet.*step\.plan"),
         ({"follow": {"0/up/kernel": (0, P())}}, r"names axes and not their sizes.*mesh_shape"),
-        ({"follow": {"0/up/kernel": (1, P())}, "options": MESH}, r"parameters on stage 1"),
+        ({"follow": {"0/up/kernel": (1, P())}, "options": MESH}, r"parameter_layout on 2 stages.*num_stages=2"),
         ({"follow": {"0/up": (0, P())}, "options": MESH}, r"no argument has leaves with the paths.*'0/up'"),
         (
             {"follow": {"0/up/bias": (0, P(None, "model"))}, "options": MESH},
@@ -219,7 +231,7 @@ OTHER = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), made
         ),
         (
             {"follow": "plan", "pins": {"0/**/kernel": P("data")}},
-            r"the pin '0/\*\*/kernel' has .* It would have to be moved",
+            r"the pin '0/\*\*/kernel' and 'follow 0/params/.*' disagree .* would have to be moved",
         ),
         ({"follow": "plan", "follow_like": {"0": "1"}}, r"follow_like \{'0': '1'\} matches no leaf"),
         ({"follow": "plan", "follow_like": "0"}, r"follow_like='0' was given"),

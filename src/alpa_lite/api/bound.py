@@ -34,6 +34,7 @@ from alpa_lite.trace.remat_step import RecomputedStages, rematerialised_step
 from alpa_lite.trace.staged import StagedStep, layers_of, staged_step
 from alpa_lite.trace.unstack import unstacked
 
+LAYER_STARTS = "layer_starts"  # in a plan's options: the ops that start layers, where parameters' stages said so
 JIT_SETTINGS = ("static_argnums", "static_argnames", "donate_argnums")
 
 
@@ -116,7 +117,10 @@ def traced_for(
     try:
         count = _num_microbatches(plan)
         layers = _planned_cuts(plan)
-        traced = trace(plain(fn), args, kwargs, rules=rules, num_microbatches=count, layers=layers, **settings)
+        forward = plan.pipeline is not None
+        traced = trace(
+            plain(fn), args, kwargs, rules=rules, num_microbatches=count, layers=layers, forward=forward, **settings
+        )
     except TraceError as error:
         static = settings.get("static_argnums", ()), settings.get("static_argnames", ())
         raise _other_arguments(plan, args, kwargs, *static) or error from error
@@ -132,6 +136,9 @@ def traced_for(
 
 def _planned_cuts(plan: Plan) -> LayerCuts | None:
     """How a function without boundaries of its own is cut as for the plan; None if it was not cut."""
+    starts: Any = dict(plan.options).get(LAYER_STARTS)
+    if starts is not None:
+        return lambda flops, cut_bytes, pins=(): starts
     if plan.pipeline is not None:
         counts = Counter(plan.pipeline.stage_of_layer)
         return layer_cuts(len(plan.pipeline.stage_of_layer), [counts[stage] for stage in sorted(counts)])
@@ -149,7 +156,9 @@ def staged_for(plan: Plan, traced: Traced) -> StagedStep:
     split = planned_schedule(plan.pipeline).split_stages
     other = f"{layered.num_layers} layers, {len(given)} were planned"
     if layered.num_layers == len(given):
-        staged = staged_step(traced.program, traced.layered, layered, given, _rules_of(plan), split)
+        stages = {leaf.path: leaf.stage for leaf in plan.inputs}
+        owners = {i: stages[path] for i, path in enumerate(traced.program.input_paths) if path in stages}
+        staged = staged_step(traced.program, traced.layered, layered, given, _rules_of(plan), split, owners=owners)
         if plan.remat is not None:
             whole = replace(plan.remat, layers=recomputable(layered))
             again = RecomputedStages(staged, traced.layered, layered, whole, _rules_of(plan), split)

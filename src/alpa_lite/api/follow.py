@@ -1,28 +1,31 @@
 """``follow=``: parameters lie as another plan has them, so that they are used where they are and nothing is moved.
 
-1. ``followed_plan``: what the user gave -> layouts by path, and the mesh that they are for. Parameters are what is trained; of a
-   function that trains nothing all arguments are looked at, and those with one path, shape and dtype follow.
-2. ``following_options``: that mesh is the only one that is tried; the same axes on other sizes would be another layout.
-3. ``counterparts``: which leaf of this function is which parameter of the other.
-4. ``fixed_pins``: those leaves are pinned; a pin of the user's that says something else is refused.
+1. ``followed_plan``: what the user gave -> layouts by path, and the mesh (of each stage) that they are for. Parameters are what
+   is trained; of a function that trains nothing all arguments are looked at, and those with one path, shape and dtype follow.
+2. ``following_options``: these meshes are the only ones that are tried; the same axes on other sizes would be another layout.
+3. ``stages_here``: where parameters lie on several stages, which leaf of this function lies on which: its layers are cut so.
+4. ``counterparts``: which leaf of this function is which parameter of the other.
+5. ``fixed_pins``: those leaves are pinned; a pin of the user's that says something else is refused.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jax.sharding import PartitionSpec
 
 from alpa_lite.api.bound import Parallelized
+from alpa_lite.api.shared_layout import SharedLayout
 from alpa_lite.cluster.cluster import Cluster
 from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.core.program import Program, Value
 from alpa_lite.errors import PinError
-from alpa_lite.plan.pins import Dims, PinnedDims, ResolvedPins
+from alpa_lite.plan.leaf_rows import rows_path, split_path
+from alpa_lite.plan.pins import Dims, ResolvedPins
 from alpa_lite.plan.plan import Plan
-from alpa_lite.plan.records import LeafRole
+from alpa_lite.plan.records import Leaf, LeafRole
 from alpa_lite.planner.options import PlanOptions
 from alpa_lite.trace.pins import pinned_dims
 
@@ -37,8 +40,10 @@ class Followed:
         specs: path -> what is fixed there, by the rank of the leaf.
         values: path -> shape and dtype; empty where only a layout was given.
         trained: whether all of them are parameters for sure.
-        mesh: which the specs are for; None where only a layout was given.
+        mesh: which the specs are for; None where only a layout was given, or there are several stages.
         cluster: the text of it; "" where only a layout was given.
+        stages: path -> stage, where there are several.
+        submeshes, meshes: of each of these; empty where only a layout was given.
     """
 
     specs: Mapping[str, Callable[[int], Dims]]
@@ -46,14 +51,19 @@ class Followed:
     trained: bool = True
     mesh: DeviceMesh | None = None
     cluster: str = ""
+    stages: Mapping[str, int] = field(default_factory=dict)
+    submeshes: tuple[tuple[int, int], ...] = ()
+    meshes: tuple[DeviceMesh, ...] = ()
 
 
 def followed_plan(given: Any, source: str) -> Followed:
     """Reads ``follow=``.
 
     Raises:
-        PinError: it is none of what is allowed, a step without a plan yet, or a plan of several stages.
+        PinError: it is none of what is allowed, a step without a plan yet, or a plan with several stages on one submesh.
     """
+    if isinstance(given, SharedLayout):
+        return _followed_leaves(given.plans[next(iter(given.plans))], given.shared_leaves, source)
     plan = given.known_plan() if isinstance(given, Parallelized) else given
     if plan is None:
         raise PinError(
@@ -61,31 +71,43 @@ def followed_plan(given: Any, source: str) -> Followed:
             f"parallelize(plan=...). At {source}. Call step.plan(*shapes) first."
         )
     if isinstance(plan, Plan):
-        if plan.pipeline is not None:
-            raise PinError(
-                f"follow was given a plan of {len(plan.stages)} stages. Parameters of one mesh can be followed. At {source}. "
-                "Plan the followed step with PlanOptions(num_stages=1), or pin parameters and stages (pins=, al.pin_stage)."
-            )
-        parameters = [leaf for leaf in plan.inputs if leaf.role is LeafRole.PARAMETER] or plan.inputs
-        return Followed(
-            specs={leaf.path: _always(leaf.spec.dims) for leaf in parameters},
-            values={leaf.path: leaf.value for leaf in parameters},
-            trained=any(leaf.role is LeafRole.PARAMETER for leaf in parameters),
-            mesh=plan.mesh,
-            cluster=plan.identity.cluster,
-        )
+        parameters = [leaf for leaf in plan.inputs if leaf.role is LeafRole.PARAMETER]
+        return _followed_leaves(plan, parameters or plan.inputs, source, trained=bool(parameters))
     entries = plan.values() if isinstance(plan, Mapping) else ()
     if not entries or not all(_is_placed(entry) for entry in entries):
         raise PinError(
-            f"follow={plan!r:.80} was given. Allowed are a parallelized step, a plan, or a plan's parameter_layout: path -> "
-            f"(stage, PartitionSpec). At {source}. Write for example follow=train_step."
+            f"follow={plan!r:.80} was given. Allowed are a parallelized step, a plan, a SharedLayout, or a parameter_layout: "
+            f"path -> (stage, PartitionSpec). At {source}. Write for example follow=train_step."
         )
-    if stages := sorted({stage for stage, _ in entries} - {0}):
+    stages = {path: stage for path, (stage, _) in plan.items()}
+    several = stages if any(stages.values()) else {}
+    return Followed(specs={path: _by_rank(spec) for path, (_, spec) in plan.items()}, values={}, stages=several)
+
+
+def _followed_leaves(plan: Plan, leaves: Sequence[Leaf], source: str, *, trained: bool = True) -> Followed:
+    """Those leaves of a plan's arguments."""
+    found = Followed(
+        specs={leaf.path: _always(leaf.spec.dims) for leaf in leaves},
+        values={leaf.path: leaf.value for leaf in leaves},
+        trained=trained,
+        mesh=plan.mesh,
+        cluster=plan.identity.cluster,
+    )
+    if plan.pipeline is None:
+        return found
+    if len({stage.first_device for stage in plan.stages}) < len(plan.stages):
         raise PinError(
-            f"follow was given a layout with parameters on stage {stages[0]}. Parameters of one mesh can be followed. At "
-            f"{source}. Plan the followed step with PlanOptions(num_stages=1)."
+            f"follow was given a plan in which several of the {len(plan.stages)} stages share a submesh. A function without a "
+            f"gradient has one stage on each. At {source}. Plan the followed step without chunks, or with "
+            "PlanOptions(num_stages=1)."
         )
-    return Followed(specs={path: _by_rank(spec) for path, (_, spec) in plan.items()}, values={})
+    return replace(
+        found,
+        mesh=None,
+        stages={leaf.path: leaf.stage for leaf in leaves},
+        submeshes=tuple(stage.submesh for stage in plan.stages),
+        meshes=tuple(stage.mesh for stage in plan.stages),
+    )
 
 
 def _is_placed(entry: Any) -> bool:
@@ -107,6 +129,13 @@ def following_options(options: PlanOptions, followed: Followed, cluster: Cluster
     Raises:
         PinError: the options or the cluster are for another mesh, or nothing says which one.
     """
+    if followed.cluster and followed.cluster != str(cluster):
+        raise PinError(
+            f"follow was given a plan for {followed.cluster}, and this one is for {cluster}. Parameters stay where they are only "
+            f"on the same devices. At {source}. Plan both for one cluster."
+        )
+    if followed.stages:
+        return _on_same_stages(options, followed, source)
     mesh = followed.mesh
     if options.has_stages:
         raise PinError(
@@ -121,11 +150,6 @@ def following_options(options: PlanOptions, followed: Followed, cluster: Cluster
                 "plan that it comes from."
             )
         return options
-    if followed.cluster != str(cluster):
-        raise PinError(
-            f"follow was given a plan for {followed.cluster}, and this one is for {cluster}. Parameters stay where they are only "
-            f"on the same devices. At {source}. Plan both for one cluster."
-        )
     shape, names = options.mesh_shape or mesh.shape, options.axis_names or mesh.axis_names
     if (shape, names) != (mesh.shape, mesh.axis_names):
         raise PinError(
@@ -134,6 +158,85 @@ def following_options(options: PlanOptions, followed: Followed, cluster: Cluster
             "options out."
         )
     return replace(options, mesh_shape=mesh.shape, axis_names=mesh.axis_names)
+
+
+def _on_same_stages(options: PlanOptions, followed: Followed, source: str) -> PlanOptions:
+    """The options with the stages of what is followed."""
+    if not followed.meshes:
+        count = 1 + max(followed.stages.values())
+        shapes = options.stage_mesh_shapes or (options.mesh_shape,)
+        if options.stage_count != count or None in shapes or options.axis_names is None:
+            raise PinError(
+                f"follow was given a parameter_layout on {count} stages, which names axes and not their sizes. The same axes in "
+                f"other sizes are another layout. At {source}. Give follow=plan instead, or PlanOptions(num_stages={count}, "
+                "stage_mesh_shapes=..., axis_names=...) of the plan that it comes from, and its submeshes where they differ."
+            )
+        return options
+    names = {mesh.axis_names for mesh in followed.meshes}
+    wanted = {
+        "num_stages": len(followed.meshes),
+        "submeshes": followed.submeshes,
+        "stage_mesh_shapes": tuple(mesh.shape for mesh in followed.meshes),
+        "axis_names": next(iter(names)) if len(names) == 1 else None,
+    }
+    default, shapes = PlanOptions(), set(wanted["stage_mesh_shapes"])
+    for name, value in {**wanted, "mesh_shape": shapes.pop() if len(shapes) == 1 else None}.items():
+        own = getattr(options, name)
+        if own not in (getattr(default, name), value):
+            raise PinError(
+                f"follow was given a plan on {len(followed.meshes)} stages, with PlanOptions({name}={own!r}). It has {value!r}; "
+                f"parameters stay where they are only on the same stages. At {source}. Leave that option out."
+            )
+    return replace(options, mesh_shape=None, stage_layers=None, **wanted)
+
+
+def stages_here(program: Program, followed: Any, like: Mapping[str, str] | None, source: str) -> dict[str, int]:
+    """Path of an argument leaf of this function, or of rows of it, -> the stage on which it lies.
+
+    Args:
+        program: of the function as it is, its layers not cut.
+        followed, like, source: as of ``counterparts``, which raises what this does.
+    """
+    if not isinstance(followed, Followed) or not followed.stages:
+        return {}
+    rows: dict[str, list[tuple[tuple[int, int] | None, int]]] = {}
+    for path, stage in followed.stages.items():
+        whole, part = split_path(path)
+        rows.setdefault(whole, []).append((part, stage))
+    whole = replace(
+        followed, specs={path: lambda rank: (None,) * rank for path in rows}, values=_whole_values(followed.values)
+    )
+    found = {}
+    for position, (other, _) in counterparts(program, whole, like, source).items():
+        path = program.input_paths[position]
+        found |= {path if part is None else rows_path(path, *part): stage for part, stage in rows[other]}
+    return found
+
+
+def _whole_values(values: Mapping[str, Value]) -> dict[str, Value]:
+    """Of leaves that lie in parts, the last of which ends the leaf."""
+    found: dict[str, Value] = {}
+    for path, value in values.items():
+        whole, part = split_path(path)
+        size = max(part[1], found[whole].shape[0] if whole in found else 0) if part else 0
+        found[whole] = replace(value, shape=(size, *value.shape[1:])) if part else value
+    return found
+
+
+def check_stages(plan: Plan, homes: Mapping[str, int], source: str) -> None:
+    """That leaves lie on the stages on which they must.
+
+    Raises:
+        PinError: one does not, or lies in other rows.
+    """
+    stages = {leaf.path: leaf.stage for leaf in plan.inputs}
+    for path, stage in homes.items():
+        if stages.get(path) != stage:
+            found = f"lies on stage {stages[path]}" if path in stages else "is cut in other rows, or in none"
+            raise PinError(
+                f"the leaf {path!r} is followed to stage {stage}, and here it {found}. It would have to be moved. At {source}. "
+                "Mark the layers of both functions alike with al.layer_boundary, or do not let this leaf follow (follow_like)."
+            )
 
 
 def counterparts(
@@ -230,23 +333,14 @@ def _by_like(paths: Sequence[str], followed: Followed, like: Any, source: str) -
     return found
 
 
-def fixed_pins(pins: ResolvedPins, found: Mapping[int, tuple[str, Dims]], source: str) -> ResolvedPins:
+def fixed_pins(pins: ResolvedPins, found: Mapping[int, tuple[str, Dims]]) -> ResolvedPins:
     """The pins with the layouts that are followed.
 
     Raises:
         PinError: a pin says something else.
     """
-    inputs = list(pins.inputs)
-    for position, (other, dims) in found.items():
-        own = inputs[position]
-        fixed = PinnedDims(path=own.path, shape=own.shape, dims=dims, origin=own.origin or f"{ORIGIN} {other}")
-        if any(a is not None and a != b for a, b in zip(own.dims, dims, strict=True)):
-            raise PinError(
-                f"the pin {own.origin!r} has {own.path!r} as {own}, and it follows {other!r}, which is {fixed} (? is free, _ "
-                f"whole). It would have to be moved. At {source}. Take the pin away, or do not let this leaf follow."
-            )
-        inputs[position] = fixed
+    inputs = pins.with_fixed({i: (dims, f"{ORIGIN} {other}") for i, (other, dims) in found.items()}).inputs
     others = [pinned.path for n, pinned in enumerate(inputs) if n not in found]
     free = f"; others are planned: {', '.join(others[:3])}" + (f" and {len(others) - 3} more" if others[3:] else "")
     note = f"follow: {len(found)} parameters lie as they are" + (free if others else "")
-    return replace(pins, inputs=tuple(inputs), notes=(*pins.notes, note))
+    return replace(pins, inputs=inputs, notes=(*pins.notes, note))

@@ -12,8 +12,16 @@ from typing import Any
 import jax
 
 from alpa_lite._version import __version__
-from alpa_lite.api.bound import JIT_SETTINGS, Parallelized, Trees, plain
-from alpa_lite.api.follow import Followed, counterparts, fixed_pins, followed_plan, following_options
+from alpa_lite.api.bound import JIT_SETTINGS, LAYER_STARTS, Parallelized, Trees, plain
+from alpa_lite.api.follow import (
+    Followed,
+    check_stages,
+    counterparts,
+    fixed_pins,
+    followed_plan,
+    following_options,
+    stages_here,
+)
 from alpa_lite.api.given import argnames, argnums, checked_options
 from alpa_lite.cluster.cluster import Cluster as ClusterData
 from alpa_lite.cluster.symbolic import SymbolicCluster
@@ -60,6 +68,7 @@ class SymbolicPlan(PlansByNumber):
 
 Progress = Callable[[str], None] | None
 _MAX_DOUBLINGS = 12  # of the number of microbatches, where it is searched
+_ONE_MESH: dict[str, Any] = {"submeshes": None, "stage_layers": None, "stage_mesh_shapes": None}
 _VERSIONS = Versions(jax=jax.__version__, alpa_lite=__version__)
 
 
@@ -126,7 +135,15 @@ class Request:
             follow_like=own.follow_like if follow is None and follow_like is None else follow_like,
         )
 
-    def trace(self, args: tuple[Any, ...], kwargs: dict[str, Any], layers: LayerCuts | None = None) -> Traced:
+    def trace(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        layers: LayerCuts | None = None,
+        *,
+        forward: bool = False,
+        homes: Mapping[str, int] | None = None,
+    ) -> Traced:
         count = self.options.num_microbatches
         return trace(
             self.fn,
@@ -138,6 +155,8 @@ class Request:
             rules=self.options.rules,
             num_microbatches=1 if count == "auto" else count,
             layers=layers or layers_asked(self.options, self.source),
+            forward=forward or layers is None,
+            homes=homes,
         )
 
     @collector_paused()
@@ -170,12 +189,22 @@ class Request:
     def _on_stages(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], cluster: ClusterData, progress: Progress
     ) -> tuple[Traced, Plan]:
-        traced = self.trace(args, kwargs)
-        pins, notes = self._pins_and_notes(traced, args, kwargs)
+        homes = self._homes(args, kwargs)
+        starts: list[int] = []
+
+        def chosen(*given: Any) -> Sequence[int]:
+            cuts = layers_asked(self.options, self.source)
+            assert cuts is not None
+            starts.extend(cuts(*given))
+            return starts
+
+        layers = chosen if homes else None
+        traced = self.trace(args, kwargs, layers, forward=True, homes=homes)
+        pins, notes = self._pins_and_notes(traced, args, kwargs, fixed=False)
         traced = unstacked(traced, self.options.rules)
         assert traced.parts is not None
-        pins = pins_of_parts(pins, traced.parts)
-        cut, again = self._staged(traced, cluster)
+        pins = self._with_fixed(pins_of_parts(pins, traced.parts), traced.program)
+        cut, again = self._staged(traced, cluster, homes)
 
         def planned(step: StagedStep, recompute: RecomputedStages | None) -> Plan:
             return plan_pipeline(
@@ -190,7 +219,17 @@ class Request:
                 progress=progress,
             )
 
-        return traced, plan_with_remat(planned, again, self.options.remat)
+        made = plan_with_remat(planned, again, self.options.remat)
+        check_stages(made, homes, self.source)
+        # Where layers start followed from the stages of parameters; the plan must find the same layers again.
+        return traced, replace(made, options=(*made.options, *([(LAYER_STARTS, tuple(starts))] if starts else [])))
+
+    def _homes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, int]:
+        """Path of an argument leaf, or rows of it, -> its stage, where that is known before planning."""
+        if not isinstance(self.follow, Followed) or not self.follow.stages:
+            return {}
+        whole = replace(self, options=replace(self.options, num_stages=1, **_ONE_MESH))
+        return stages_here(whole.trace(args, kwargs).program, self.follow, self.follow_like, self.source)
 
     def _on_one_mesh(
         self,
@@ -281,15 +320,21 @@ class Request:
         traced = single[0] if made.pipeline is None else of_parts
         return traced, self._finished(made, traced)
 
-    def _staged(self, traced: Traced, cluster: ClusterData) -> tuple[StageCut, RecomputedStages]:
-        """The step cut into the stages that were asked for, also with layers recomputed."""
+    def _staged(
+        self, traced: Traced, cluster: ClusterData, homes: Mapping[str, int]
+    ) -> tuple[StageCut, RecomputedStages]:
+        """The step cut into the stages that were asked for, also with layers recomputed; ``homes``: stages of its leaves."""
         flat, options = traced.layered, self.options
         assert flat is not None
-        layered = layers_of(flat)
+        paths = traced.program.input_paths
+        layered = layers_of(flat, [(homes[path], path) if path in homes else None for path in paths] if homes else ())
         body = traced.program.ops[microbatch_loop(traced.flat)].bodies[0]
         cut = given_cut(options, cluster, layered, body, self.source)
         split = asked_schedule(options).split_stages
-        step = staged_step(traced.program, flat, layered, cut.stage_of_layer, options.rules, split, known=traced.known)
+        owners = {i: homes[path] for i, path in enumerate(paths) if path in homes}
+        step = staged_step(
+            traced.program, flat, layered, cut.stage_of_layer, options.rules, split, known=traced.known, owners=owners
+        )
         saved = options.remat if isinstance(options.remat, tuple) else ()
         remat = all_recomputed(layered, saved, self.source)
         return cut, RecomputedStages(step, flat, layered, remat, options.rules, split)
@@ -408,11 +453,12 @@ class Request:
             )
 
     def _pins_and_notes(
-        self, traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any], *, fixed: bool = True
     ) -> tuple[ResolvedPins, tuple[str, ...]]:
+        """What the user pinned and, unless leaves are still to be taken apart, what is ``fixed`` beside it."""
         found = annotations_from_args(args, kwargs)
         binding = self.options.annotations == "pin"
-        pins = self._resolve(traced, {a.path: a.spec for a in found} if binding else None)
+        pins = self._resolve(traced, {a.path: a.spec for a in found} if binding else None, fixed=fixed)
         return pins, annotation_note(found, binding=binding)
 
     def _finished(self, made: Plan, traced: Traced) -> Plan:
@@ -420,7 +466,7 @@ class Request:
         made = replace(made, options=(*made.options, *settings))
         return replace(made, trees=Trees.of(traced))
 
-    def _resolve(self, traced: Traced, annotations: Mapping[str, Any] | None) -> ResolvedPins:
+    def _resolve(self, traced: Traced, annotations: Mapping[str, Any] | None, *, fixed: bool = True) -> ResolvedPins:
         program = traced.program
         pins = resolve_pins(
             self.pins,
@@ -433,9 +479,15 @@ class Request:
             source=self.source,
             annotations=annotations,
         )
+        return self._with_fixed(pins, program) if fixed else pins
+
+    def _with_fixed(self, pins: ResolvedPins, program: Program) -> ResolvedPins:
+        """The pins of a program, its leaves maybe in parts, with what is followed and fixed."""
         if self.follow is not None:
-            pins = fixed_pins(pins, counterparts(program, self.follow, self.follow_like, self.source), self.source)
-        return pins.with_fixed(program.input_paths, *self.fixed)
+            pins = fixed_pins(pins, counterparts(program, self.follow, self.follow_like, self.source))
+        fixed, origin = self.fixed
+        found = {i: (fixed[path], origin) for i, path in enumerate(program.input_paths) if fixed.get(path)}
+        return pins.with_fixed(found)
 
 
 def _tell(text: str) -> None:

@@ -19,6 +19,7 @@ from alpa_lite.plan.encode import encode_plan
 from alpa_lite.plan.files import as_path, write_atomically
 from alpa_lite.plan.json_text import json_text
 from alpa_lite.plan.plan import Plan
+from alpa_lite.plan.records import Leaf
 from alpa_lite.units import format_bytes, format_cost
 
 FORMAT, FORMAT_VERSION = "alpa_lite shared layout", 1
@@ -64,10 +65,13 @@ class SharedLayout:
     @property
     def parameter_layout(self) -> dict[str, tuple[int, Any]]:
         """Path of every shared leaf, as in the first graph, to (stage, ``PartitionSpec``), as ``Plan.parameter_layout``."""
+        return {leaf.path: (leaf.stage, partition_spec(leaf.spec)) for leaf in self.shared_leaves}
+
+    @property
+    def shared_leaves(self) -> tuple[Leaf, ...]:
+        """The shared leaves, as in the first graph's plan."""
         shared = set(next(iter(self.shared.values())))
-        return {
-            leaf.path: (leaf.stage, partition_spec(leaf.spec)) for leaf in self._first.inputs if leaf.path in shared
-        }
+        return tuple(leaf for leaf in self._first.inputs if leaf.path in shared)
 
     @property
     def costs(self) -> dict[str, float]:

@@ -17,6 +17,11 @@ from alpa_lite.core.spec import ShardingSpec
 from alpa_lite.costs.cuts import Cut, Pair
 
 
+def passes_of(num_forward: int, halves: tuple[int, ...], num_ops: int) -> tuple[int, ...]:
+    """Where the passes of a loop's body end: one pass where nothing is differentiated."""
+    return (num_forward, *halves, num_ops) if num_forward < num_ops or halves else (num_ops,)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopInputs:
     """Inputs of the loop's body: the same for all microbatches, sums, slices of stacks, and what other stages send."""
@@ -64,7 +69,7 @@ class StageCut:
     def pass_names(self) -> tuple[str, ...]:
         """Of the body's segments."""
         halves = ("backward, inputs", "backward, weights") if len(self.body.cuts) == 3 else ("backward",)
-        return ("forward", *halves)
+        return ("forward", *(halves if len(self.body.cuts) > 1 else ()))
 
     @cached_property
     def loop_inputs(self) -> LoopInputs:

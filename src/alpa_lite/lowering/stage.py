@@ -17,7 +17,7 @@ from alpa_lite._jax_compat import Literal
 from alpa_lite.core.collective import Collective
 from alpa_lite.core.spec import ShardingSpec
 from alpa_lite.costs.cuts import Pair, Segment
-from alpa_lite.costs.stage_cut import StageCut
+from alpa_lite.costs.stage_cut import StageCut, passes_of
 from alpa_lite.lowering.lower import Lowering, body_input_specs, body_output_specs
 from alpa_lite.lowering.segments import CutRegion, results_in_order
 from alpa_lite.plan.plan import Plan
@@ -126,7 +126,7 @@ class LoweredStage:
             self.lowering,
             flat,
             f"{path}.0.",
-            (self.program.num_forward, *self.halves, len(flat.ops)),
+            passes_of(self.program.num_forward, self.halves, len(flat.ops)),
             tuple(body_input_specs("scan", op.params, decision)[0]),
             tuple(body_output_specs("scan", op.params, decision)[0]),
         )
@@ -152,7 +152,7 @@ class LoweredStage:
     def passes_of(self, kind: ActionKind) -> range:
         """Which of them an action of the schedule runs."""
         numbers = {ActionKind.F: range(1), ActionKind.I: range(1, 2), ActionKind.W: range(2, 3)}
-        return numbers.get(kind, range(1, 2 + len(self.halves)))
+        return numbers.get(kind, range(1, len(self.passes)))
 
     @cached_property
     def cut(self) -> StageCut:

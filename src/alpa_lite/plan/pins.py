@@ -6,7 +6,7 @@ Text form, as for specs with ``?`` for a free dim: ``[_,model,?]``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from alpa_lite.core.mesh import DeviceMesh
@@ -125,28 +125,26 @@ class ResolvedPins:
         for pinned in self.inputs + self.outputs:
             pinned.check(mesh, self.source)
 
-    def with_fixed(self, paths: Sequence[str], fixed: Mapping[str, Dims], origin: str) -> ResolvedPins:
+    def with_fixed(self, fixed: Mapping[int, tuple[Dims, str]]) -> ResolvedPins:
         """The pins, and beside them layouts that come from elsewhere.
 
         Args:
-            paths: of the argument leaves.
-            fixed: path -> what is fixed there; paths of no argument are ignored.
-            origin: where from, for messages and as the origin of what was free.
+            fixed: position of an argument leaf -> what is fixed there, and where from, for messages and as its origin.
 
         Raises:
             PinError: a pin says something else.
         """
         inputs = list(self.inputs)
-        for position, path in enumerate(paths):
+        for position, (dims, origin) in fixed.items():
             pinned = inputs[position]
-            dims = fixed.get(path)
-            if dims is None or all(axes is None for axes in dims):
+            if all(axes is None for axes in dims) and dims:
                 continue
             other = replace(pinned, dims=dims, origin=origin)
             if any(None not in (a, b) and a != b for a, b in zip(pinned.dims, dims, strict=True)):
                 raise PinError(
-                    f"the pin {pinned.origin!r} and {origin} disagree on {path!r}: {pinned} and {other} (? is free, _ whole). "
-                    f"A leaf has one layout. At {self.source}. Take the pin away, or give both the same spec."
+                    f"the pin {pinned.origin!r} and {origin!r} disagree on {pinned.path!r}: {pinned} and {other} (? is free, _ "
+                    f"whole). A leaf has one layout, or it would have to be moved. At {self.source}. Take the pin away, or give "
+                    "both the same spec."
                 )
             joined = tuple(a if b is None else b for a, b in zip(pinned.dims, dims, strict=True))
             inputs[position] = replace(other, dims=joined, origin=pinned.origin or origin)

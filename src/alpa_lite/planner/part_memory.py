@@ -21,7 +21,7 @@ from alpa_lite.costs.late_order import has_barriers, late_order
 from alpa_lite.costs.memory import Order, Timeline, timeline, with_moves
 from alpa_lite.costs.overlap_order import Schedule, overlap_order
 from alpa_lite.costs.profile import memory_profile
-from alpa_lite.costs.stage_cut import StageCut
+from alpa_lite.costs.stage_cut import StageCut, passes_of
 from alpa_lite.costs.stage_memory import SubmeshPeak, submesh_peak
 from alpa_lite.plan.records import LeafRole, OpDecision
 from alpa_lite.planner.realise import Realised
@@ -65,7 +65,7 @@ def cut_stage(part: StageProgram, program: Program, mesh: DeviceMesh, written: R
         body=region(
             body,
             prefix=f"{path}.0.",
-            cuts=(part.num_forward, *halves, len(body.ops)),
+            cuts=passes_of(part.num_forward, halves, len(body.ops)),
             in_specs=(*operands[:sums], *map(_slice, operands[sums:])),
             out_specs=(*results[: loop.num_carry], *map(_slice, results[loop.num_carry :])),
         ),

@@ -32,27 +32,31 @@ def check_stage_pins(pins: Sequence[StagePin], num_layers: int, num_stages: int,
     for pin in pins:
         if pin.stage >= num_stages:
             raise LayerError(
-                f"al.pin_stage at {pin.source} asks for stage {pin.stage} of {num_stages}. Stages are numbered from 0 to "
+                f"{pin.reason} asks for stage {pin.stage} of {num_stages}. Stages are numbered from 0 to "
                 f"{num_stages - 1}. Give such a stage, or ask for more with PlanOptions(num_stages=...)."
             )
     ordered = sorted(pins, key=lambda pin: (pin.place, pin.stage))
     for first, second in pairwise(ordered):
         if first.place == second.place and first.stage != second.stage:
             raise LayerError(
-                f"al.pin_stage at {first.source} asks for stage {first.stage}, al.pin_stage at {second.source} for stage "
+                f"{first.reason} asks for stage {first.stage}, {second.reason} for stage "
                 f"{second.stage}, and both are in {what} {first.place}. A {what} belongs to one stage. Drop one of the two, or "
                 "put al.layer_boundary between them."
             )
         if first.stage > second.stage:
             raise LayerError(
-                f"al.pin_stage at {second.source} contradicts the flow of data: it puts {what} {second.place} on stage "
-                f"{second.stage}, and al.pin_stage at {first.source} puts {what} {first.place}, which comes before it, on stage "
-                f"{first.stage}. Values would flow from stage {first.stage} back to stage {second.stage}. Stages must rise with "
-                "the layers. Swap the two stages, or drop one of the pins."
+                f"{second.reason} contradicts the flow of data: it puts {what} {second.place} on stage "
+                f"{second.stage}, and {first.reason} puts {what} {first.place}, which comes before it, on stage "
+                f"{first.stage}. Values would flow from stage {first.stage} back to stage {second.stage}{_cycle(first, second)}. "
+                "Stages must rise with the layers. Swap the two stages, or drop one of the pins."
             )
         if second.place - first.place < second.stage - first.stage:
             raise _too_few(
-                second, second.place - first.place, second.stage - first.stage, f"since {first.source}", what
+                second,
+                second.place - first.place,
+                second.stage - first.stage,
+                f"since {first.leaf or first.source}",
+                what,
             )
     if ordered:
         first, last = ordered[0], ordered[-1]
@@ -62,9 +66,17 @@ def check_stage_pins(pins: Sequence[StagePin], num_layers: int, num_stages: int,
             raise _too_few(last, num_layers - 1 - last.place, num_stages - 1 - last.stage, "behind it", what)
 
 
+def _cycle(first: StagePin, second: StagePin) -> str:
+    """What stages would wait for each other, where parameters say where layers lie."""
+    if not (first.leaf or second.leaf):
+        return ""
+    stages = (*range(second.stage, first.stage + 1), second.stage)
+    return f", a cycle of stages: {' -> '.join(map(str, stages))}"
+
+
 def _too_few(pin: StagePin, layers: int, stages: int, where: str, what: str) -> LayerError:
     return LayerError(
-        f"al.pin_stage at {pin.source} asks for stage {pin.stage}: {stages} stages {where}, for {layers} {what}s. Every stage "
+        f"{pin.reason} asks for stage {pin.stage}: {stages} stages {where}, for {layers} {what}s. Every stage "
         f"has at least one {what}. Mark more layers with al.layer_boundary, or pin another stage."
     )
 

@@ -49,6 +49,7 @@ from alpa_lite.schedule import (
     InFlight,
     Schedule,
     chain_step,
+    forward_schedule,
     in_flight,
     make_schedule,
     simulate_schedule,
@@ -107,8 +108,7 @@ def plan_pipeline(
     """
     tell = progress or (lambda text: None)
     assert step.stage_of_layer == cut.stage_of_layer
-    schedule = make_schedule(options.schedule, step.num_stages, step.num_microbatches, options.num_chunks)
-    check_possible(schedule, pins.source)
+    schedule = _schedule_of(step, options, pins.source)
     flying = in_flight(schedule)
     known: dict[object, tuple[InFlight, PlannedStage]] = {}
     earlier = {} if earlier is None else earlier
@@ -166,6 +166,21 @@ def _planned(
             earlier[same] = _plan_stage(part, program, submesh, place, own, mine, count, limit, strategies)
         known[key] = count, earlier[same]
     return _same_plan(known[key][1], part, program, place, count)
+
+
+def _schedule_of(step: StagedStep, options: PlanOptions, source: str) -> Schedule:
+    if step.is_training:
+        schedule = make_schedule(options.schedule, step.num_stages, step.num_microbatches, options.num_chunks)
+        check_possible(schedule, source)
+        return schedule
+    if options.schedule != PlanOptions().schedule or options.num_chunks > 1:
+        raise ScheduleError(
+            f"schedule={options.schedule!r} and num_chunks={options.num_chunks} were given for a function without "
+            "al.value_and_grad. It has forward passes alone, one stage after the other. At "
+            f"{source}. Leave schedule and num_chunks out.",
+            "kinds",
+        )
+    return forward_schedule(step.num_stages, step.num_microbatches)
 
 
 def check_possible(schedule: Schedule, source: str) -> None:

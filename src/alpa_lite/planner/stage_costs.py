@@ -73,12 +73,13 @@ def stage_costs(
     trips = program.ops[part.loop].trip_count
     forward, backward, weight, once = [], [], [], []
     second = part.weight_half if part.weight_half is not None else len(program.ops[part.loop].bodies[0].ops)
+    forward_alone = part.num_forward == len(program.ops[part.loop].bodies[0].ops)
     prices = [*result.op_times, *((c.op, c.cost) for c in written.conversions)]
     for path, price in prices:
         parts = path.split(".")
         if parts[0] != str(part.loop) or len(parts) == 1:
             once.append(price)
-        elif parts[2] != "out" and int(parts[2]) < part.num_forward:
+        elif forward_alone or (parts[2] != "out" and int(parts[2]) < part.num_forward):
             forward.append(price)
         else:
             backward.append(price)

@@ -191,7 +191,7 @@ def _given_layers(stage_layers: Sequence[int], layered: Layered, source: str) ->
     for pin in layered.pins:
         if given[pin.place] != pin.stage:
             raise LayerError(
-                f"stage_layers={tuple(stage_layers)} puts layer {pin.place} on stage {given[pin.place]}, al.pin_stage at "
-                f"{pin.source} on stage {pin.stage}. Both must hold. At {source}. Change stage_layers, or drop the pin."
+                f"stage_layers={tuple(stage_layers)} puts layer {pin.place} on stage {given[pin.place]}, {pin.reason} "
+                f"on stage {pin.stage}. Both must hold. At {source}. Change stage_layers, or drop the pin."
             )
     return given

@@ -23,6 +23,7 @@ from alpa_lite.schedule.in_flight import in_flight as in_flight
 from alpa_lite.schedule.in_flight import mesh_residuals as mesh_residuals
 from alpa_lite.schedule.instruction_check import check_instructions as check_instructions
 from alpa_lite.schedule.instructions import Instructions as Instructions
+from alpa_lite.schedule.make import forward_schedule as forward_schedule
 from alpa_lite.schedule.make import make_schedule as make_schedule
 from alpa_lite.schedule.planned import planned_schedule as planned_schedule
 from alpa_lite.schedule.planned import table_rows as table_rows

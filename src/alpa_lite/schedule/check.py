@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from alpa_lite.errors import ScheduleError
-from alpa_lite.schedule.actions import PER_STEP, Action, ActionKind, Schedule, mesh_words
+from alpa_lite.schedule.actions import Action, ActionKind, Schedule, mesh_words
 from alpa_lite.schedule.order import action_needs, linear_order, places
 
 K = ActionKind
@@ -83,7 +83,7 @@ def _check_missing(schedule: Schedule) -> None:
         _raise_missing(schedule, Action(K.UPDATE, stage), at[stage])
     if not training:
         for action in sorted(present, key=str):
-            if action.kind in (K.RECOMPUTE, *PER_STEP):
+            if action.kind in (K.RECOMPUTE, K.GRADSYNC):
                 _raise_missing(schedule, Action(K.B, action.stage, action.microbatch or 0), at[action.stage])
 
 

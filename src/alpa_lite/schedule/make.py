@@ -62,6 +62,14 @@ def make_schedule(
     return table
 
 
+def forward_schedule(num_stages: int, num_microbatches: int) -> Schedule:
+    """Of a function without a gradient: forward passes, then what is done once (results are taken out of their stacks)."""
+    table = make_schedule("inference", num_stages, num_microbatches)
+    table = with_step_actions(table, gradsync=False)
+    check_schedule(table)
+    return table
+
+
 def _generate(name: str, num_stages: int, num_microbatches: int, num_chunks: int) -> Schedule:
     where = f"It was asked for with num_stages={num_stages}, num_microbatches={num_microbatches}"
     if name not in GENERATORS:

@@ -6,7 +6,7 @@ from alpa_lite.plan.records import Pipeline
 from alpa_lite.schedule.actions import Schedule
 from alpa_lite.schedule.csv_table import parse_schedule, schedule_csv
 from alpa_lite.schedule.generators import GENERATORS
-from alpa_lite.schedule.make import make_schedule
+from alpa_lite.schedule.make import forward_schedule, make_schedule
 
 
 def planned_schedule(pipeline: Pipeline) -> Schedule:
@@ -16,6 +16,8 @@ def planned_schedule(pipeline: Pipeline) -> Schedule:
         ScheduleError: its rows, of a file that was changed by hand, are no table.
     """
     stages, count = 1 + max(pipeline.stage_of_layer), pipeline.num_microbatches
+    if not pipeline.table and pipeline.schedule == "inference":
+        return forward_schedule(stages, count)
     if not pipeline.table:
         return make_schedule(pipeline.schedule, stages, count, pipeline.num_chunks)
     text = "\n".join(pipeline.table)

@@ -145,7 +145,7 @@ class _Chain:
             kinds.I: ((weight, residual, *cotangent), (*back, half)),
             kinds.W: ((gradient, residual, half), (gradient,)),
             kinds.GRADSYNC: ((gradient,), (gradient,)),
-            kinds.UPDATE: ((gradient, weight), (weight,)),
+            kinds.UPDATE: ((*((gradient,) if self._trains(s) else ()), weight), (weight,)),
         }[kind]
         return StageIO(stage=s, kind=kind, reads=reads, writes=writes)
 

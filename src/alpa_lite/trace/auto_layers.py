@@ -7,7 +7,7 @@ becomes consecutive scans over slices of its stacked parameters, or its body whe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -18,10 +18,14 @@ from alpa_lite._jax_compat import JaxprEqn, evaluate_jaxpr, name_scope_of, scan_
 from alpa_lite.errors import LayerError
 from alpa_lite.trace.boundary import layer_boundary_p
 from alpa_lite.trace.forward_ops import ForwardOps, contains, inlined, read, run_part
+from alpa_lite.trace.op_places import gathered
 
 # (FLOPs of each op, bytes of the cut before each op but the first) -> the ops that start a layer, rising. Where ops are
 # pinned to stages, their ``StagePin``s are a third argument.
 LayerCuts = Callable[..., Sequence[int]]
+
+# Position of a leaf and rows of it, or None for all of it -> (stage on which it lies, its path).
+Homes = Mapping[tuple[int, tuple[int, int] | None], tuple[int, str]]
 
 SLICES = "al_layer_slices"  # name scope of the slices of stacked parameters
 _BOUNDARY = frozenset({"layer_boundary"})
@@ -33,6 +37,9 @@ def with_layers(
     batch: frozenset[int],
     differentiated: frozenset[int],
     layers: LayerCuts,
+    homes: Homes | None = None,
+    *,
+    forward: bool = False,
 ) -> Callable[..., Any]:
     """The same function with boundaries.
 
@@ -42,6 +49,9 @@ def with_layers(
         batch: positions of the leaves that are split in microbatches.
         differentiated: positions of the leaves whose gradient is taken.
         layers: chooses the cuts; not asked if ``f`` has boundaries of its own.
+        homes: position of a leaf, or of rows of it, -> the stage on which it lies, and its path.
+        forward: ``f`` is differentiated by nobody: all its results count as the first one does, and what a result alone needs
+            (a cache) is done where its values are.
 
     Raises:
         LayerError: ``f`` has boundaries inside of a loop, or the chosen cuts cannot be made.
@@ -52,8 +62,9 @@ def with_layers(
     closed = inlined(closed)
     if contains(closed.jaxpr, _BOUNDARY):
         return f
-    ops = ForwardOps(closed, batch, differentiated)
-    pins = ops.stage_pins
+    closed = gathered(closed, batch) if forward else closed
+    ops = ForwardOps(closed, batch, differentiated, forward=forward)
+    pins = (*ops.stage_pins, *ops.home_pins(homes or {}))
     cuts = sorted(layers(ops.flops, ops.cut_bytes, pins) if pins else layers(ops.flops, ops.cut_bytes))
     _check(ops, cuts)
 

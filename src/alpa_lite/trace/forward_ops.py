@@ -11,7 +11,8 @@ where the gradient passes: an activation crosses it that depends on a differenti
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -33,6 +34,7 @@ from alpa_lite._jax_compat import (
 )
 from alpa_lite.trace.flatten import flatten, source_of
 from alpa_lite.trace.flops import total_flops
+from alpa_lite.trace.leaf_stages import LeafReads, pins_of_leaves
 from alpa_lite.trace.stage_pin import StagePin, pin_stage_p
 
 HEAVY = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
@@ -128,10 +130,12 @@ class ForwardOps:
         closed: without calls; its first result is the loss.
     """
 
-    def __init__(self, closed: ClosedJaxpr, batch: frozenset[int], differentiated: frozenset[int]) -> None:
-        """``batch`` and ``differentiated`` are positions of inputs."""
+    def __init__(
+        self, closed: ClosedJaxpr, batch: frozenset[int], differentiated: frozenset[int], *, forward: bool = False
+    ) -> None:
+        """``batch`` and ``differentiated`` are positions of inputs. ``forward``: every result counts as the loss does."""
         self.closed, self.jaxpr = closed, closed.jaxpr
-        self.kinds = _kinds(closed, batch, differentiated)
+        self.kinds = _kinds(closed, batch, differentiated, None if forward else 1)
         self.units = [u for i, eqn in enumerate(self.jaxpr.eqns) for u in self._units(i, eqn)]
         self.first = {u.eqn: n for n, u in reversed(list(enumerate(self.units)))}
 
@@ -157,6 +161,40 @@ class ForwardOps:
                 made = {i, *(maker.get(v, i) for v in variables(eqn.invars) if pin is eqn)}
                 found |= {(self.first[k], pin.params["stage"]): source_of(pin) for k in made}
         return tuple(StagePin(place=place, stage=stage, source=source) for (place, stage), source in found.items())
+
+    def home_pins(self, homes: Mapping[tuple[int, tuple[int, int] | None], tuple[int, str]]) -> list[StagePin]:
+        """Of ops that read leaves which lie on stages; ``homes``: position and rows -> stage and path."""
+        reads: list[LeafReads] = []
+        for (position, rows), (stage, path) in homes.items():
+            units = {n for i, k in self._readers[self.jaxpr.invars[position]] for n in self._units_reading(i, k, rows)}
+            reads.append(LeafReads(path=path, stage=stage, places=tuple(sorted(units))))
+        return pins_of_leaves([leaf for leaf in reads if leaf.places])
+
+    @cached_property
+    def _readers(self) -> defaultdict[Any, list[tuple[int, int]]]:
+        """Per variable the equations that read it, as which operand."""
+        found = defaultdict(list)
+        for i, eqn in enumerate(self.jaxpr.eqns):
+            for k, atom in enumerate(eqn.invars):
+                if not isinstance(atom, Literal):
+                    found[atom].append((i, k))
+        return found
+
+    def _units_reading(self, i: int, operand: int, rows: tuple[int, int] | None) -> list[int]:
+        """The ops of an equation that read rows of an operand, or all of it. What is made of parameters alone belongs to the
+        first op that reads it."""
+        eqn = self.jaxpr.eqns[i]
+        if not any(v in self.kinds.from_batch for v in eqn.outvars):
+            readers = [
+                unit for v in eqn.outvars for r, k in self._readers[v] for unit in self._units_reading(r, k, None)
+            ]
+            return [min(readers, default=self.first[i])]
+        if not self.over_layers(eqn):
+            return [self.first[i]]
+        length = eqn.params["length"]
+        start, stop = (0, length) if rows is None or operand < sum(scan_layout(eqn.params)) else rows
+        numbers = range(length - stop, length - start) if eqn.params["reverse"] else range(start, stop)
+        return [self.first[i] + n for n in numbers]
 
     @cached_property
     def flops(self) -> list[float]:
@@ -216,7 +254,7 @@ class ForwardOps:
         return [var for var, made, last in self.lives if made < cut <= last]
 
 
-def _kinds(closed: ClosedJaxpr, batch: frozenset[int], differentiated: frozenset[int]) -> Kinds:
+def _kinds(closed: ClosedJaxpr, batch: frozenset[int], differentiated: frozenset[int], losses: int | None) -> Kinds:
     jaxpr = closed.jaxpr
     from_batch = {v for i, v in enumerate(jaxpr.invars) if i in batch}
     passes = {v for i, v in enumerate(jaxpr.invars) if i in differentiated}
@@ -239,7 +277,7 @@ def _kinds(closed: ClosedJaxpr, batch: frozenset[int], differentiated: frozenset
     return Kinds(
         activations=frozenset(activations),
         from_batch=frozenset(from_batch),
-        with_gradient=frozenset(passes & _reaching(jaxpr, jaxpr.outvars[:1])),
+        with_gradient=frozenset(passes & _reaching(jaxpr, jaxpr.outvars[:losses])),
         needed=frozenset(_reaching(jaxpr, jaxpr.outvars)),
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from alpa_lite.trace.auto_layers import LayerCuts
 from alpa_lite.trace.elementwise import ELEMENTWISE
 from alpa_lite.trace.flatten import FlatJaxpr, FlatOp, flatten
 from alpa_lite.trace.flops import loop_layout, op_flops
+from alpa_lite.trace.forward import Forward, homes_of_leaves, is_forward
 from alpa_lite.trace.microbatch import check_regions, microbatches
 from alpa_lite.trace.paths import leaf_paths
 from alpa_lite.trace.rule_check import check_user_ops
@@ -67,12 +68,16 @@ def trace(
     rules: tuple[NamedRule, ...] = (),
     num_microbatches: int = 1,
     layers: LayerCuts | None = None,
+    forward: bool = False,
+    homes: Mapping[str, int] | None = None,
 ) -> Traced:
     """Trace ``fn``; arguments are arrays or ``jax.ShapeDtypeStruct`` pytrees. Touches no device.
 
     ``rules`` are the user's, by primitive; ops of ``al.register_rule`` bring their own. ``num_microbatches`` is for what
     ``al.value_and_grad`` marks. ``layers`` chooses where the function under it is cut into layers, if it has no boundaries of
-    its own: (FLOPs per op, bytes per cut) -> the ops that start layers.
+    its own: (FLOPs per op, bytes per cut) -> the ops that start layers. ``forward``: it may be a function without gradients
+    (see ``forward``). ``homes``: path of an argument leaf, or of rows of one, -> the stage on which it lies: layers are cut so
+    that they can lie there too.
 
     Raises:
         TraceError: the function cannot be traced, with the user's line.
@@ -80,29 +85,37 @@ def trace(
         RuleError: a user's rule does not fit.
     """
 
-    # A function of its own for every trace: JAX remembers the trace of a function for shapes alone.
-    @functools.wraps(fn)
-    def traced_once(*given: Any, **named: Any) -> Any:
-        return fn(*given, **named)
+    def traced_of(fn: Callable[..., Any]) -> Any:
+        # A function of its own for every trace: JAX remembers the trace of a function for shapes alone.
+        @functools.wraps(fn)
+        def traced_once(*given: Any, **named: Any) -> Any:
+            return fn(*given, **named)
+
+        with microbatches(num_microbatches, layers):
+            return jax.jit(traced_once, static_argnums=static_argnums, static_argnames=static_argnames).trace(
+                *abstract, **keywords
+            )
 
     try:
         abstract = [a if i in static_argnums else jax.tree.map(_abstract, a) for i, a in enumerate(args)]
         keywords = {k: a if k in static_argnames else jax.tree.map(_abstract, a) for k, a in kwargs.items()}
-        with microbatches(num_microbatches, layers):
-            traced = jax.jit(traced_once, static_argnums=static_argnums, static_argnames=static_argnames).trace(
-                *abstract, **keywords
-            )
+        dynamic = {i: a for i, a in enumerate(args) if i not in static_argnums}
+        named = {k: v for k, v in kwargs.items() if k not in static_argnames}
+        in_paths, donated = _input_paths(dynamic, named, donate_argnums)
+        traced = traced_of(fn)
+        flat = flatten(traced.jaxpr)
+        out_paths = [p for p, _ in leaf_paths(traced.out_info, "out")]
+        if forward and layers is not None and num_microbatches == 1 and is_forward(flat):
+            kept = _kept(flat, in_paths, out_paths, donated)
+            once = Forward(layers, kept, homes_of_leaves(in_paths, homes or {})).once(fn)
+            traced = traced_of(functools.wraps(fn)(once))
+            flat = flatten(traced.jaxpr)
     except AlpaLiteError:
         raise
     except Exception as error:
         raise TraceError(_trace_message(fn, error)) from error
-    flat = flatten(traced.jaxpr)
     check_regions(flat, num_microbatches, required=layers is not None)
-    dynamic = {i: a for i, a in enumerate(args) if i not in static_argnums}
-    named = {k: v for k, v in kwargs.items() if k not in static_argnames}
-    in_paths, donated = _input_paths(dynamic, named, donate_argnums)
     out_tree = traced.out_info
-    out_paths = [p for p, _ in leaf_paths(out_tree, "out")]
     zero = [i for i, v in enumerate(flat.inputs) if 0 in flat.avals[v].shape]
     if zero:
         raise TraceError(
@@ -120,6 +133,15 @@ def trace(
         layered=None if layers is None else flatten(traced.jaxpr, keep_boundaries=True),
         known=known,
     )
+
+
+def _kept(flat: FlatJaxpr, in_paths: list[str], out_paths: list[str], donated: list[bool]) -> frozenset[int]:
+    """Positions of the argument leaves that stay from call to call: of the first argument, and those with a next value."""
+    values = tuple(map(value_of, flat.avals))
+    outputs = tuple(-1 if isinstance(o, Literal) else o for o in flat.outputs)
+    state = find_aliases(values, tuple(flat.inputs), outputs, in_paths, out_paths, donated)
+    first = in_paths[0].partition("/")[0] if in_paths else ""
+    return frozenset(i for i, p in enumerate(in_paths) if p.partition("/")[0] == first) | {i for i, _ in state}
 
 
 def _abstract(leaf: Any) -> Any:

@@ -5,12 +5,18 @@ The step is ops before the microbatch loop, the loop, and ops after it. Every op
 - ops of the loop to the stage of their layer; cheap ones that read no state (masks, positions) to every stage that wants them;
 - ops before the loop to every stage that wants them;
 - ops after the loop (the update) to the stage of the largest gradient or state that they read.
+
+Without a gradient there is no update that says which arguments are parameters: all floats with dims count as state, and lie with
+the first stage that reads them, or where the caller says.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
+
+import jax.numpy as jnp
 
 from alpa_lite._jax_compat import Literal, scan_layout
 from alpa_lite.trace.flatten import FlatJaxpr
@@ -31,7 +37,9 @@ class StageHomes:
         body_stage: per op of the body. ``shareable``: per op of the body, whether any stage may repeat it.
         result_stage: per result of the body.
         outer_stage: number of an op after the loop -> its stage; ``round_of``: its round of the update.
-        owner: position of a state argument -> the stage that makes its next value.
+        owner: position of a state argument -> the stage that makes its next value, or on which it lies.
+
+    ``owners`` of the last kind are those that the caller says.
     """
 
     def __init__(
@@ -41,6 +49,7 @@ class StageHomes:
         layered: Layered,
         stage_of_layer: tuple[int, ...],
         aliases: dict[int, int],
+        owners: Mapping[int, int] | None = None,
     ) -> None:
         self.flat, self.loop_index, self.layered = flat, loop, layered
         self.loop, self.body = flat.ops[loop], layered.flat
@@ -53,6 +62,7 @@ class StageHomes:
         self.position = {v: i for i, v in enumerate(flat.inputs)}
         self.body_position = {v: i for i, v in enumerate(self.body.inputs)}
         self.aliases = aliases
+        self.parameters = {} if any(layered.backward) else self._parameters(owners or {})
         self.shareable = self._shareable()
         self.result_stage = [self._stage_in_body(o) for o in self.body.outputs]
         self.outer_stage: dict[int, int] = self._outer_stages()
@@ -81,9 +91,22 @@ class StageHomes:
             found.append(cheap and all(found[self.body_maker[v]] for v in made))
         return found
 
+    def _parameters(self, owners: Mapping[int, int]) -> dict[int, int]:
+        """Of a function without a gradient, position of an argument that is no batch, nor state -> its stage."""
+        inner = dict(zip(self.loop.inputs, self.body.inputs, strict=True))
+        readers = readers_of(enumerate(self.body.ops))
+        found = {}
+        for position, value in enumerate(self.flat.inputs):
+            aval = self.flat.avals[value]
+            is_array = jnp.issubdtype(aval.dtype, jnp.inexact) and aval.ndim > 0
+            if is_array and position not in self.aliases:
+                stages = [self.body_stage[i] for i in readers[inner[value]]] if value in inner else []
+                found[position] = owners.get(position, min(stages, default=0))
+        return found
+
     def _made_of_state(self) -> set[Any]:
         """Outer values that state goes into, before the loop."""
-        found: set[Any] = {self.flat.inputs[i] for i in self.aliases}
+        found: set[Any] = {self.flat.inputs[i] for i in (*self.aliases, *self.parameters)}
         for op in self.flat.ops[: self.loop_index]:
             if any(v in found for v in values_of(op)):
                 found.update(op.outputs)
@@ -140,7 +163,7 @@ class StageHomes:
 
     def _owners(self) -> dict[int, int]:
         """Position of a state argument -> the stage that makes its next value."""
-        found = {}
+        found = dict(self.parameters)
         for argument, result in self.aliases.items():
             value = self.flat.outputs[result]
             made = None if isinstance(value, Literal) else self.maker.get(value)

@@ -22,11 +22,18 @@ class StagePin:
         place: number of the layer, or of the op.
         stage: of the pipeline, from 0 on.
         source: the user's line.
+        leaf: path of a parameter that lies on the stage, where that is the reason; "" for ``al.pin_stage``.
     """
 
     place: int
     stage: int
     source: str
+    leaf: str = ""
+
+    @property
+    def reason(self) -> str:
+        """What asks for the stage, for messages."""
+        return f"the parameter {self.leaf!r}" if self.leaf else f"al.pin_stage at {self.source}"
 
 
 def pin_stage(x: Any, stage: int) -> Any:

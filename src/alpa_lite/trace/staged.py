@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from alpa_lite.core.program import Program, Value
 from alpa_lite.core.rule_text import NamedRule
@@ -12,9 +12,11 @@ from alpa_lite.trace.commute import commute_sums
 from alpa_lite.trace.flatten import FlatJaxpr, FlatOp
 from alpa_lite.trace.halves import split_backward
 from alpa_lite.trace.layers import Layered, assign_layers
+from alpa_lite.trace.leaf_stages import LeafReads, pins_of_leaves
 from alpa_lite.trace.microbatch import is_microbatch_loop
 from alpa_lite.trace.program import Rules, build_program, value_of
-from alpa_lite.trace.stage_pin import PIN_STAGE
+from alpa_lite.trace.renumbered import values_of
+from alpa_lite.trace.stage_pin import PIN_STAGE, StagePin
 from alpa_lite.trace.stages import Crossing, StageProgram, split_step
 
 
@@ -44,6 +46,11 @@ class StagedStep:
     def num_stages(self) -> int:
         return len(self.stages)
 
+    @property
+    def is_training(self) -> bool:
+        """Whether it has a backward pass."""
+        return any(self.layered.backward)
+
     def value_of(self, crossing: Crossing) -> Value:
         """Shape and type of what crosses, for one microbatch."""
         flat = self.layered.flat if crossing.when == "loop" else self.flat
@@ -55,8 +62,12 @@ def microbatch_loop(flat: FlatJaxpr) -> int:
     return next(i for i, op in enumerate(flat.ops) if is_microbatch_loop(op))
 
 
-def layers_of(flat: FlatJaxpr) -> Layered:
+def layers_of(flat: FlatJaxpr, homes: Sequence[tuple[int, str] | None] = ()) -> Layered:
     """The layers of a step that was flattened with its boundaries.
+
+    Args:
+        flat: the step.
+        homes: per argument the stage on which it lies, with its path; None where it does not matter.
 
     Raises:
         LayerError: a boundary or a pin to a stage stands where it cannot.
@@ -67,7 +78,24 @@ def layers_of(flat: FlatJaxpr) -> Layered:
             f"al.pin_stage at {outside.source} stands outside of what al.value_and_grad repeats per microbatch. The update "
             "follows the parameters that it writes. Pin values of the loss function instead."
         )
-    return assign_layers(flat.ops[microbatch_loop(flat)].bodies[0])
+    loop = flat.ops[microbatch_loop(flat)]
+    layered = assign_layers(loop.bodies[0])
+    found = _home_pins(flat, loop, layered, homes)
+    return replace(layered, pins=(*layered.pins, *found)) if found else layered
+
+
+def _home_pins(
+    flat: FlatJaxpr, loop: FlatOp, layered: Layered, homes: Sequence[tuple[int, str] | None]
+) -> list[StagePin]:
+    """Of the layers that read arguments which lie on stages."""
+    inner = dict(zip(loop.inputs, layered.flat.inputs, strict=True)) if homes else {}
+    reads = []
+    for value, home in zip(flat.inputs, homes, strict=False):
+        if home is not None and value in inner:
+            ops = zip(layered.flat.ops, layered.layer, strict=True)
+            places = {k for op, k in ops if any(v == inner[value] for v in values_of(op))}
+            reads.append(LeafReads(path=home[1], stage=home[0], places=tuple(sorted(places))))
+    return pins_of_leaves([leaf for leaf in reads if leaf.places])
 
 
 def staged_step(
@@ -78,6 +106,7 @@ def staged_step(
     rules: tuple[NamedRule, ...] = (),
     split: Collection[int] = (),
     known: Rules | None = None,
+    owners: Mapping[int, int] | None = None,
 ) -> StagedStep:
     """Join layers to stages.
 
@@ -89,6 +118,8 @@ def staged_step(
         rules: the user's, by primitive.
         split: stages whose backward pass is cut in halves.
         known: rules of ops found before, under the same ``rules``; those found here join it.
+        owners: position of an argument of a function without a gradient -> its stage, where several read it; else it lies
+            with the first of them.
 
     Raises:
         LayerError: the numbers are no such list.
@@ -103,7 +134,7 @@ def staged_step(
     loop = microbatch_loop(flat)
     count = flat.ops[loop].params["length"]
     flat, layered = commute_sums(flat, loop, layered, given)
-    stages = split_step(flat, loop, layered, given, whole.aliases)
+    stages = split_step(flat, loop, layered, given, whole.aliases, owners or {})
     stages = tuple(split_backward(stage) if n in split else stage for n, stage in enumerate(stages))
     known = {} if known is None else known
     programs = tuple(stage_program(whole, stage, rules, known) for stage in stages)

@@ -8,7 +8,7 @@ first, then the backward ops.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,7 +70,12 @@ class StageProgram:
 
 
 def split_step(
-    flat: FlatJaxpr, loop: int, layered: Layered, stage_of_layer: Sequence[int], aliases: Iterable[tuple[int, int]]
+    flat: FlatJaxpr,
+    loop: int,
+    layered: Layered,
+    stage_of_layer: Sequence[int],
+    aliases: Iterable[tuple[int, int]],
+    owners: Mapping[int, int] | None = None,
 ) -> tuple[StageProgram, ...]:
     """One program per stage.
 
@@ -80,8 +85,9 @@ def split_step(
         layered: the loop's body.
         stage_of_layer: rising.
         aliases: (argument, result) positions of state.
+        owners: as of ``StageHomes``.
     """
-    return _Split(StageHomes(flat, loop, layered, tuple(stage_of_layer), dict(aliases))).run()
+    return _Split(StageHomes(flat, loop, layered, tuple(stage_of_layer), dict(aliases), owners)).run()
 
 
 def stages_of_step(
@@ -141,7 +147,8 @@ class _Split:
         self._want_inputs_of_bodies()
         self._want_state_from_owners()
         read = set().union(*(need.args for need in self.needs))
-        self.needs[0].args.update(set(range(len(self.flat.inputs))) - read)  # what nothing reads lies somewhere
+        for argument in set(range(len(self.flat.inputs))) - read:  # what nothing reads lies somewhere
+            self.needs[self.homes.owner.get(argument, 0)].args.add(argument)
         loop = sorted(set().union(*(need.body_received for need in self.needs)))
         end = sorted(set().union(*(need.outer_received for need in self.needs)))
         self.exchanged = [*(self._crossing(v, "loop") for v in loop), *(self._crossing(v, "end") for v in end)]

@@ -1,0 +1,91 @@
+"""A function without a gradient as a step of one microbatch, so that it can be cut into stages as a training step is.
+
+The whole function becomes the body of a loop that runs once. What comes after it takes the results out of their stacks. Of its
+arguments some stay from call to call: those under the first argument (parameters), and those whose next value is among the
+results (a cache). All others are the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax import lax
+
+from alpa_lite._jax_compat import is_tracer
+from alpa_lite.plan.leaf_rows import split_path
+from alpa_lite.trace.auto_layers import Homes, LayerCuts, with_layers
+from alpa_lite.trace.flatten import FlatJaxpr, FlatOp
+from alpa_lite.trace.microbatch import is_microbatch_loop
+from alpa_lite.trace.microbatch_loop import SCOPE
+
+
+def is_forward(flat: FlatJaxpr) -> bool:
+    """Whether a function takes no gradient, neither by ``al.value_and_grad`` nor by JAX's own functions."""
+    return not any(is_microbatch_loop(op) or "transpose(" in op.scope for op in _walk(flat))
+
+
+def _walk(flat: FlatJaxpr) -> Iterator[FlatOp]:
+    for op in flat.ops:
+        yield op
+        for body in op.bodies:
+            yield from _walk(body)
+
+
+def homes_of_leaves(paths: Sequence[str], homes: Mapping[str, int]) -> Homes:
+    """Stages by path, which may be of rows of a leaf, -> by the leaf's position and rows; other paths are left out."""
+    position = {path: i for i, path in enumerate(paths)}
+    found = {}
+    for path, stage in homes.items():
+        whole, rows = (path, None) if path in position else split_path(path)
+        if whole in position:
+            found[position[whole], rows] = stage, path
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """What is to be cut.
+
+    Attributes:
+        layers: chooses the cuts, where the function has no boundaries of its own.
+        kept: positions, among the array leaves of the arguments, of what stays from call to call.
+        homes: position of such a leaf, or of rows of it (from, to), -> its stage, and its path for messages.
+    """
+
+    layers: LayerCuts
+    kept: Collection[int]
+    homes: Homes
+
+    def once(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, run by a loop of one trip."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            leaves, tree = jax.tree_util.tree_flatten((args, kwargs))
+            arrays = [i for i, leaf in enumerate(leaves) if is_tracer(leaf)]
+            given = [leaves[i] for i in arrays]
+            trees: list[tuple[Any, dict[int, Any]]] = []  # of the result, and the leaves of it that nothing computes
+
+            def flat(*values: Any) -> list[Any]:
+                full = dict(enumerate(leaves)) | dict(zip(arrays, values, strict=True))
+                positional, named = jax.tree_util.tree_unflatten(tree, list(full.values()))
+                results, out_tree = jax.tree_util.tree_flatten(fn(*positional, **named))
+                number = {id(value): i for i, value in enumerate(values)}
+                ready = {k: r for k, r in enumerate(results) if not is_tracer(r)}
+                ready |= {k: given[number[id(r)]] for k, r in enumerate(results) if id(r) in number}
+                trees.append((out_tree, ready))
+                return [r for k, r in enumerate(results) if k not in ready]
+
+            batch = frozenset(range(len(arrays))) - frozenset(self.kept)
+            cut = with_layers(flat, given, batch, frozenset(self.kept), self.layers, self.homes, forward=True)
+            with jax.named_scope(SCOPE):
+                _, rows = lax.scan(lambda carry, _: (carry, cut(*given)), (), None, length=1)
+            out_tree, found = trees[-1]
+            made = (row[0] for row in rows)
+            return jax.tree_util.tree_unflatten(
+                out_tree, [found[k] if k in found else next(made) for k in range(out_tree.num_leaves)]
+            )
+
+        return run

@@ -1,0 +1,70 @@
+"""Puts ops of a function where the ops are that they belong to, so that a cut between two ops cuts nothing needlessly.
+
+A function may cast all its parameters first, and write what it keeps (a cache) last. Cut into layers by the order of ops, the
+first layer would read all parameters and the last one write all caches.
+
+- What no matmul needs (a new cache, the mean of some layer's values) stands right behind the ops that it reads.
+- What is made of parameters alone (a cast) stands right before its first reader.
+- All else stays in its order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from alpa_lite._jax_compat import ClosedJaxpr, Literal, inner_jaxprs
+from alpa_lite.trace.forward_ops import HEAVY, contains, variables
+
+_PARAMETERS, _LAYER, _KEPT = range(3)  # order of ops with one place
+
+
+def gathered(closed: ClosedJaxpr, batch: Collection[int]) -> ClosedJaxpr:
+    """The same function, its ops in such an order; ``batch`` has the positions of inputs that are no parameters."""
+    jaxpr = closed.jaxpr
+    eqns = list(jaxpr.eqns)
+    maker = {v: i for i, eqn in enumerate(eqns) for v in eqn.outvars}
+    heavy = [e.primitive.name in HEAVY or any(contains(j, HEAVY) for j in inner_jaxprs(e)) for e in eqns]
+    from_batch = {v for i, v in enumerate(jaxpr.invars) if i in batch}
+    of_batch: list[bool] = []
+    latest: list[int] = []  # of what is no part of the batch: the last matmul (of parameters alone) that went into it
+    for i, eqn in enumerate(eqns):
+        given = variables(eqn.invars)
+        of_batch.append(any(v in from_batch for v in given))
+        if of_batch[-1]:
+            from_batch.update(eqn.outvars)
+        latest.append(i if heavy[i] else max((latest[maker[v]] for v in given if v in maker), default=-1))
+    main = list(heavy)
+    needed: set[Any] = set()
+    for i in reversed(range(len(eqns))):
+        main[i] = heavy[i] or bool(eqns[i].effects) or any(v in needed for v in eqns[i].outvars)
+        if main[i]:
+            needed.update(variables(eqns[i].invars))
+    place: dict[int, tuple[int, int, int]] = {}
+    for i, eqn in enumerate(eqns):
+        if main[i]:
+            place[i] = i, _LAYER, i
+        elif of_batch[i]:
+            made = [maker[v] for v in variables(eqn.invars) if v in maker]
+            place[i] = max((place[k][0] if of_batch[k] else latest[k] for k in made), default=-1), _KEPT, i
+    readers: dict[int, list[int]] = {}
+    for i, eqn in enumerate(eqns):
+        for v in variables(eqn.invars):
+            if v in maker:
+                readers.setdefault(maker[v], []).append(i)
+    for i in reversed(range(len(eqns))):
+        if not of_batch[i] and not heavy[i] and not eqns[i].effects:
+            read = [place[r][0] for r in readers.get(i, ())]
+            place[i] = min(read, default=latest[i]), _PARAMETERS, i
+    order = sorted(range(len(eqns)), key=lambda i: place[i])
+    _check(eqns, order)
+    return ClosedJaxpr(jaxpr.replace(eqns=[eqns[i] for i in order]), closed.consts)
+
+
+def _check(eqns: list[Any], order: list[int]) -> None:
+    """Every op stands behind what it reads."""
+    maker = {v: i for i, eqn in enumerate(eqns) for v in eqn.outvars}
+    done: set[int] = set()
+    for i in order:
+        assert all(maker[v] in done for v in eqns[i].invars if not isinstance(v, Literal) and v in maker)
+        done.add(i)

@@ -1,0 +1,150 @@
+"""Functions without a gradient, cut into stages: Alpa's test_inference_only, caches, tied tables, plans from files."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import alpa_lite as al
+from alpa_lite.errors import MicrobatchError, ScheduleError
+from examples.serving_models import GPT
+
+pytestmark = pytest.mark.medium
+CLUSTER = al.Cluster.parse("1x4:cpu")
+TWO = al.PlanOptions(num_stages=2)
+KEY = jax.random.key(0)
+
+
+def kernels(*sizes: int) -> list[jax.Array]:
+    pairs = itertools.pairwise(sizes)
+    return [jax.random.normal(jax.random.fold_in(KEY, i), pair) / 4 for i, pair in enumerate(pairs)]
+
+
+def mlp(params: Any, x: Any) -> Any:
+    for kernel in params:
+        x = jnp.tanh(x @ kernel)
+    return x
+
+
+def same(found: Any, want: Any, atol: float = 1e-5) -> None:
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=atol)
+
+
+def stage_of(plan: Any) -> dict[str, int]:
+    return {leaf.path: leaf.stage for leaf in plan.inputs}
+
+
+def test_inference_only():
+    params, x = kernels(16, 16, 16, 16, 16), jax.random.normal(KEY, (64, 16))
+    step = al.parallelize(mlp, cluster=CLUSTER, options=TWO)
+    same(step(params, x), mlp(params, x))
+    plan = step.plan(params, x)
+    assert [stage_of(plan)[f"0/{i}"] for i in range(4)] == [0, 0, 1, 1]
+    assert (plan.pipeline.schedule, len(plan.pipeline.transfers)) == ("inference", 1)
+    assert all(report.ok for report in step.compile(params, x).audit())
+
+
+def test_several_results():
+    """A cut in the middle; two results of a batch and a constant, as in Alpa, and an argument."""
+
+    def func(x: Any) -> Any:
+        y = x * 2
+        return y, al.layer_boundary(y) + 1, 3, x
+
+    x = jnp.ones(32)
+    found = al.parallelize(func, cluster=CLUSTER, options=TWO)(x)
+    same(found, (jnp.full(32, 2.0), jnp.full(32, 3.0), 3, x))
+
+
+def test_a_table_at_both_ends_lies_with_the_first_and_is_sent():
+    def tied(params: Any, tokens: Any) -> Any:
+        return mlp(params["layers"], params["table"][tokens]) @ params["table"].T
+
+    params = {"table": jax.random.normal(KEY, (32, 16)), "layers": kernels(16, 16, 16)}
+    tokens = jnp.arange(8)
+    step = al.parallelize(tied, cluster=CLUSTER, options=TWO)
+    same(step(params, tokens), tied(params, tokens))
+    plan = step.plan(params, tokens)
+    assert stage_of(plan)["0/table"] == 0
+    assert [t.when for t in plan.pipeline.transfers if t.tensor == "float32[32,16]"] == ["start"]
+
+
+def test_casts_and_caches_lie_with_their_layers():
+    """All parameters are cast first, all caches are written last, as in an engine's graphs."""
+
+    def cached(params: Any, cache: Any, x: Any) -> Any:
+        half = [kernel.astype(jnp.bfloat16) for kernel in params]
+        seen = []
+        for kernel in half:
+            x = jnp.tanh(x.astype(jnp.bfloat16) @ kernel)
+            seen.append(x)
+        return x, [old.at[0].set(new.astype(old.dtype)) for old, new in zip(cache, seen, strict=True)]
+
+    params, x = kernels(16, 16, 16, 16, 16), jnp.ones((8, 16))
+    cache = [jnp.zeros((2, 8, 16))] * 4
+    step = al.parallelize(cached, cluster=CLUSTER, options=TWO, donate_argnums=1)
+    want = cached(params, cache, x)
+    stages = stage_of(step.plan(params, cache, x))
+    assert [stages[f"{k}/{i}"] for k in (0, 1) for i in range(4)] == [0, 0, 1, 1] * 2
+    found, cache = step(params, [jnp.copy(c) for c in cache], x)
+    same((found.astype(jnp.float32), cache), (want[0].astype(jnp.float32), want[1]), 1e-2)  # XLA may keep more digits
+    again, _ = step(params, cache, x)  # takes the cache where it lies
+    same(again.astype(jnp.float32), want[0].astype(jnp.float32), 1e-2)
+
+
+def test_graphs_of_an_engine():
+    model = GPT.of("small")
+    params = model.init_params(KEY)
+    graphs = al.serve.graphs(model, params, slots=4, max_length=32, buckets=(8,))
+    cache = model.init_cache(4, 32)
+    prompt = jnp.arange(8)[None]
+    given = {"prefill_8": (jnp.int32(1), prompt, jnp.array([5])), "decode": (jnp.arange(4),)}
+    for name, (fn, _) in graphs.items():
+        step = al.parallelize(fn, cluster=CLUSTER, options=TWO)
+        plan = step.plan(params, cache, *given[name])
+        blocks = {path.split("/")[1]: stage for path, stage in stage_of(plan).items() if "/block" in path}
+        assert blocks == {"block0": 0, "block1": 1}
+        want = fn(params, cache, *given[name])
+        found = step(params, cache, *given[name])
+        same(found, want)
+        cache = jax.device_get(found[1])
+
+
+def test_layers_of_a_scan():
+    def scanned(params: Any, x: Any) -> Any:
+        return jax.lax.scan(lambda x, kernel: (jnp.tanh(x @ kernel), None), x, params)[0]
+
+    params, x = jnp.stack(kernels(16, 16, 16, 16, 16)), jax.random.normal(KEY, (8, 16))
+    step = al.parallelize(scanned, cluster=CLUSTER, options=TWO)
+    same(step(params, x), scanned(params, x))
+    assert stage_of(step.plan(params, x)) == {"0[0:2]": 0, "0[2:4]": 1, "1": 0}
+
+
+def test_from_a_file(tmp_path):
+    params, x = kernels(16, 16, 16), jnp.ones((8, 16))
+    plan = al.plan(mlp, params, x, cluster=CLUSTER, options=TWO)
+    plan.save(tmp_path / "plan.json")
+    again = al.load_plan(tmp_path / "plan.json").bind(mlp, params, x)
+    assert again == plan
+    same(al.parallelize(mlp, plan=again, cluster=CLUSTER)(params, x), mlp(params, x))
+
+
+@pytest.mark.parametrize(
+    ("fn", "options", "error", "message"),
+    [
+        (jax.grad(lambda p, x: mlp(p, x).sum()), {}, MicrobatchError, "no al.value_and_grad"),
+        (mlp, {"num_microbatches": 2}, MicrobatchError, "no al.value_and_grad"),
+        (mlp, {"schedule": "gpipe"}, ScheduleError, "without al.value_and_grad.*forward passes alone"),
+    ],
+)
+def test_what_is_refused(fn, options, error, message):
+    with pytest.raises(error, match=message):
+        al.plan(
+            fn, kernels(16, 16, 16), jnp.ones((8, 16)), cluster=CLUSTER, options=al.PlanOptions(num_stages=2, **options)
+        )

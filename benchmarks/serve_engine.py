@@ -1,4 +1,5 @@
-"""A serving engine on one device: throughput of 16 requests at once against one at a time, and what a change of bucket costs.
+"""A serving engine on one device (``--devices N``: on so many): throughput of 16 requests at once against one at a time, and what
+a change of bucket costs.
 
 One at a time is measured twice: with the same engine, whose programs compute all 16 slots for the one, and with an engine of one
 slot. Rounds of all three take turns. Arguments: a model of ``examples/serving_models.py`` ("llama").
@@ -30,7 +31,7 @@ NUM_ROUNDS = 5
 
 
 def main() -> None:
-    use_virtual_devices(1)
+    use_virtual_devices(int(sys.argv[sys.argv.index("--devices") + 1]) if "--devices" in sys.argv else 1)
     name = next((arg for arg in sys.argv[1:] if arg in MODELS), "llama")
     model = MODELS[name]("small")
     params = jax.jit(model.init_params)(jax.random.key(0))
@@ -95,7 +96,9 @@ def switch_row(name: str, engine: al.serve.Engine) -> Row:
     programs = engine.programs
     prompts = {bucket: np.ones(bucket, np.int32) for bucket in engine.buckets}
     placed = {
-        bucket: jax.device_put((np.int32(0), prompt[None], np.array([bucket], np.int32)))
+        bucket: jax.device_put(
+            [np.int32(0), prompt[None], np.array([bucket], np.int32)], list(programs.given[f"prefill_{bucket}"])
+        )
         for bucket, prompt in prompts.items()
     }
 

@@ -111,12 +111,22 @@ def test_switching_buckets_moves_no_byte_of_parameters_and_cache(engine: al.serv
     before = pointers(engine.params)
     engine.generate(prompts_of(1, 6, 12, 20, 3), max_tokens=3)
     where = pointers(programs.cache)
-    with jax.transfer_guard("disallow"):  # only what is put and fetched by name may cross
+    # Prompts and tokens come from the host; nothing else crosses but what is fetched by name.
+    with jax.transfer_guard("disallow"), jax.transfer_guard_host_to_device("allow"):
         for bucket in (4, 24, 8, 16, 4):
             jax.block_until_ready(programs.prefill_logits(bucket, 1, np.ones(bucket, np.int32)))
             jax.block_until_ready(programs.decode_logits(np.ones(SIZES["slots"], np.int32)))
     assert pointers(engine.params) == before
     assert pointers(programs.cache) == where, "a donated cache stays where it is"
+
+
+def test_an_engine_runs_where_the_user_watches_for_transfers(engine: al.serve.Engine) -> None:
+    before = jax.config.jax_transfer_guard_host_to_device
+    jax.config.update("jax_transfer_guard_host_to_device", "disallow")  # in every thread
+    try:
+        assert len(engine.generate(prompts_of(2), max_tokens=3)[0]) == 3
+    finally:
+        jax.config.update("jax_transfer_guard_host_to_device", before)
 
 
 def test_all_graphs_have_one_layout_and_count_the_cache_in_their_memory(engine: al.serve.Engine) -> None:

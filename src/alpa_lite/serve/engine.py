@@ -105,7 +105,7 @@ class Engine:
         self._scheduler = Scheduler(self.programs, queue_limit=limit, prefills_per_step=prefills_per_step)
         # The thread holds the scheduler, not the engine: an engine that nobody holds ends its thread. The finalizer also runs
         # at the end of the process, before JAX's own clean-up, as it was registered later.
-        self._thread = threading.Thread(target=self._scheduler.run, name="alpa_lite-engine", daemon=True)
+        self._thread = threading.Thread(target=_run, args=(self._scheduler,), name="alpa_lite-engine", daemon=True)
         self._end = weakref.finalize(self, _end, self._scheduler, self._thread)
         self._thread.start()
 
@@ -266,6 +266,12 @@ def default_buckets(max_length: int) -> tuple[int, ...]:
         found.append(size)
         size *= 4
     return tuple(sorted(found))
+
+
+def _run(scheduler: Scheduler) -> None:
+    # Prompts, tokens and settings of draws cross on purpose, also where the user has JAX watch for transfers.
+    with jax.transfer_guard_host_to_device("allow"):
+        scheduler.run()
 
 
 def _end(scheduler: Scheduler, thread: threading.Thread) -> None:

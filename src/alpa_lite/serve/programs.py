@@ -70,9 +70,9 @@ class Programs:
         shardings = jax.tree_util.tree_unflatten(trees[1], layouts[DECODE][num_params:num_shared])
         self._init_cache = jax.jit(partial(model.init_cache, slots, max_length), out_shardings=shardings)
         self.caches: list[Any] = [self._init_cache() for _ in range(num_groups)]
-        self._given = {name: found[num_shared:] for name, found in layouts.items()}  # of the other arguments
+        self.given = {name: found[num_shared:] for name, found in layouts.items()}  # shardings of the other arguments
         self._whole = NamedSharding(self._mesh, PartitionSpec())
-        self._sample = jax.jit(sample, out_shardings=self._whole)
+        self._sample = jax.jit(sample, in_shardings=(None, self._whole), out_shardings=self._whole)
         self._runs: dict[str, Any] = {}
         self._prompts = {bucket: np.zeros((1, bucket), np.int32) for bucket in buckets}
         self._numbers: dict[tuple[str, int, int], jax.Array] = {}
@@ -126,23 +126,28 @@ class Programs:
     def prefill_call(self, bucket: int, slot: int, length: int, x: Any, group: int = 0) -> jax.Array:
         """A prompt, or what the stage before made of it, into a slot of a group."""
         name = prefill_name(bucket)
-        given = self._number(name, 0, slot), jax.device_put(x, self._given[name][1]), self._number(name, 2, length)
+        given = self._number(name, 0, slot), self._put(x, self.given[name][1]), self._number(name, 2, length)
         return self._call(name, group, given)
 
     def decode_call(self, x: Any, group: int = 0) -> jax.Array:
         """Tokens, or what the stage before made of them, for all slots of a group."""
-        return self._call(DECODE, group, (jax.device_put(x, self._given[DECODE][0]),))
+        return self._call(DECODE, group, (self._put(x, self.given[DECODE][0]),))
 
     def sampled(self, logits: jax.Array, rows: Rows) -> jax.Array:
         """The next tokens, on the devices."""
-        return self._sample(logits, jax.device_put(rows, self._whole))
+        return self._sample(logits, rows)
+
+    def _put(self, x: Any, sharding: NamedSharding) -> Any:
+        """What comes from the host is left to the jitted call, which is faster than putting it there before; it may be read until
+        the call's result is there. All else is on the devices already."""
+        return x if isinstance(x, np.ndarray) else jax.device_put(x, sharding)
 
     def _number(self, name: str, position: int, value: int) -> jax.Array:
         """A slot or a length on all devices, put there once: they are few, and each put costs tens of microseconds."""
         key = name, position, value
         if key not in self._numbers:
             shape = self._graphs[name][1][2 + position].shape
-            self._numbers[key] = jax.device_put(np.full(shape, value, np.int32), self._given[name][position])
+            self._numbers[key] = jax.device_put(np.full(shape, value, np.int32), self.given[name][position])
         return self._numbers[key]
 
     def _call(self, name: str, group: int, given: tuple[Any, ...]) -> jax.Array:

@@ -1,5 +1,5 @@
 """A server under load by Locust for 60 s (``--seconds N``): some 27 requests per second of users that read, stream, read slowly,
-leave, come 120 at once, and make mistakes (``serve_load_users.py``).
+leave, come 120 at once, and make mistakes (``serve_load_users.py``). ``--steady``: 21 per second, without those who come at once.
 
 Every answer is checked against an engine in this process, every mistake against its status. Memory and open files of the engine
 and of the process for HTTP are sampled every 2 s at least; the slopes are least squares over what follows the first third.
@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ SIZES: dict[str, Any] = {"slots": 16, "max_length": 128, "buckets": (8, 32, 96)}
 TOKEN, BODY_BYTES = "secret", 4096
 NUM_PROMPTS = 32
 USERS = Path(__file__).with_name("serve_load_users.py")
-NUM_USERS = 23
+NUM_USERS, STEADY = 23, ("Reader", "Streamer", "SlowReader", "Leaver", "Mistaken")
 PROCESSES = {"engine": "ray::EngineActor", "HTTP": "ray::ServeReplica", "proxy": "ray::ProxyActor"}
 
 
@@ -60,7 +61,7 @@ def expected() -> list[tuple[dict[str, Any], list[int]]]:
         return [(body, list(request.result())) for body, request in zip(bodies, requests, strict=True)]
 
 
-def load(seconds: float) -> list[Row]:
+def load(seconds: float, steady: bool = False) -> list[Row]:
     """Serves and measures."""
     from alpa_lite.serve import deployment
 
@@ -76,13 +77,13 @@ def load(seconds: float) -> list[Row]:
             known.write_text(
                 json.dumps({"token": TOKEN, "body_bytes": BODY_BYTES, "longest": longest, "pairs": expected()})
             )
-            stats, samples = _run(known, port, seconds)
+            stats, samples = _run(known, port, seconds, STEADY if steady else ())
         return [*_counted(stats, seconds), *_grown(samples), *_left(port)]
     finally:
         deployment.stop()
 
 
-def _run(known: Path, port: int, seconds: float) -> tuple[list[dict[str, Any]], np.ndarray]:
+def _run(known: Path, port: int, seconds: float, users: Sequence[str]) -> tuple[list[dict[str, Any]], np.ndarray]:
     command = [
         sys.executable,
         "-m",
@@ -96,13 +97,14 @@ def _run(known: Path, port: int, seconds: float) -> tuple[list[dict[str, Any]], 
         "--only-summary",
     ]
     options = ["-H", f"http://127.0.0.1:{port}", "-u", str(NUM_USERS), "-r", str(NUM_USERS), "-t", f"{seconds:.0f}s"]
+    options += users
     pids = [pid for title in PROCESSES.values() for pid in pids_below(title)[:1]]
     samples, start_s = [], time.monotonic()
     with (
         tempfile.TemporaryFile("w+") as out,
-        subprocess.Popen([*command, *options, "--stop-timeout", "30"], stdout=out) as users,
+        subprocess.Popen([*command, "--stop-timeout", "30", *options], stdout=out) as locust,
     ):
-        while users.poll() is None:
+        while locust.poll() is None:
             samples.append([time.monotonic() - start_s, *held(pids)])
             time.sleep(max(2.0, seconds / 300))
         out.seek(0)
@@ -124,11 +126,13 @@ def _counted(stats: list[dict[str, Any]], seconds: float) -> list[Row]:
         for entry in stats
     ]
     count = sum(entry["num_requests"] for entry in stats)
+    refused = sum(entry["num_requests"] for entry in stats if entry["name"].endswith(", refused"))
     failures = sum(entry["num_failures"] for entry in stats)
     against = f"{count} requests in {seconds:.0f} s, {count / seconds:.1f} per second"
     return [
         *rows,
         Row(benchmark="serve_load", case="all", value=failures, unit="failures", against=against, target="0"),
+        Row(benchmark="serve_load", case="refused, as slots and queue were full", value=refused, unit="requests"),
     ]
 
 
@@ -183,7 +187,7 @@ def _left(port: int) -> list[Row]:
 def main() -> None:
     seconds = float(sys.argv[sys.argv.index("--seconds") + 1]) if "--seconds" in sys.argv else 60.0
     with local_ray(2):
-        finish(load(seconds), sys.argv[1:])
+        finish(load(seconds, "--steady" in sys.argv), sys.argv[1:])
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from docs import conventions, conversions, export, pages, pipelines, probing, sameness, symbolic, uneven
+from docs import conventions, conversions, export, pages, pipelines, probing, sameness, serving, symbolic, uneven
 
 # The script of a page with generated text, and a change of that text which must not survive.
 WRITTEN = [
@@ -14,7 +14,7 @@ WRITTEN = [
     pytest.param(uneven, ("in 8 parts", "in 4 parts"), id="uneven", marks=pytest.mark.medium),
 ]
 DRAWN = [
-    *(conventions, conversions, export, probing, sameness, symbolic, uneven),
+    *(conventions, conversions, export, probing, sameness, serving, symbolic, uneven),
     pytest.param(pipelines, marks=pytest.mark.slow),  # compiles and runs two pipelines
 ]
 
@@ -34,6 +34,7 @@ def test_the_picture_is_drawn(script, tmp_path, monkeypatch):
     assert script.PICTURE.exists() and script.PICTURE.parent == pages.IMAGES
     monkeypatch.setattr(script, "PICTURE", tmp_path / "images" / script.PICTURE.name)
     monkeypatch.setattr(symbolic, "VALUES", (1, 2))  # two solutions instead of ten
+    monkeypatch.setattr(serving, "TOKENS", (1, 64))
     script.draw()
     drawn = script.PICTURE.read_bytes()
     assert drawn.startswith(b"\x89PNG") and len(drawn) > 5_000

@@ -326,7 +326,11 @@ SMALL = with_params((4096, 64))
             PinError,
             r"the pin '0/0' of 'rows' fixes the shared leaf '0/0' as \[_,x\], and another graph's",
         ),
-        ({"options": al.PlanOptions(num_stages=2)}, al.AlpaLiteError, r"was given num_stages"),
+        (
+            {"options": al.PlanOptions(num_stages=2, num_microbatches=2)},
+            al.AlpaLiteError,
+            r"was given stages with several microbatches",
+        ),
         ({"options": 3}, al.AlpaLiteError, r"options=3 was given"),
         (
             {"options": al.PlanOptions(memory_budget_bytes=200e6), "graphs": dict(reversed(three_graphs().items()))},

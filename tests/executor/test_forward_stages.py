@@ -148,3 +148,20 @@ def test_what_is_refused(fn, options, error, message):
         al.plan(
             fn, kernels(16, 16, 16), jnp.ones((8, 16)), cluster=CLUSTER, options=al.PlanOptions(num_stages=2, **options)
         )
+
+
+def test_rows_that_layers_take():
+    """Layers written out over stacked parameters: each stage has the rows that it takes."""
+
+    def written_out(params: Any, x: Any) -> Any:
+        for i in range(4):
+            x = jnp.tanh(x @ params["w"][i] + params["b"][i])
+        return x * params["all"].sum()
+
+    params = {"w": jnp.stack(kernels(16, 16, 16, 16, 16)), "b": jnp.ones((4, 16)), "all": jnp.ones((4, 2))}
+    x = jax.random.normal(KEY, (8, 16))
+    step = al.parallelize(written_out, cluster=CLUSTER, options=TWO)
+    same(step(params, x), written_out(params, x))
+    stages = stage_of(step.plan(params, x))
+    assert {path: stage for path, stage in stages.items() if "/w" in path} == {"0/w[0:2]": 0, "0/w[2:4]": 1}
+    assert "0/all" in stages

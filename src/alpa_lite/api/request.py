@@ -27,6 +27,7 @@ from alpa_lite.cluster.cluster import Cluster as ClusterData
 from alpa_lite.cluster.symbolic import SymbolicCluster
 from alpa_lite.core.program import Program
 from alpa_lite.errors import AlpaLiteError, LayerError, MemoryBudgetError, MicrobatchError, user_line
+from alpa_lite.plan.leaf_rows import split_path
 from alpa_lite.plan.pins import Dims, ResolvedPins
 from alpa_lite.plan.plan import Plan
 from alpa_lite.planner.collector import collector_paused
@@ -68,8 +69,8 @@ class SymbolicPlan(PlansByNumber):
 
 Progress = Callable[[str], None] | None
 _MAX_DOUBLINGS = 12  # of the number of microbatches, where it is searched
-_ONE_MESH: dict[str, Any] = {"submeshes": None, "stage_layers": None, "stage_mesh_shapes": None}
-_VERSIONS = Versions(jax=jax.__version__, alpa_lite=__version__)
+ONE_MESH: dict[str, Any] = {"num_stages": "auto", "submeshes": None, "stage_layers": None, "stage_mesh_shapes": None}
+VERSIONS = Versions(jax=jax.__version__, alpa_lite=__version__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +178,7 @@ class Request:
                 traced, made = self._on_stages(args, kwargs, cluster, progress)
             else:
                 traced, made = self._on_one_mesh(args, kwargs, cluster, progress)
-        return traced, self._finished(made, traced)
+        return traced, self.finished(made, traced)
 
     def following(self, cluster: ClusterData) -> Request:
         """With the layouts of what is followed, and planned on its mesh."""
@@ -189,7 +190,7 @@ class Request:
     def _on_stages(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], cluster: ClusterData, progress: Progress
     ) -> tuple[Traced, Plan]:
-        homes = self._homes(args, kwargs)
+        homes = self.homes(args, kwargs)
         starts: list[int] = []
 
         def chosen(*given: Any) -> Sequence[int]:
@@ -198,12 +199,7 @@ class Request:
             starts.extend(cuts(*given))
             return starts
 
-        layers = chosen if homes else None
-        traced = self.trace(args, kwargs, layers, forward=True, homes=homes)
-        pins, notes = self._pins_and_notes(traced, args, kwargs, fixed=False)
-        traced = unstacked(traced, self.options.rules)
-        assert traced.parts is not None
-        pins = self._with_fixed(pins_of_parts(pins, traced.parts), traced.program)
+        traced, pins, notes = self.layered(args, kwargs, chosen if homes else None, homes)
         cut, again = self._staged(traced, cluster, homes)
 
         def planned(step: StagedStep, recompute: RecomputedStages | None) -> Plan:
@@ -213,7 +209,7 @@ class Request:
                 cluster,
                 pins,
                 self.options,
-                _VERSIONS,
+                VERSIONS,
                 recompute=recompute,
                 notes=notes,
                 progress=progress,
@@ -224,11 +220,27 @@ class Request:
         # Where layers start followed from the stages of parameters; the plan must find the same layers again.
         return traced, replace(made, options=(*made.options, *([(LAYER_STARTS, tuple(starts))] if starts else [])))
 
-    def _homes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, int]:
+    def layered(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], layers: LayerCuts | None, homes: Mapping[str, int]
+    ) -> tuple[Traced, ResolvedPins, tuple[str, ...]]:
+        """The step with layers, as a function of parts of leaves, its pins, and what there is to say about these.
+
+        Args:
+            args, kwargs: of the step.
+            layers: chooses cuts where it has no boundaries; None = as the options ask.
+            homes: path of a leaf, or of rows of it, -> the stage on which it lies.
+        """
+        traced = self.trace(args, kwargs, layers, forward=True, homes=homes)
+        pins, notes = self._pins_and_notes(traced, args, kwargs, fixed=False)
+        traced = unstacked(traced, self.options.rules)
+        assert traced.parts is not None
+        return traced, self._with_fixed(pins_of_parts(pins, traced.parts), traced.program), notes
+
+    def homes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, int]:
         """Path of an argument leaf, or rows of it, -> its stage, where that is known before planning."""
         if not isinstance(self.follow, Followed) or not self.follow.stages:
             return {}
-        whole = replace(self, options=replace(self.options, num_stages=1, **_ONE_MESH))
+        whole = replace(self, options=replace(self.options, **ONE_MESH))
         return stages_here(whole.trace(args, kwargs).program, self.follow, self.follow_like, self.source)
 
     def _on_one_mesh(
@@ -253,9 +265,7 @@ class Request:
             pins, notes = self._pins_and_notes(traced, args, kwargs)
 
             def plan_program(program: Program, pins: ResolvedPins) -> Plan:
-                return plan_step(
-                    program, cluster, pins, options, _VERSIONS, notes=notes, progress=progress, known=tasks
-                )
+                return plan_step(program, cluster, pins, options, VERSIONS, notes=notes, progress=progress, known=tasks)
 
             if self.options.padding == "off":
                 return traced, plan_program(traced.program, pins)
@@ -274,7 +284,7 @@ class Request:
         self._check(cluster)
         with _told(self.options.verbose) as progress:
             found, made = self._on_one_mesh(args, {}, cluster, progress, traced, tasks)
-        return found, self._finished(made, found)
+        return found, self.finished(made, found)
 
     def pins_of(self, traced: Traced, args: tuple[Any, ...]) -> ResolvedPins:
         """What is fixed of a step."""
@@ -311,14 +321,14 @@ class Request:
             cluster=cluster,
             pins=pins_of_parts(pins, of_parts.parts),
             options=self.options,
-            versions=_VERSIONS,
+            versions=VERSIONS,
             one_stage=one_mesh,
             notes=notes,
             progress=progress,
         )
         made = plan_with_stages_searched(task)
         traced = single[0] if made.pipeline is None else of_parts
-        return traced, self._finished(made, traced)
+        return traced, self.finished(made, traced)
 
     def _staged(
         self, traced: Traced, cluster: ClusterData, homes: Mapping[str, int]
@@ -392,9 +402,9 @@ class Request:
         task = SymbolicTask(
             task=mesh_task(traced.program, cluster.host, pins, replace(self.options, padding="off", remat="none")),
             cluster=cluster,
-            versions=_VERSIONS,
+            versions=VERSIONS,
             notes=notes,
-            finish=lambda made: self._finished(made, traced),
+            finish=lambda made: self.finished(made, traced),
             source=self.source,
         )
         return SymbolicPlan(task)
@@ -461,7 +471,7 @@ class Request:
         pins = self._resolve(traced, {a.path: a.spec for a in found} if binding else None, fixed=fixed)
         return pins, annotation_note(found, binding=binding)
 
-    def _finished(self, made: Plan, traced: Traced) -> Plan:
+    def finished(self, made: Plan, traced: Traced) -> Plan:
         settings = tuple((name, getattr(self, name)) for name in JIT_SETTINGS if getattr(self, name))
         made = replace(made, options=(*made.options, *settings))
         return replace(made, trees=Trees.of(traced))
@@ -486,7 +496,8 @@ class Request:
         if self.follow is not None:
             pins = fixed_pins(pins, counterparts(program, self.follow, self.follow_like, self.source))
         fixed, origin = self.fixed
-        found = {i: (fixed[path], origin) for i, path in enumerate(program.input_paths) if fixed.get(path)}
+        whole = [path if path in fixed else split_path(path)[0] for path in program.input_paths]
+        found = {i: (fixed[path], origin) for i, path in enumerate(whole) if fixed.get(path)}
         return pins.with_fixed(found)
 
 

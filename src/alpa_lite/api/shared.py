@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from alpa_lite.api.given import checked_options
 from alpa_lite.api.shared_graphs import Globs, Graphs, SharedGraph, given_graphs
 from alpa_lite.api.shared_layout import SharedLayout
+from alpa_lite.api.shared_stages import plan_shared_stages
 from alpa_lite.cluster.cluster import Cluster
 from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.core.spec import ShardingSpec
@@ -47,7 +48,7 @@ def plan_shared(
     follow: Any = None,
     follow_like: Mapping[str, str] | None = None,
 ) -> SharedLayout:
-    """Plans several graphs on one mesh with one layout of what they share. Touches no device.
+    """Plans several graphs on one mesh, or on one set of stages, with one layout of what they share. Touches no device.
 
     Args:
         graphs: name -> (function, arguments); arguments are arrays or ``jax.ShapeDtypeStruct`` pytrees.
@@ -58,7 +59,7 @@ def plan_shared(
         pins: path or glob -> ``PartitionSpec``, each for the graphs where it matches; or graph -> such. A pin of a shared leaf
             holds in all graphs.
         options, static_argnums, static_argnames, donate_argnums: as for ``plan``, of all graphs. The memory budget is each
-            graph's, shared leaves counted in each.
+            graph's, shared leaves counted in each. With stages (``num_stages``, ``submeshes``) all graphs have the same ones.
         follow, follow_like: as for ``plan``: what all graphs take where it lies, e.g. the parameters of a training step.
 
     Returns:
@@ -77,6 +78,11 @@ def plan_shared(
     source = user_line()
     settings = checked_options(options), static_argnums, static_argnames, donate_argnums, follow, follow_like
     found = given_graphs(graphs, shared, weights, pins, settings, cluster, source)
+    on_stages = replace(found[0].request.options, **found[0].stages)
+    if on_stages.has_stages:
+        for graph in found:
+            graph.request = replace(graph.request, options=replace(graph.request.options, **graph.stages))
+        return plan_shared_stages(found, cluster, on_stages, source)
     return _Search(found, cluster, settings[0], source).run()
 
 

@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from alpa_lite.api.request import Request
+from alpa_lite.api.request import ONE_MESH, Request
 from alpa_lite.cluster.cluster import Cluster
 from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.core.spec import ShardingSpec
-from alpa_lite.errors import AlpaLiteError, MemoryBudgetError, PinError
+from alpa_lite.errors import AlpaLiteError, LayerError, MemoryBudgetError, PinError
 from alpa_lite.plan.pins import Dims
 from alpa_lite.plan.plan import Plan
 from alpa_lite.planner.one_mesh import MeshTask
@@ -30,7 +30,10 @@ Settings = tuple[
 
 @dataclass(eq=False, slots=True)
 class SharedGraph:
-    """One graph; ``leaves``: positions of the shared ones among its arguments, ``own`` and ``task`` of its own optimum."""
+    """One graph; ``leaves``: positions of the shared ones among its arguments, ``own`` and ``task`` of its own optimum.
+
+    ``stages``: the options about stages, which ``request`` is without.
+    """
 
     name: str
     request: Request
@@ -41,6 +44,7 @@ class SharedGraph:
     tasks: KnownTasks = field(default_factory=KnownTasks)
     own: Plan | None = None
     task: MeshTask | None = None
+    stages: dict[str, Any] = field(default_factory=dict)
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -81,7 +85,7 @@ class SharedGraph:
 
 
 class named:
-    """Errors about the budget and about pins say which graph they are about."""
+    """Errors about the budget, about pins and about layers say which graph they are about."""
 
     def __init__(self, what: str) -> None:
         self.what = what
@@ -90,7 +94,7 @@ class named:
         pass
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, MemoryBudgetError | PinError):
+        if isinstance(error, LayerError | MemoryBudgetError | PinError):
             raise type(error)(f"{self.what}: {error}") from error
 
 
@@ -105,7 +109,13 @@ def given_graphs(
     found = []
     for name, (fn, args) in graphs.items():
         request = Request.of(fn, None, None, *settings).following(cluster)
-        found.append(SharedGraph(name, request, tuple(args), request.trace(tuple(args), {}), counted[name]))
+        stages = {
+            word: getattr(request.options, word) for word in ONE_MESH
+        }  # what is shared is found in the whole graph
+        request = replace(request, options=replace(request.options, **ONE_MESH))
+        found.append(
+            SharedGraph(name, request, tuple(args), request.trace(tuple(args), {}), counted[name], stages=stages)
+        )
     take_pins(found, own_pins, source)
     match(found, shared, source)
     share_pins(found, source)
@@ -147,13 +157,17 @@ def weights_of(graphs: Mapping[str, Any], weights: Any, source: str) -> dict[str
 
 
 def check_options(options: PlanOptions, source: str) -> None:
-    if options.has_stages or options.symbol is not None or options.num_microbatches == "auto":
-        what = (
-            "num_stages" if options.has_stages else "a symbolic mesh" if options.symbol else "num_microbatches='auto'"
-        )
+    what = ""
+    if options.has_stages and (options.num_microbatches != 1 or options.submeshes == "auto" or options.num_chunks > 1):
+        what = "stages with several microbatches or chunks, or submeshes='auto'"
+    elif options.symbol is not None:
+        what = "a symbolic mesh"
+    elif options.num_microbatches == "auto":
+        what = "num_microbatches='auto'"
+    if what:
         raise AlpaLiteError(
             f"al.plan_shared was given {what}. It plans graphs on one mesh of known size, all with the same number of "
-            f"microbatches. At {source}. Leave that option out."
+            f"microbatches, or on stages of known submeshes, with one. At {source}. Leave that option out."
         )
 
 

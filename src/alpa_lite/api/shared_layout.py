@@ -168,8 +168,11 @@ class SharedLayout:
             leaves = self._leaves(name)
             if len(leaves) != len(self.shared[name]):
                 yield f"the plan of {name!r} has not all the leaves that are shared"
-            elif self.plans[name].mesh != self.mesh:
-                yield f"the plan of {name!r} is for {self.plans[name].mesh}, that of {names[0]!r} for {self.mesh}"
+            elif _stages(self.plans[name]) != _stages(self._first):
+                found, wanted = (
+                    ", ".join(str(stage[0]) for stage in _stages(p)) for p in (self.plans[name], self._first)
+                )
+                yield f"the plan of {name!r} is for {found}, that of {names[0]!r} for {wanted}"
             for (path, *what), (other, *wanted) in zip(leaves, first, strict=False):
                 if what != wanted:
                     yield f"{path!r} of {name!r} and {other!r} of {names[0]!r} differ"
@@ -182,26 +185,36 @@ class SharedLayout:
         return next(iter(self.plans.values()))
 
     def _leaves(self, name: str) -> list[tuple[Any, ...]]:
-        """(path, value, spec) of the shared leaves of a graph, as far as its plan has them."""
+        """(path, value, stage, spec) of the shared leaves of a graph, as far as its plan has them."""
         leaves = {leaf.path: leaf for leaf in self.plans[name].inputs}
         found = [leaves[path] for path in self.shared[name] if path in leaves]
-        return [(leaf.path, leaf.value, leaf.spec) for leaf in found]
+        return [(leaf.path, leaf.value, leaf.stage, leaf.spec) for leaf in found]
 
     def _lines(self) -> Iterator[str]:
         unit = self._first.unit
         total = format_cost(self.objective, unit)
-        yield f"Shared layout of {len(self.plans)} graphs on {self.mesh}: {total} weighted, gap {self.gap:.2%}"
+        stages = self._first.stages
+        place = f"{self.mesh}" if len(stages) == 1 else f"{len(stages)} stages"
+        yield f"Shared layout of {len(self.plans)} graphs on {place}: {total} weighted, gap {self.gap:.2%}"
         rows: list[tuple[str, ...]] = [("graph", "weight", "cost", "own optimum", "price of sharing", "gap", "peak")]
         for name, plan in self.plans.items():
             costs = (format_cost(cost, unit) for cost in (plan.objective, self.own[name]))
             price, gap = f"{self.price[name]:+.{_PRICE_DIGITS}%}", f"{plan.gap:.2%}"
             rows.append((name, f"{self.weights[name]:g}", *costs, price, gap, format_bytes(plan.memory.peak)))
         yield from _aligned(rows)
+        if len(stages) > 1:
+            yield "Stages"
+            yield from _aligned(
+                [
+                    ("stage", "submesh", "mesh"),
+                    *((str(n), "{}x{}".format(*s.submesh), str(s.mesh)) for n, s in enumerate(stages)),
+                ]
+            )
         yield "Shared leaves"
         leaves = self._leaves(next(iter(self.plans)))
-        yield from _aligned(
-            [("leaf", "type", "spec"), *((path, str(value), str(spec)) for path, value, spec in leaves)]
-        )
+        at = [f" on stage {stage}" if len(stages) > 1 else "" for _, _, stage, _ in leaves]
+        lines = [(path, str(value), f"{spec}{on}") for (path, value, _, spec), on in zip(leaves, at, strict=True)]
+        yield from _aligned([("leaf", "type", "spec"), *lines])
 
 
 def _plan(data: bytes, name: str) -> Plan:
@@ -212,6 +225,10 @@ def _plan(data: bytes, name: str) -> Plan:
             "again instead of editing the file."
         )
     return replace(plan, trees=Trees())
+
+
+def _stages(plan: Plan) -> list[tuple[DeviceMesh, tuple[int, int], int]]:
+    return [(stage.mesh, stage.submesh, stage.first_device) for stage in plan.stages]
 
 
 def _aligned(rows: list[tuple[str, ...]]) -> Iterator[str]:

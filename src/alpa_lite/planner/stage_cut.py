@@ -82,7 +82,7 @@ def given_cut(options: PlanOptions, cluster: Cluster, layered: Layered, body: Pr
     else:
         sizes = [math.prod(submesh) for submesh in submeshes]
         stage_of_layer = balanced_stages(layered, body, sizes, source)
-    shapes = _given_mesh_shapes(options, submeshes, source)
+    shapes = given_mesh_shapes(options, submeshes, source)
     return StageCut(
         stage_of_layer=stage_of_layer, submeshes=submeshes, mesh_shapes=shapes, places=stage_places(options)
     )
@@ -117,13 +117,14 @@ def one_stage(options: PlanOptions, cluster: Cluster, source: str) -> PlanOption
     """
     if options.stage_count is None:
         return options
-    (shape,) = _given_mesh_shapes(options, given_submeshes(options, cluster, source), source)
+    (shape,) = given_mesh_shapes(options, given_submeshes(options, cluster, source), source)
     return replace(options, mesh_shape=shape, stage_mesh_shapes=None)
 
 
-def _given_mesh_shapes(
+def given_mesh_shapes(
     options: PlanOptions, submeshes: Sequence[tuple[int, int]], source: str
 ) -> tuple[tuple[int, ...] | None, ...]:
+    """Per stage the shape of its mesh that a user asked for; None = searched. A LayerError if it does not fit its submesh."""
     shapes = options.stage_mesh_shapes or (options.mesh_sizes if options.mesh_shape else None,) * len(submeshes)
     for stage, (shape, submesh) in enumerate(zip(shapes, submeshes, strict=True)):
         if options.stage_mesh_shapes and shape is not None and math.prod(shape) != math.prod(submesh):

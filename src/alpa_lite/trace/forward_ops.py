@@ -184,6 +184,10 @@ class ForwardOps:
         """The ops of an equation that read rows of an operand, or all of it. What is made of parameters alone belongs to the
         first op that reads it."""
         eqn = self.jaxpr.eqns[i]
+        if rows is not None and eqn.primitive.name == "slice":
+            start, stop = eqn.params["start_indices"][0], eqn.params["limit_indices"][0]
+            if stop <= rows[0] or rows[1] <= start:
+                return []
         if not any(v in self.kinds.from_batch for v in eqn.outvars):
             readers = [
                 unit for v in eqn.outvars for r, k in self._readers[v] for unit in self._units_reading(r, k, None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from alpa_lite._jax_compat import Literal, scan_layout
 from alpa_lite.trace.auto_layers import SLICES
 from alpa_lite.trace.elementwise import ELEMENTWISE
 from alpa_lite.trace.flatten import FlatJaxpr, FlatOp
+from alpa_lite.trace.layers import assign_layers
 from alpa_lite.trace.microbatch_loop import SCOPE
 
 Edges = dict[tuple[int, int], tuple[int, ...]]  # (id of the jaxpr, value) -> where it is split, from 0 to its size
@@ -48,7 +50,7 @@ class _Groups:
 
 def row_edges(flat: FlatJaxpr, aliases: tuple[tuple[int, int], ...]) -> Edges:
     """What is split, starting from slices for layers and what is computed row by row with them."""
-    groups, seeds = _Groups(), defaultdict(set)
+    groups, seeds = _Groups(), rows_of_layers(flat)
     jaxprs = [flat, *(op.bodies[0] for op in flat.ops if is_loop(op))]
     for jaxpr in jaxprs:
         for op in jaxpr.ops:
@@ -70,6 +72,34 @@ def row_edges(flat: FlatJaxpr, aliases: tuple[tuple[int, int], ...]) -> Edges:
     keys = [k for k in groups.parent if groups.find(k) in points]
     found = {k: tuple(sorted(points[groups.find(k)] | {0, avals[k[0]][k[1]].shape[0]})) for k in {*keys, *seeds}}
     return {k: edges for k, edges in found.items() if len(edges) > 2}
+
+
+def rows_of_layers(flat: FlatJaxpr) -> defaultdict[tuple[int, int], set[int]]:
+    """Of a function without a gradient, stacked parameters of which each layer takes rows of its own, as where a scan over layers
+    is written out: (id of the loop's body, value) -> where the rows of a layer start and end."""
+    found: defaultdict[tuple[int, int], set[int]] = defaultdict(set)
+    for loop in filter(is_loop, flat.ops):
+        body = loop.bodies[0]
+        layered = assign_layers(body)
+        if any(layered.backward):
+            continue
+        taken: dict[int, dict[int, tuple[int, int]]] = defaultdict(
+            dict
+        )  # value -> layer -> from the first to the last row
+        whole: set[int] = set()
+        for op, layer in zip(layered.flat.ops, layered.layer, strict=True):
+            rows = rows_of(op, layered.flat) if op.name == "slice" else None
+            if rows is None:
+                whole.update(v for v in op.inputs if not isinstance(v, Literal))
+                continue
+            value, (start, stop) = rows
+            low, high = taken[value].get(layer, (start, stop))
+            taken[value][layer] = min(low, start), max(high, stop)
+        for value in set(taken).intersection(body.inputs) - whole:
+            spans = [span for _, span in sorted(taken[value].items())]
+            if all(before[1] <= after[0] for before, after in pairwise(spans)):
+                found[id(body), value].update(start for start, _ in spans)
+    return found
 
 
 def is_loop(op: FlatOp) -> bool:

@@ -109,6 +109,8 @@ class Rewriter:
             self.loop(op)
         elif op.name == "slice" and rows and split_in and set(rows[1]) <= set(self.cut(op.inputs[0])):
             self.slice(op, *rows[1])
+        elif op.name == "slice" and rows and split_in and (part := self.part_of(op.inputs[0], *rows[1])) is not None:
+            self.slice_part(op, part, *rows[1])
         elif op.name == "pad" and rows and split_out and set(rows[1]) <= set(self.cut(op.all_outputs[0])):
             self.pad(op, *rows[1])
         elif op.name in PIECEWISE and split_out:
@@ -119,6 +121,18 @@ class Rewriter:
             self.broadcast(op)
         else:
             self.copy(op)
+
+    def part_of(self, value: Any, start: int, stop: int) -> int | None:
+        """The part of a split value that has all these rows."""
+        parts = enumerate(pairwise(self.cut(value)))
+        return next((i for i, (a, b) in parts if a <= start and stop <= b), None)
+
+    def slice_part(self, op: FlatOp, part: int, start: int, stop: int) -> None:
+        """Rows within one part."""
+        value = op.inputs[0]
+        low, high = self.cut(value)[part : part + 2]
+        aval = resized_aval(self.flat.avals[value], high - low)
+        self.number[op.all_outputs[0]] = self.rows(self.parts(value)[part], aval, start - low, stop - low)
 
     def copy(self, op: FlatOp) -> None:
         """On whole values."""

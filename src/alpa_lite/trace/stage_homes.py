@@ -39,7 +39,7 @@ class StageHomes:
         outer_stage: number of an op after the loop -> its stage; ``round_of``: its round of the update.
         owner: position of a state argument -> the stage that makes its next value, or on which it lies.
 
-    ``owners`` of the last kind are those that the caller says.
+    ``owners`` are those that the caller says, of a function without a gradient.
     """
 
     def __init__(
@@ -62,7 +62,8 @@ class StageHomes:
         self.position = {v: i for i, v in enumerate(flat.inputs)}
         self.body_position = {v: i for i, v in enumerate(self.body.inputs)}
         self.aliases = aliases
-        self.parameters = {} if any(layered.backward) else self._parameters(owners or {})
+        self.owners = {} if any(layered.backward) else dict(owners or {})
+        self.parameters = {} if any(layered.backward) else self._parameters()
         self.shareable = self._shareable()
         self.result_stage = [self._stage_in_body(o) for o in self.body.outputs]
         self.outer_stage: dict[int, int] = self._outer_stages()
@@ -91,7 +92,7 @@ class StageHomes:
             found.append(cheap and all(found[self.body_maker[v]] for v in made))
         return found
 
-    def _parameters(self, owners: Mapping[int, int]) -> dict[int, int]:
+    def _parameters(self) -> dict[int, int]:
         """Of a function without a gradient, position of an argument that is no batch, nor state -> its stage."""
         inner = dict(zip(self.loop.inputs, self.body.inputs, strict=True))
         readers = readers_of(enumerate(self.body.ops))
@@ -101,7 +102,7 @@ class StageHomes:
             is_array = jnp.issubdtype(aval.dtype, jnp.inexact) and aval.ndim > 0
             if is_array and position not in self.aliases:
                 stages = [self.body_stage[i] for i in readers[inner[value]]] if value in inner else []
-                found[position] = owners.get(position, min(stages, default=0))
+                found[position] = self.owners.get(position, min(stages, default=0))
         return found
 
     def _made_of_state(self) -> set[Any]:
@@ -167,7 +168,9 @@ class StageHomes:
         for argument, result in self.aliases.items():
             value = self.flat.outputs[result]
             made = None if isinstance(value, Literal) else self.maker.get(value)
-            if made == self.loop_index:
+            if argument in self.owners:
+                found[argument] = self.owners[argument]
+            elif made == self.loop_index:
                 found[argument] = self.result_stage[self.loop.outputs.index(value)]
             elif made is not None and made in self.outer_stage:
                 found[argument] = self.outer_stage[made]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from alpa_lite.core.program import Program, Value
 from alpa_lite.core.rule_text import NamedRule
@@ -78,24 +79,27 @@ def layers_of(flat: FlatJaxpr, homes: Sequence[tuple[int, str] | None] = ()) -> 
             f"al.pin_stage at {outside.source} stands outside of what al.value_and_grad repeats per microbatch. The update "
             "follows the parameters that it writes. Pin values of the loss function instead."
         )
-    loop = flat.ops[microbatch_loop(flat)]
-    layered = assign_layers(loop.bodies[0])
-    found = _home_pins(flat, loop, layered, homes)
+    layered = assign_layers(flat.ops[microbatch_loop(flat)].bodies[0])
+    found = _home_pins(flat, layered, homes)
     return replace(layered, pins=(*layered.pins, *found)) if found else layered
 
 
-def _home_pins(
-    flat: FlatJaxpr, loop: FlatOp, layered: Layered, homes: Sequence[tuple[int, str] | None]
-) -> list[StagePin]:
+def _home_pins(flat: FlatJaxpr, layered: Layered, homes: Sequence[tuple[int, str] | None]) -> list[StagePin]:
     """Of the layers that read arguments which lie on stages."""
-    inner = dict(zip(loop.inputs, layered.flat.inputs, strict=True)) if homes else {}
-    reads = []
-    for value, home in zip(flat.inputs, homes, strict=False):
-        if home is not None and value in inner:
-            ops = zip(layered.flat.ops, layered.layer, strict=True)
-            places = {k for op, k in ops if any(v == inner[value] for v in values_of(op))}
-            reads.append(LeafReads(path=home[1], stage=home[0], places=tuple(sorted(places))))
-    return pins_of_leaves([leaf for leaf in reads if leaf.places])
+    pairs = zip(homes, layers_reading(flat, layered) if homes else (), strict=False)
+    reads = [LeafReads(path=home[1], stage=home[0], places=layers) for home, layers in pairs if home and layers]
+    return pins_of_leaves(reads)
+
+
+def layers_reading(flat: FlatJaxpr, layered: Layered) -> list[tuple[int, ...]]:
+    """Per argument of a step the layers that read it, rising."""
+    loop = flat.ops[microbatch_loop(flat)]
+    inner = dict(zip(loop.inputs, layered.flat.inputs, strict=True))
+    readers: dict[Any, set[int]] = {}
+    for op, layer in zip(layered.flat.ops, layered.layer, strict=True):
+        for value in values_of(op):
+            readers.setdefault(value, set()).add(layer)
+    return [tuple(sorted(readers.get(inner.get(value), ()))) for value in flat.inputs]
 
 
 def staged_step(

@@ -1,0 +1,324 @@
+"""``plan_shared`` with stages: the same layers, stages and submeshes for all graphs, and one layout of what they share on each.
+
+1. Every graph is planned alone, with a cut of its own: its own optimum.
+2. The graph that counts most is cut into layers; the others are cut so that each layer reads the same shared leaves.
+3. Layers are joined to stages by what they cost all graphs together (``planner/joint_stages.py``).
+4. Stage by stage, the joint problem of all graphs gives mesh and layout of the shared leaves.
+5. Every graph is planned as a pipeline with these meshes and layouts fixed. So are, as far as they can win, the layouts of
+   each graph's own plan for these stages.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from alpa_lite.api.bound import LAYER_STARTS
+from alpa_lite.api.request import VERSIONS
+from alpa_lite.api.shared_graphs import SharedGraph, named
+from alpa_lite.api.shared_layout import SharedLayout
+from alpa_lite.cluster.cluster import Cluster
+from alpa_lite.errors import AlpaLiteError, LayerError, MemoryBudgetError, PinError
+from alpa_lite.intraop.strategies import KnownStrategies
+from alpa_lite.plan.leaf_rows import rows_path, split_path
+from alpa_lite.plan.pins import ResolvedPins
+from alpa_lite.plan.plan import Plan
+from alpa_lite.planner.joint_stages import GraphStages, LeafKey, StageLayout, best_cut, layer_prices, stage_layout
+from alpa_lite.planner.options import PlanOptions
+from alpa_lite.planner.pinned_stages import check_stage_pins
+from alpa_lite.planner.pipeline import plan_pipeline
+from alpa_lite.planner.plan_step import budget_bytes
+from alpa_lite.planner.stage_cut import StageCut, given_mesh_shapes, given_submeshes
+from alpa_lite.planner.stage_layers import layer_cuts, searched_layers
+from alpa_lite.trace.auto_layers import LayerCuts
+from alpa_lite.trace.layers import Layered
+from alpa_lite.trace.program import Traced
+from alpa_lite.trace.staged import StagedStep, layers_of, layers_reading, staged_step
+
+_ORIGIN = "the shared layout"
+_LIMITS = (1.25, 1.0, 0.85, 0.7)  # of the budget, by the solver's own count
+
+
+@dataclass(eq=False, slots=True)
+class _LayeredGraph:
+    """A graph and its layers.
+
+    Attributes:
+        graph: as it was given; its request asks for the stages.
+        starts: the ops that start layers; () where the function has boundaries.
+        traced, pins, notes, layered: the step as a function of parts of leaves.
+        keys: position of a shared leaf, or part of one, among its arguments -> its key.
+        own: its own optimum.
+    """
+
+    graph: SharedGraph
+    starts: tuple[int, ...]
+    traced: Traced
+    pins: ResolvedPins
+    notes: tuple[str, ...]
+    layered: Layered
+    keys: dict[int, LeafKey]
+    strategies: KnownStrategies = field(default_factory=KnownStrategies)
+
+    @classmethod
+    def of(cls, graph: SharedGraph, layers: LayerCuts, homes: Mapping[str, int]) -> _LayeredGraph:
+        starts: list[int] = []
+
+        def chosen(*given: Any) -> Sequence[int]:
+            starts[:] = layers(*given)
+            return starts
+
+        traced, pins, notes = graph.request.layered(graph.args, {}, chosen, homes)
+        assert traced.layered is not None
+        number = {graph.paths[leaf]: i for i, leaf in enumerate(graph.leaves)}
+        paths = [split_path(path) if path not in number else (path, None) for path in traced.program.input_paths]
+        keys = {i: (number[path], rows) for i, (path, rows) in enumerate(paths) if path in number}
+        layered = layers_of(traced.layered)
+        return cls(graph, tuple(starts), traced, pins, notes, layered, keys)
+
+    @property
+    def paths(self) -> dict[LeafKey, str]:
+        return {key: self.traced.program.input_paths[i] for i, key in self.keys.items()}
+
+    def readers(self) -> dict[LeafKey, tuple[int, ...]]:
+        """The layers that read each shared leaf."""
+        assert self.traced.layered is not None
+        found = layers_reading(self.traced.layered, self.layered)
+        return {key: found[i] for i, key in self.keys.items()}
+
+    def staged(self, stage_of_layer: Sequence[int], owner: Mapping[LeafKey, int]) -> StagedStep:
+        """Cut into stages; ``owner``: layer with which each shared leaf lies."""
+        assert self.traced.layered is not None
+        owners = {i: stage_of_layer[owner[key]] for i, key in self.keys.items() if key in owner}
+        rules = self.graph.request.options.rules
+        known = self.traced.known
+        return staged_step(
+            self.traced.program, self.traced.layered, self.layered, stage_of_layer, rules, known=known, owners=owners
+        )
+
+    def stages(self, step: StagedStep) -> GraphStages:
+        options = replace(self.graph.request.options, submeshes=None, stage_mesh_shapes=None)
+        return GraphStages(
+            step=step,
+            pins=self.pins,
+            options=options,
+            weight=self.graph.weight,
+            leaves=self.keys,
+            strategies=self.strategies,
+        )
+
+    def plan(self, step: StagedStep, cut: StageCut, cluster: Cluster, layout: Sequence[StageLayout] = ()) -> Plan:
+        """As a pipeline, the shared leaves where the layout has them."""
+        specs = {key: spec for stage in layout for key, spec in stage.specs.items()}
+        fixed = {i: (specs[key].dims, _ORIGIN) for i, key in self.keys.items() if key in specs and specs[key].rank}
+        if layout:
+            cut = replace(cut, mesh_shapes=tuple(stage.mesh.shape for stage in layout))
+        request = self.graph.request
+        options = request.options if not layout else replace(request.options, stage_mesh_shapes=cut.mesh_shapes)
+        with named(f"the graph {self.graph.name!r} in the stages that it would share"):
+            made = plan_pipeline(
+                step, cut, cluster, self.pins.with_fixed(fixed), options, VERSIONS, notes=self.notes,
+                strategies=self.strategies,
+            )  # fmt: skip
+        starts = ((LAYER_STARTS, self.starts),) if self.starts else ()
+        return request.finished(replace(made, options=(*made.options, *starts)), self.traced)
+
+
+def plan_shared_stages(
+    graphs: Sequence[SharedGraph], cluster: Cluster, options: PlanOptions, source: str
+) -> SharedLayout:
+    """The layout of several graphs on stages; arguments as of ``plan_shared``, checked, requests with the stages asked for."""
+    return _StagedSearch(graphs, cluster, options, source).run()
+
+
+class _StagedSearch:
+    def __init__(self, graphs: Sequence[SharedGraph], cluster: Cluster, options: PlanOptions, source: str) -> None:
+        self.graphs, self.cluster, self.options, self.source = graphs, cluster, options, source
+        self.total, self.plans = math.inf, list[Plan]()
+
+    def run(self) -> SharedLayout:
+        for graph in self.graphs:
+            with named(f"the graph {graph.name!r}"):
+                graph.own = graph.request.plan(graph.args, {}, self.cluster)[1]
+        self.layered = self.layers()
+        self.owner = self.owners()
+        cut = self.cut()
+        self.steps = [graph.staged(cut.stage_of_layer, self.owner) for graph in self.layered]
+        stages = [graph.stages(step) for graph, step in zip(self.layered, self.steps, strict=True)]
+        lower = self.joint(stages, cut)
+        self.own_layouts(cut)
+        costs = [plan.objective for plan in self.plans]
+        order = sorted(self.layered[0].paths, key=lambda key: (key[0], key[1] or (0, 0)))
+        return SharedLayout(
+            plans={g.name: plan for g, plan in zip(self.graphs, self.plans, strict=True)},
+            weights={g.name: g.weight for g in self.graphs},
+            own={g.name: min(g.best().objective, cost) for g, cost in zip(self.graphs, costs, strict=True)},
+            lower_bound=min(lower, self.total),
+            shared={g.graph.name: tuple(g.paths[key] for key in order) for g in self.layered},
+        )
+
+    # -- the cut -------------------------------------------------------------------------------------------------------
+
+    def layers(self) -> list[_LayeredGraph]:
+        """The graphs in layers that read the same shared leaves, in their order.
+
+        Raises:
+            LayerError: they cannot be cut so.
+        """
+        lead = max(self.graphs, key=lambda g: (g.weight * g.best().objective, -self.graphs.index(g)))
+        count = self.options.stage_count
+        assert count is not None
+        known = lead.request.homes(lead.args, {})  # where parameters lie, if they are followed
+        if self.options.stage_layers is not None:
+            first = _LayeredGraph.of(lead, layer_cuts(sum(self.options.stage_layers)), {})
+        elif known:
+            first = _LayeredGraph.of(lead, layer_cuts(count), known)
+        else:
+            first = _LayeredGraph.of(lead, searched_layers(self.cluster, count, self.source), {})
+        homes = _single(first)
+        kept = sorted({0, *homes.values()})
+        if first.starts and len(kept) < first.layered.num_layers and self.options.stage_layers is None and not known:
+            starts = [first.starts[layer - 1] for layer in kept if layer]
+            first = _LayeredGraph.of(lead, lambda *given: starts, {})
+            homes = _single(first)
+        number = first.layered.num_layers
+        if number < count:
+            raise LayerError(
+                f"num_stages={count} was given, and the graph {lead.name!r} has {number} layers with shared leaves of their own. "
+                f"A stage has at least one. At {self.source}. Ask for fewer stages, or mark more layers with al.layer_boundary."
+            )
+        found = []
+        for graph in self.graphs:
+            if graph is lead:
+                found.append(first)
+                continue
+            paths = [(graph.paths[graph.leaves[i]], rows, layer) for (i, rows), layer in homes.items()]
+            here = {path if rows is None else rows_path(path, *rows): layer for path, rows, layer in paths}
+            with named(f"the graph {graph.name!r}, cut as {lead.name!r}"):
+                own = _LayeredGraph.of(graph, layer_cuts(number), here)
+                pins = layers_of(
+                    _flat(own), [(here[p], p) if p in here else None for p in own.traced.program.input_paths]
+                )
+                if own.layered.num_layers != number or set(own.paths) != set(first.paths):
+                    raise LayerError(
+                        f"it has {own.layered.num_layers} layers and {lead.name!r} has {number}, or shared leaves lie in other "
+                        f"rows there. Graphs on one set of stages have the same layers. At {self.source}. Mark them alike with "
+                        "al.layer_boundary, or leave all boundaries out."
+                    )
+                check_stage_pins([pin for pin in pins.pins if pin.leaf], number, number)
+            found.append(own)
+        return found
+
+    def owners(self) -> dict[LeafKey, int]:
+        """The layer with which each shared leaf lies: the first that reads it, in the first graph in which one does."""
+        found: dict[LeafKey, int] = {}
+        for graph in self.layered:
+            for key, layers in graph.readers().items():
+                if layers:
+                    found.setdefault(key, layers[0])
+        return {key: found.get(key, 0) for key in self.layered[0].paths}
+
+    def cut(self) -> StageCut:
+        submeshes = given_submeshes(self.options, self.cluster, self.source)
+        shapes = given_mesh_shapes(self.options, submeshes, self.source)
+        number = self.layered[0].layered.num_layers
+        empty = StageCut(stage_of_layer=tuple(range(len(submeshes))), submeshes=submeshes, mesh_shapes=shapes)
+        if self.options.stage_layers is not None:
+            return replace(
+                empty, stage_of_layer=tuple(s for s, n in enumerate(self.options.stage_layers) for _ in range(n))
+            )
+        pinned = self.pinned()
+        if number == len(submeshes):
+            return empty
+        single = [graph.stages(graph.staged(range(number), self.owner)) for graph in self.layered]
+        clusters = [empty.cluster_of(stage, self.cluster) for stage in range(len(submeshes))]
+        found = best_cut(layer_prices(single, clusters, shapes), pinned)
+        if found is None:
+            raise PinError(
+                f"no cut of {number} layers into {len(submeshes)} stages keeps the pins of all graphs. At {self.source}. Take "
+                "pins away, or give other submeshes."
+            )
+        return replace(empty, stage_of_layer=found)
+
+    def pinned(self) -> dict[int, int]:
+        """Layers that ``al.pin_stage``, or parameters that are followed, put on stages."""
+        found = {}
+        for graph in self.layered:
+            homes = graph.graph.request.homes(graph.graph.args, {})
+            paths = graph.traced.program.input_paths
+            layered = layers_of(_flat(graph), [(homes[p], p) if p in homes else None for p in paths])
+            count = self.options.stage_count
+            assert count is not None
+            with named(f"the graph {graph.graph.name!r}"):
+                check_stage_pins(layered.pins, layered.num_layers, count)
+            found |= {pin.place: pin.stage for pin in layered.pins}
+        return found
+
+    # -- layouts -------------------------------------------------------------------------------------------------------
+
+    def joint(self, stages: Sequence[GraphStages], cut: StageCut) -> float:
+        """Plans what the joint problems propose; returns what no layout of these stages costs less than."""
+        budget = budget_bytes(self.cluster, self.options)
+        lower, refused = -math.inf, None
+        for limit in (None, *(int(share * budget) for share in _LIMITS if math.isfinite(budget))):
+            layout = []
+            for stage in range(cut.num_stages):
+                submesh = cut.cluster_of(stage, self.cluster)
+                layout.append(stage_layout(stages, stage, submesh, cut.mesh_shapes[stage], limit))
+            if limit is None:
+                # Calls go through one stage after the other: none takes less than its time in any of them.
+                lower = max((found.lower_bound for found in layout if found), default=-math.inf)
+            known = [found for found in layout if found is not None]
+            if len(known) < len(layout):
+                break
+            refused = self.offer(cut, known)
+            if refused is None:
+                break
+        if not self.plans:
+            raise refused or PinError(
+                f"no layout of the shared leaves keeps all pins on these stages. At {self.source}. Take pins away."
+            )
+        return lower
+
+    def own_layouts(self, cut: StageCut) -> None:
+        """Offers how each graph alone would have the shared leaves on these stages."""
+        alone = [g.plan(step, cut, self.cluster) for g, step in zip(self.layered, self.steps, strict=True)]
+        for graph, plan in zip(self.layered, alone, strict=True):
+            leaves = {leaf.path: leaf for leaf in plan.inputs}
+            layout = []
+            for number, stage in enumerate(plan.stages):
+                own = {key: leaves[path] for key, path in graph.paths.items() if leaves[path].stage == number}
+                specs = {key: leaf.spec for key, leaf in own.items()}
+                layout.append(StageLayout(mesh=stage.mesh, specs=specs, objective=math.nan, lower_bound=-math.inf))
+            self.offer(cut, layout, [p.objective for p in alone])
+
+    def offer(self, cut: StageCut, layout: Sequence[StageLayout], least: Sequence[float] = ()) -> AlpaLiteError | None:
+        """Plans all graphs in a layout; why one has no plan. ``least``: what the plans are known not to go below."""
+        costs = list(least or [-math.inf] * len(self.graphs))
+        plans: dict[int, Plan] = {}
+        for number in sorted(range(len(costs)), key=lambda i: -self.graphs[i].weight * self.graphs[i].best().objective):
+            if not self.weighted(costs) < self.total:
+                return None
+            try:
+                plans[number] = self.layered[number].plan(self.steps[number], cut, self.cluster, layout)
+            except (MemoryBudgetError, PinError) as error:
+                return error
+            costs[number] = plans[number].objective
+        if self.weighted(costs) < self.total:
+            self.total, self.plans = self.weighted(costs), [plans[number] for number in range(len(costs))]
+        return None
+
+    def weighted(self, costs: Sequence[float]) -> float:
+        return math.fsum(g.weight * cost for g, cost in zip(self.graphs, costs, strict=True))
+
+
+def _flat(graph: _LayeredGraph) -> Any:
+    assert graph.traced.layered is not None
+    return graph.traced.layered
+
+
+def _single(graph: _LayeredGraph) -> dict[LeafKey, int]:
+    """Of shared leaves that one layer reads, which."""
+    return {key: layers[0] for key, layers in graph.readers().items() if len(layers) == 1}

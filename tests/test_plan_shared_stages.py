@@ -1,0 +1,279 @@
+"""``al.plan_shared`` with stages: one cut and one layout per stage for all graphs, as cheap as brute force finds them."""
+
+from __future__ import annotations
+
+import itertools
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+
+import alpa_lite as al
+from alpa_lite.errors import AlpaLiteError, LayerError, MemoryBudgetError, PinError
+from alpa_lite.executor.local import local_mesh
+from alpa_lite.lowering.segments import crossing_sharding
+from alpa_lite.lowering.transfer import Transfers
+from alpa_lite.planner.joint_stages import best_cut
+from examples.serving_models import GPT
+
+CLUSTER = al.Cluster.parse("1x4:h100-sxm")
+TWO = al.PlanOptions(num_stages=2)
+ONE_AXIS = al.PlanOptions(num_stages=2, axis_names=("x",), stage_mesh_shapes=((2,), (2,)))
+MODEL = GPT.of("small")
+
+
+def shape(*sizes: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(sizes, dtype)
+
+
+def product(params: Any, x: jax.Array) -> Any:
+    first = params[0] * x[0, 0]
+    x = al.layer_boundary(x @ params[0])
+    return x @ params[1], first, params[1] * x[0, 0]
+
+
+def normed(axis: int) -> Any:
+    """Sums along rows or columns: wants matrices that are split along the other dim."""
+
+    def graph(params: Any, x: jax.Array) -> Any:
+        first = params[0] / params[0].sum(axis=axis, keepdims=True) * x[0, 0]
+        x = al.layer_boundary(x + first[0, 0])
+        return x, first, params[1] / params[1].sum(axis=axis, keepdims=True) * x[0, 0]
+
+    return graph
+
+
+def three_graphs() -> dict[str, Any]:
+    params = shape(2048, 4096), shape(4096, 2048)
+    return {
+        "product": (product, (params, shape(65536, 2048))),
+        "rows": (normed(1), (params, shape(16, 2048))),
+        "columns": (normed(0), (params, shape(16, 2048))),
+    }
+
+
+@cache
+def all_layouts() -> list[dict[str, float]]:
+    """What each graph costs in every layout of the two matrices, one on each stage."""
+    found = []
+    for first, second in itertools.product((P(), P("x"), P(None, "x")), repeat=2):
+        pins = {"0/0": first, "0/1": second}
+        settings = {"cluster": CLUSTER, "options": ONE_AXIS, "pins": pins, "donate_argnums": 0}
+        found.append({n: al.plan(fn, *args, **settings).objective for n, (fn, args) in three_graphs().items()})
+    return found
+
+
+@pytest.mark.parametrize("counts", [(1, 1, 1), (1000, 1, 1), (1, 100, 1), (1, 1, 5000), (300, 1, 300)])
+def test_equals_brute_force(counts):
+    graphs = three_graphs()
+    weights = dict(zip(graphs, counts, strict=True))
+    layout = al.plan_shared(graphs, shared="0", weights=weights, cluster=CLUSTER, options=ONE_AXIS, donate_argnums=0)
+    sums = [sum(weights[name] * cost for name, cost in costs.items()) for costs in all_layouts()]
+    assert layout.objective == pytest.approx(min(sums), rel=1e-9)
+    assert layout.lower_bound <= layout.objective
+    assert {path: stage for path, (stage, _) in layout.parameter_layout.items()} == {"0/0": 0, "0/1": 1}
+    for name, costs in layout.costs.items():
+        assert layout.own[name] == pytest.approx(min(each[name] for each in all_layouts()), rel=1e-9)
+        assert layout.price[name] == pytest.approx(costs / layout.own[name] - 1)
+    assert any(price > 0.2 for price in layout.price.values())
+
+
+def engine_graphs(params: Any, buckets: tuple[int, ...] = (8, 16)) -> dict[str, Any]:
+    return al.serve.graphs(MODEL, params, slots=4, max_length=32, buckets=buckets)
+
+
+def test_all_graphs_have_the_same_stages(tmp_path):
+    graphs = engine_graphs(jax.eval_shape(MODEL.init_params, jax.random.key(0)))
+    layout = al.plan_shared(
+        graphs, shared=("0", "1"), weights={"decode": 100}, cluster=CLUSTER, options=TWO, donate_argnums=1
+    )
+    stages = [[(s.submesh, s.first_device, s.mesh) for s in plan.stages] for plan in layout.plans.values()]
+    assert all(one == stages[0] for one in stages) and len(stages[0]) == 2
+    leaves = [
+        {leaf.path: (leaf.stage, leaf.spec) for leaf in plan.inputs if leaf.path[0] in "01"}
+        for plan in layout.plans.values()
+    ]
+    assert all(one == leaves[0] for one in leaves)
+    blocks = {path.split("/")[1]: stage for path, (stage, _) in leaves[0].items() if "block" in path}
+    assert blocks == {"block0": 0, "block1": 1}
+    assert not list(layout.faults())
+    layout.save(tmp_path / "layout.json")
+    again = al.SharedLayout.load(tmp_path / "layout.json")
+    assert str(again) == str(layout) and "on stage 1" in str(again) and "2 stages" in str(again)
+    assert (again.parameter_layout, again.plans) == (layout.parameter_layout, layout.plans)
+
+
+@pytest.mark.medium
+def test_graphs_run_on_one_copy(monkeypatch):
+    """A prompt into a slot, then tokens: parameters and cache stay on their stages."""
+    params, cluster = MODEL.init_params(jax.random.key(0)), al.Cluster.parse("1x4:cpu")
+    graphs = engine_graphs(params, (8,))
+    pins = {"0/**/up/kernel": P(None, "x"), "1/**/key": P("x")}  # so small a model would lie whole everywhere
+    layout = al.plan_shared(graphs, shared=("0", "1"), cluster=cluster, options=TWO, pins=pins, donate_argnums=1)
+    steps = {
+        name: al.parallelize(fn, plan=layout.plans[name], cluster=cluster, donate_argnums=1)
+        for name, (fn, _) in graphs.items()
+    }
+    given = {
+        "prefill_8": (jnp.int32(1), jnp.arange(8)[None], jnp.array([5])),
+        "decode": (jnp.arange(4),),
+    }
+    cache = MODEL.init_cache(4, 32)
+    want = dict.fromkeys(graphs)
+    for name, (fn, _) in graphs.items():
+        want[name], cache = jax.jit(fn)(params, cache, *given[name])
+    plan = layout.plans["decode"]
+    meshes = [local_mesh(stage.mesh, jax.devices()[stage.first_device :]) for stage in plan.stages]
+    lies = {leaf.path: crossing_sharding(leaf.spec, meshes[leaf.stage]) for leaf in plan.inputs}
+
+    def placed(tree: Any, argument: str) -> Any:
+        def put(path: Any, leaf: Any) -> Any:
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            return jax.device_put(leaf, lies[f"{argument}/{name}"])
+
+        return jax.tree_util.tree_map_with_path(put, tree)
+
+    params, cache = placed(params, "0"), placed(MODEL.init_cache(4, 32), "1")
+    state = {leaf.shape for leaf in jax.tree.leaves((params, cache)) if leaf.ndim > 1}
+    moved, send = [], Transfers.send
+
+    def noted(self: Any, array: Any, sharding: Any) -> Any:
+        if array.shape in state and not array.sharding.is_equivalent_to(sharding, array.ndim):
+            moved.append(array.shape)
+        return send(self, array, sharding)
+
+    monkeypatch.setattr(Transfers, "send", noted)
+    for name, step in steps.items():
+        found, cache = step(params, cache, *given[name])
+        np.testing.assert_allclose(found, want[name], rtol=1e-4, atol=1e-5)
+    assert not moved
+
+
+@given(st.data())
+def test_the_best_cut_is_that_of_brute_force(data):
+    layers = data.draw(st.integers(1, 7))
+    stages = data.draw(st.integers(1, layers))
+    prices = data.draw(
+        st.lists(st.lists(st.integers(0, 9), min_size=layers, max_size=layers), min_size=stages, max_size=stages)
+    )
+    pinned = data.draw(st.dictionaries(st.integers(0, layers - 1), st.integers(0, stages - 1), max_size=2))
+    best = None
+    for ends in itertools.combinations(range(1, layers), stages - 1):
+        edges = (0, *ends, layers)
+        cut = tuple(s for s in range(stages) for _ in range(edges[s], edges[s + 1]))
+        if all(cut[layer] == stage for layer, stage in pinned.items()):
+            cost = max(sum(prices[s][k] for k in range(layers) if cut[k] == s) for s in range(stages))
+            best = cost if best is None else min(best, cost)
+    found = best_cut([[float(p) for p in row] for row in prices], pinned)
+    assert (found is None) == (best is None)
+    if found is not None:
+        assert all(found[layer] == stage for layer, stage in pinned.items())
+        assert max(sum(prices[s][k] for k in range(layers) if found[k] == s) for s in range(stages)) == best
+
+
+def chain(params: Any, x: Any) -> Any:
+    for kernel in params:
+        x = jnp.tanh(x @ kernel)
+    return x
+
+
+KERNELS = [shape(256, 256)] * 4
+WIDE, NARROW = (KERNELS, shape(4096, 256)), (KERNELS, shape(2, 256))
+
+
+def test_the_cut_is_for_all_graphs():
+    """The last layers are dear in one graph alone, which is called most; with equal layers stages are halves."""
+
+    def late(params: Any, x: Any) -> Any:
+        return chain(params[3:], jnp.tile(chain(params[:3], x), (1024, 1)))
+
+    def stages(weight: float) -> list[int]:
+        graphs = {"even": (chain, WIDE), "late": (late, NARROW)}
+        layout = al.plan_shared(graphs, shared="0", weights={"late": weight}, cluster=CLUSTER, options=TWO)
+        return [layout.parameter_layout[f"0/{i}"][0] for i in range(4)]
+
+    assert stages(1e-3) == [0, 0, 1, 1]
+    assert stages(1e3) == [0, 0, 0, 1]
+
+
+def test_where_training_has_them():
+    def train(params: Any, x: Any, y: Any) -> Any:
+        loss, grads = al.value_and_grad(lambda p, b: jnp.mean((chain(p, b[0]) - b[1]) ** 2))(params, (x, y))
+        return jax.tree.map(lambda p, g: p - g, params, grads), loss
+
+    options = al.PlanOptions(submeshes=((1, 1), (1, 3)), num_microbatches=2)
+    plan = al.plan(train, KERNELS, shape(24, 256), shape(24, 256), cluster=CLUSTER, options=options)
+    graphs = {"many": (chain, WIDE), "few": (chain, NARROW)}
+    layout = al.plan_shared(graphs, shared="0", cluster=CLUSTER, follow=plan)
+    assert layout.parameter_layout == plan.parameter_layout
+    again = al.plan(chain, *NARROW, cluster=CLUSTER, follow=layout)
+    assert {leaf.path: leaf.stage for leaf in again.inputs if leaf.path[0] == "0"} == {
+        path: stage for path, (stage, _) in plan.parameter_layout.items()
+    }
+
+
+def test_stacked_layers_scanned_and_written_out():
+    """One graph scans over the layers, the other takes rows: the same rows lie on each stage."""
+
+    def scanned(params: Any, x: Any) -> Any:
+        return jax.lax.scan(lambda x, kernel: (jnp.tanh(x @ kernel), None), x, params)[0]
+
+    params = shape(6, 256, 256)
+    graphs = {
+        "scanned": (scanned, (params, shape(512, 256))),
+        "taken": (lambda p, x: chain(list(p), x), (params, shape(2, 256))),
+    }
+    for weights in ({"scanned": 1e3}, {"taken": 1e3}):  # either may lead
+        layout = al.plan_shared(graphs, shared="0", weights=weights, cluster=CLUSTER, options=TWO)
+        rows = {path: stage for path, (stage, _) in layout.parameter_layout.items()}
+        assert sum(stage == 0 for stage in rows.values()) and set(rows.values()) == {0, 1}
+        assert all(layout.shared[name] == tuple(rows) for name in graphs)
+
+
+def backwards(params: Any, x: Any) -> Any:
+    return chain(params[::-1], x)
+
+
+def bounded(params: Any, x: Any) -> Any:
+    return chain(params[2:], al.layer_boundary(chain(params[:2], x)))
+
+
+@pytest.mark.parametrize(
+    ("graphs", "options", "error", "message"),
+    [
+        (
+            {"one": (chain, WIDE), "other": (backwards, NARROW)},
+            {},
+            LayerError,
+            r"'other', cut as 'one'.*contradicts the flow.*a cycle of stages",
+        ),
+        (
+            {"one": (chain, WIDE), "other": (bounded, NARROW)},
+            {},
+            LayerError,
+            r"'other', cut as 'one'.*2 layers and 'one' has 4|'0/1' for stage 1, and both are in layer 0",
+        ),
+        ({"one": (chain, WIDE)}, {"num_microbatches": 2}, AlpaLiteError, "stages with several microbatches"),
+        ({"one": (chain, WIDE)}, {"submeshes": "auto"}, AlpaLiteError, "submeshes='auto'"),
+        ({"one": (chain, WIDE)}, {"num_stages": 3}, LayerError, "equal submeshes"),
+        ({"one": (chain, WIDE)}, {"memory_budget_bytes": 1000}, MemoryBudgetError, "the graph 'one'"),
+    ],
+)
+def test_what_is_refused(graphs, options, error, message):
+    with pytest.raises(error, match=message):
+        al.plan_shared(graphs, shared="0", cluster=CLUSTER, options=al.PlanOptions(**{"num_stages": 2, **options}))
+
+
+def test_pins_hold_on_their_stages():
+    graphs = {"many": (chain, WIDE), "few": (chain, NARROW)}
+    layout = al.plan_shared(graphs, shared="0", cluster=CLUSTER, options=ONE_AXIS, pins={"0/3": P("x")})
+    assert layout.parameter_layout["0/3"] == (1, P("x", None))
+    with pytest.raises(PinError, match="0/3"):
+        al.plan_shared(graphs, shared="0", cluster=CLUSTER, options=ONE_AXIS,
+                       pins={"many": {"0/3": P("x")}, "few": {"0/3": P()}})  # fmt: skip

@@ -105,6 +105,20 @@ def test_trained_parameters_are_used_where_they_are(name, monkeypatch):
         assert [t.when for t in plan.pipeline.transfers if t.tensor == "float32[16,16]"] == ["start"]
 
 
+@pytest.mark.medium
+@pytest.mark.parametrize("forward", [scanned, lambda p, x: mlp([{k: p[k][i] for k in p} for i in range(4)], x)])
+def test_rows_of_a_searched_step(forward, monkeypatch):
+    """Each stage of the step has several layers, and their rows apart."""
+    params = jax.tree.map(lambda *xs: jnp.stack(xs), *layers(16, 16, 16, 16, 16))
+    step, state = trained(scanned, params, stage_layers=(3, 1))
+    rows = stages_of(step.known_plan(), "0/params/")
+    assert rows == {f"{name}[{i}:{i + 1}]": int(i == 3) for name in "wb" for i in range(4)}
+    run, x = al.parallelize(forward, cluster=CLUSTER, follow=step), jnp.ones((6, 16))
+    assert stages_of(run.plan(state["params"], x), "0/") == rows
+    want = scanned(jax.tree.map(np.asarray, state["params"]), x)
+    np.testing.assert_allclose(run(state["params"], x), want, rtol=1e-4, atol=1e-5)
+
+
 def test_parameters_that_nothing_reads_stay_too():
     params, x = layers(16, 16, 16, 16, 16), jnp.ones((8, 16))
     plan = al.plan(mlp, params, x, cluster=CLUSTER, options=al.PlanOptions(num_stages=2))

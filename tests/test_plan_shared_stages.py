@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 import alpa_lite as al
+from alpa_lite.api import shared_stages
 from alpa_lite.errors import AlpaLiteError, LayerError, MemoryBudgetError, PinError
 from alpa_lite.executor.local import local_mesh
 from alpa_lite.lowering.segments import crossing_sharding
@@ -49,12 +50,12 @@ def normed(axis: int) -> Any:
     return graph
 
 
-def three_graphs() -> dict[str, Any]:
-    params = shape(2048, 4096), shape(4096, 2048)
+def three_graphs(width: int = 2048, hidden: int = 4096) -> dict[str, Any]:
+    params = shape(width, hidden), shape(hidden, width)
     return {
-        "product": (product, (params, shape(65536, 2048))),
-        "rows": (normed(1), (params, shape(16, 2048))),
-        "columns": (normed(0), (params, shape(16, 2048))),
+        "product": (product, (params, shape(65536, width))),
+        "rows": (normed(1), (params, shape(16, width))),
+        "columns": (normed(0), (params, shape(16, width))),
     }
 
 
@@ -69,8 +70,11 @@ def all_layouts() -> list[dict[str, float]]:
     return found
 
 
+@pytest.mark.parametrize("offers", [True, False], ids=["", "joint problem alone"])
 @pytest.mark.parametrize("counts", [(1, 1, 1), (1000, 1, 1), (1, 100, 1), (1, 1, 5000), (300, 1, 300)])
-def test_equals_brute_force(counts):
+def test_equals_brute_force(counts, offers, monkeypatch):
+    if not offers:
+        monkeypatch.setattr(shared_stages._StagedSearch, "own_layouts", lambda self, cut: None)
     graphs = three_graphs()
     weights = dict(zip(graphs, counts, strict=True))
     layout = al.plan_shared(graphs, shared="0", weights=weights, cluster=CLUSTER, options=ONE_AXIS, donate_argnums=0)
@@ -82,6 +86,23 @@ def test_equals_brute_force(counts):
         assert layout.own[name] == pytest.approx(min(each[name] for each in all_layouts()), rel=1e-9)
         assert layout.price[name] == pytest.approx(costs / layout.own[name] - 1)
     assert any(price > 0.2 for price in layout.price.values())
+
+
+def test_meshes_are_searched_for_all_graphs(monkeypatch):
+    """Matrices that four devices on one axis cannot split."""
+    monkeypatch.setattr(shared_stages._StagedSearch, "own_layouts", lambda self, cut: None)
+
+    def objective(**options: Any) -> float:
+        chosen = al.PlanOptions(num_stages=2, **options)
+        cluster = al.Cluster.parse("1x8:h100-sxm")
+        weights = {"rows": 500, "columns": 500}
+        graphs = three_graphs(2050, 4102)
+        return al.plan_shared(graphs, shared="0", weights=weights, cluster=cluster, options=chosen).objective
+
+    shapes = itertools.product(((4,), (2, 2)), repeat=2)
+    fixed = [objective(stage_mesh_shapes=pair) for pair in shapes]
+    assert max(fixed) > 1.02 * min(fixed)
+    assert objective() == pytest.approx(min(fixed), rel=1e-9)
 
 
 def engine_graphs(params: Any, buckets: tuple[int, ...] = (8, 16)) -> dict[str, Any]:

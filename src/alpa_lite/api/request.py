@@ -144,6 +144,7 @@ class Request:
         *,
         forward: bool = False,
         homes: Mapping[str, int] | None = None,
+        starts: list[int] | None = None,
     ) -> Traced:
         count = self.options.num_microbatches
         return trace(
@@ -158,6 +159,7 @@ class Request:
             layers=layers or layers_asked(self.options, self.source),
             forward=forward or layers is None,
             homes=homes,
+            starts=starts,
         )
 
     @collector_paused()
@@ -193,13 +195,7 @@ class Request:
         homes = self.homes(args, kwargs)
         starts: list[int] = []
 
-        def chosen(*given: Any) -> Sequence[int]:
-            cuts = layers_asked(self.options, self.source)
-            assert cuts is not None
-            starts.extend(cuts(*given))
-            return starts
-
-        traced, pins, notes = self.layered(args, kwargs, chosen if homes else None, homes)
+        traced, pins, notes = self.layered(args, kwargs, None, homes, starts if homes else None)
         cut, again = self._staged(traced, cluster, homes)
 
         def planned(step: StagedStep, recompute: RecomputedStages | None) -> Plan:
@@ -221,7 +217,12 @@ class Request:
         return traced, replace(made, options=(*made.options, *([(LAYER_STARTS, tuple(starts))] if starts else [])))
 
     def layered(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], layers: LayerCuts | None, homes: Mapping[str, int]
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        layers: LayerCuts | None,
+        homes: Mapping[str, int],
+        starts: list[int] | None = None,
     ) -> tuple[Traced, ResolvedPins, tuple[str, ...]]:
         """The step with layers, as a function of parts of leaves, its pins, and what there is to say about these.
 
@@ -229,8 +230,9 @@ class Request:
             args, kwargs: of the step.
             layers: chooses cuts where it has no boundaries; None = as the options ask.
             homes: path of a leaf, or of rows of it, -> the stage on which it lies.
+            starts: is filled with the ops that start layers of a function without boundaries.
         """
-        traced = self.trace(args, kwargs, layers, forward=True, homes=homes)
+        traced = self.trace(args, kwargs, layers, forward=True, homes=homes, starts=starts)
         pins, notes = self._pins_and_notes(traced, args, kwargs, fixed=False)
         traced = unstacked(traced, self.options.rules)
         assert traced.parts is not None

@@ -65,12 +65,7 @@ class _LayeredGraph:
     @classmethod
     def of(cls, graph: SharedGraph, layers: LayerCuts, homes: Mapping[str, int]) -> _LayeredGraph:
         starts: list[int] = []
-
-        def chosen(*given: Any) -> Sequence[int]:
-            starts[:] = layers(*given)
-            return starts
-
-        traced, pins, notes = graph.request.layered(graph.args, {}, chosen, homes)
+        traced, pins, notes = graph.request.layered(graph.args, {}, layers, homes, starts)
         assert traced.layered is not None
         number = {graph.paths[leaf]: i for i, leaf in enumerate(graph.leaves)}
         paths = [split_path(path) if path not in number else (path, None) for path in traced.program.input_paths]

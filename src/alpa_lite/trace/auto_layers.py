@@ -40,6 +40,7 @@ def with_layers(
     homes: Homes | None = None,
     *,
     forward: bool = False,
+    starts: list[int] | None = None,
 ) -> Callable[..., Any]:
     """The same function with boundaries.
 
@@ -52,6 +53,7 @@ def with_layers(
         homes: position of a leaf, or of rows of it, -> the stage on which it lies, and its path.
         forward: ``f`` is differentiated by nobody: all its results count as the first one does, and what a result alone needs
             (a cache) is done where its values are.
+        starts: is filled with the cuts.
 
     Raises:
         LayerError: ``f`` has boundaries inside of a loop, or the chosen cuts cannot be made.
@@ -65,8 +67,11 @@ def with_layers(
     closed = gathered(closed, batch) if forward else closed
     ops = ForwardOps(closed, batch, differentiated, forward=forward)
     pins = (*ops.stage_pins, *ops.home_pins(homes or {}))
-    cuts = sorted(layers(ops.flops, ops.cut_bytes, pins) if pins else layers(ops.flops, ops.cut_bytes))
+    chosen = layers(ops.flops, ops.cut_bytes, pins) if pins else layers(ops.flops, ops.cut_bytes)
+    cuts = sorted({*chosen, *ops.row_cuts(homes or {})})
     _check(ops, cuts)
+    if starts is not None:
+        starts[:] = cuts
 
     def cut(*args: Any) -> Any:
         return jax.tree_util.tree_unflatten(tree, _Evaluation(ops, cuts, args).run())

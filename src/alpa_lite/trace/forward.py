@@ -8,7 +8,7 @@ results (a cache). All others are the batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -53,11 +53,13 @@ class Forward:
         layers: chooses the cuts, where the function has no boundaries of its own.
         kept: positions, among the array leaves of the arguments, of what stays from call to call.
         homes: position of such a leaf, or of rows of it (from, to), -> its stage, and its path for messages.
+        starts: is filled with the cuts.
     """
 
     layers: LayerCuts
     kept: Collection[int]
     homes: Homes
+    starts: list[int] = field(default_factory=list)
 
     def once(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """The function, run by a loop of one trip."""
@@ -79,7 +81,9 @@ class Forward:
                 return [r for k, r in enumerate(results) if k not in ready]
 
             batch = frozenset(range(len(arrays))) - frozenset(self.kept)
-            cut = with_layers(flat, given, batch, frozenset(self.kept), self.layers, self.homes, forward=True)
+            cut = with_layers(
+                flat, given, batch, frozenset(self.kept), self.layers, self.homes, forward=True, starts=self.starts
+            )
             with jax.named_scope(SCOPE):
                 _, rows = lax.scan(lambda carry, _: (carry, cut(*given)), (), None, length=1)
             out_tree, found = trees[-1]

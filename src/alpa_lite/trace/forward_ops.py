@@ -170,6 +170,16 @@ class ForwardOps:
             reads.append(LeafReads(path=path, stage=stage, places=tuple(sorted(units))))
         return pins_of_leaves([leaf for leaf in reads if leaf.places])
 
+    def row_cuts(self, homes: Mapping[tuple[int, tuple[int, int] | None], tuple[int, str]]) -> list[int]:
+        """Where layers must start so that stacked parameters lie in these rows: at the first op that reads some of them."""
+        first: dict[tuple[int, int], int] = {}
+        for position, rows in homes:
+            if rows is not None and rows[0]:
+                reads = self._readers[self.jaxpr.invars[position]]
+                units = [n for i, k in reads for n in self._units_reading(i, k, rows)]
+                first[rows] = min([*units, first.get(rows, len(self.units))])
+        return [n for n in first.values() if 0 < n < len(self.units) and math.isfinite(self.cut_bytes[n - 1])]
+
     @cached_property
     def _readers(self) -> defaultdict[Any, list[tuple[int, int]]]:
         """Per variable the equations that read it, as which operand."""

@@ -70,6 +70,7 @@ def trace(
     layers: LayerCuts | None = None,
     forward: bool = False,
     homes: Mapping[str, int] | None = None,
+    starts: list[int] | None = None,
 ) -> Traced:
     """Trace ``fn``; arguments are arrays or ``jax.ShapeDtypeStruct`` pytrees. Touches no device.
 
@@ -77,7 +78,7 @@ def trace(
     ``al.value_and_grad`` marks. ``layers`` chooses where the function under it is cut into layers, if it has no boundaries of
     its own: (FLOPs per op, bytes per cut) -> the ops that start layers. ``forward``: it may be a function without gradients
     (see ``forward``). ``homes``: path of an argument leaf, or of rows of one, -> the stage on which it lies: layers are cut so
-    that they can lie there too.
+    that they can lie there too. ``starts`` is filled with the ops that start layers of such a function.
 
     Raises:
         TraceError: the function cannot be traced, with the user's line.
@@ -107,7 +108,8 @@ def trace(
         out_paths = [p for p, _ in leaf_paths(traced.out_info, "out")]
         if forward and layers is not None and num_microbatches == 1 and is_forward(flat):
             kept = _kept(flat, in_paths, out_paths, donated)
-            once = Forward(layers, kept, homes_of_leaves(in_paths, homes or {})).once(fn)
+            found = [] if starts is None else starts
+            once = Forward(layers, kept, homes_of_leaves(in_paths, homes or {}), found).once(fn)
             traced = traced_of(functools.wraps(fn)(once))
             flat = flatten(traced.jaxpr)
     except AlpaLiteError:

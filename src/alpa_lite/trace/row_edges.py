@@ -74,10 +74,10 @@ def row_edges(flat: FlatJaxpr, aliases: tuple[tuple[int, int], ...]) -> Edges:
     return {k: edges for k, edges in found.items() if len(edges) > 2}
 
 
-def rows_of_layers(flat: FlatJaxpr) -> defaultdict[tuple[int, int], set[int]]:
+def rows_of_layers(flat: FlatJaxpr) -> defaultdict[Any, set[int]]:
     """Of a function without a gradient, stacked parameters of which each layer takes rows of its own, as where a scan over layers
     is written out: (id of the loop's body, value) -> where the rows of a layer start and end."""
-    found: defaultdict[tuple[int, int], set[int]] = defaultdict(set)
+    found: defaultdict[Any, set[int]] = defaultdict(set)
     for loop in filter(is_loop, flat.ops):
         body = loop.bodies[0]
         layered = assign_layers(body)

@@ -47,6 +47,7 @@ def test_inference_only():
     plan = step.plan(params, x)
     assert [stage_of(plan)[f"0/{i}"] for i in range(4)] == [0, 0, 1, 1]
     assert (plan.pipeline.schedule, len(plan.pipeline.transfers)) == ("inference", 1)
+    assert plan.gap < 1e-6  # one stage after the other, each solved exactly
     assert all(report.ok for report in step.compile(params, x).audit())
 
 

@@ -144,6 +144,8 @@ class _StagedSearch:
         stages = [graph.stages(step) for graph, step in zip(self.layered, self.steps, strict=True)]
         lower = self.joint(stages, cut)
         self.own_layouts(cut)
+        # One stage after the other, and what is sent has its size in any layout.
+        lower += self.weighted([plan.objective - math.fsum(s.forward_s for s in plan.stages) for plan in self.plans])
         costs = [plan.objective for plan in self.plans]
         order = sorted(self.layered[0].paths, key=lambda key: (key[0], key[1] or (0, 0)))
         return SharedLayout(
@@ -254,7 +256,7 @@ class _StagedSearch:
     # -- layouts -------------------------------------------------------------------------------------------------------
 
     def joint(self, stages: Sequence[GraphStages], cut: StageCut) -> float:
-        """Plans what the joint problems propose; returns what no layout of these stages costs less than."""
+        """Plans what the joint problems propose; returns what no layout of these stages costs less than, but for what is sent."""
         budget = budget_bytes(self.cluster, self.options)
         lower, refused = -math.inf, None
         for limit in (None, *(int(share * budget) for share in _LIMITS if math.isfinite(budget))):
@@ -263,8 +265,7 @@ class _StagedSearch:
                 submesh = cut.cluster_of(stage, self.cluster)
                 layout.append(stage_layout(stages, stage, submesh, cut.mesh_shapes[stage], limit))
             if limit is None:
-                # Calls go through one stage after the other: none takes less than its time in any of them.
-                lower = max((found.lower_bound for found in layout if found), default=-math.inf)
+                lower = math.fsum(found.lower_bound for found in layout if found)
             known = [found for found in layout if found is not None]
             if len(known) < len(layout):
                 break

@@ -302,6 +302,10 @@ def _joined(
     outputs = tuple(replace(leaf, role=by_result.get(o, LeafRole.OUTPUT)) for o, leaf in enumerate(outputs))
     # A stage does its own part whatever the others do; the bound is for this choice of stages.
     bound = max(stage.result.lower_bound for stage in stages)
+    said = "the lower bound holds for these stages: each stage's own bound, the largest of them"
+    if not step.is_training:  # one stage after the other, and what is sent has its size in any layout
+        bound = makespan - math.fsum(stage.result.objective - stage.result.lower_bound for stage in stages)
+        said = "the lower bound holds for these stages: the sum of each stage's own bound and of what is sent"
     status = "optimal stages" if all(s.result.status == "optimal" for s in stages) else "feasible"
     return Plan(
         stages=tuple(own),
@@ -329,7 +333,7 @@ def _joined(
             *notes,
             *pins.notes,
             *_out_of_time(stages, options),
-            "the lower bound holds for these stages: each stage's own bound, the largest of them",
+            said,
         ),
     )
 

@@ -77,9 +77,11 @@ def stage_costs(
     prices = [*result.op_times, *((c.op, c.cost) for c in written.conversions)]
     for path, price in prices:
         parts = path.split(".")
-        if parts[0] != str(part.loop) or len(parts) == 1:
+        if forward_alone:  # what comes after the pass, taking results out of their stacks, counts as part of it
+            forward.append(price)
+        elif parts[0] != str(part.loop) or len(parts) == 1:
             once.append(price)
-        elif forward_alone or (parts[2] != "out" and int(parts[2]) < part.num_forward):
+        elif parts[2] != "out" and int(parts[2]) < part.num_forward:
             forward.append(price)
         else:
             backward.append(price)
@@ -93,10 +95,10 @@ def stage_costs(
     own = programs_own_bytes(cut, program, on_cpu=on_cpu, known=known) if own is None else own
     memory = _memory(peak.profile, stage_peak(cut, flying, own))
     return StageCosts(
-        forward_s=math.fsum(forward) / trips,
+        forward_s=(math.fsum(forward) + result.penalty * forward_alone) / trips,
         backward_s=math.fsum(backward) / trips,
         weight_s=math.fsum(weight) / trips,
-        once_s=math.fsum(once) + result.penalty,
+        once_s=math.fsum(once) + result.penalty * (not forward_alone),
         residual_bytes=residual,
         halves_bytes=halves,
         memory=memory,

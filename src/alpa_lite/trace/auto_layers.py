@@ -68,7 +68,7 @@ def with_layers(
     ops = ForwardOps(closed, batch, differentiated, forward=forward)
     pins = (*ops.stage_pins, *ops.home_pins(homes or {}))
     chosen = layers(ops.flops, ops.cut_bytes, pins) if pins else layers(ops.flops, ops.cut_bytes)
-    cuts = sorted({*chosen, *ops.row_cuts(homes or {})})
+    cuts = sorted({*chosen, *ops.row_cuts(homes or {}, chosen)})
     _check(ops, cuts)
     if starts is not None:
         starts[:] = cuts

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -170,15 +170,21 @@ class ForwardOps:
             reads.append(LeafReads(path=path, stage=stage, places=tuple(sorted(units))))
         return pins_of_leaves([leaf for leaf in reads if leaf.places])
 
-    def row_cuts(self, homes: Mapping[tuple[int, tuple[int, int] | None], tuple[int, str]]) -> list[int]:
-        """Where layers must start so that stacked parameters lie in these rows: at the first op that reads some of them."""
-        first: dict[tuple[int, int], int] = {}
+    def row_cuts(
+        self, homes: Mapping[tuple[int, tuple[int, int] | None], tuple[int, str]], chosen: Collection[int]
+    ) -> list[int]:
+        """Where further layers must start so that stacked parameters lie in these rows: before the first op that reads some of
+        them, unless a ``chosen`` cut lies between it and the last one that reads the rows before."""
+        first: dict[int, int] = {}
+        last: dict[int, int] = {}
         for position, rows in homes:
-            if rows is not None and rows[0]:
+            if rows is not None:
                 reads = self._readers[self.jaxpr.invars[position]]
                 units = [n for i, k in reads for n in self._units_reading(i, k, rows)]
-                first[rows] = min([*units, first.get(rows, len(self.units))])
-        return [n for n in first.values() if 0 < n < len(self.units) and math.isfinite(self.cut_bytes[n - 1])]
+                first[rows[0]] = min([*units, first.get(rows[0], len(self.units))])
+                last[rows[1]] = max([*units, last.get(rows[1], -1)])
+        found = [n for row, n in first.items() if row and not any(last.get(row, -1) < c <= n for c in chosen)]
+        return [n for n in found if 0 < n < len(self.units) and math.isfinite(self.cut_bytes[n - 1])]
 
     @cached_property
     def _readers(self) -> defaultdict[Any, list[tuple[int, int]]]:

@@ -80,9 +80,9 @@ def rows_of_layers(flat: FlatJaxpr) -> defaultdict[Any, set[int]]:
     found: defaultdict[Any, set[int]] = defaultdict(set)
     for loop in filter(is_loop, flat.ops):
         body = loop.bodies[0]
-        layered = assign_layers(body)
-        if any(layered.backward):
+        if any("transpose(" in op.scope for op in body.ops):  # a gradient; what is cut there has been sliced for it
             continue
+        layered = assign_layers(body)
         taken: dict[int, dict[int, tuple[int, int]]] = defaultdict(
             dict
         )  # value -> layer -> from the first to the last row

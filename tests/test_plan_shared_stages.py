@@ -292,9 +292,10 @@ def test_what_is_refused(graphs, options, error, message):
 
 
 def test_pins_hold_on_their_stages():
+    options = al.PlanOptions(num_stages=2, mesh_shape=(2,), axis_names=("x",))
     graphs = {"many": (chain, WIDE), "few": (chain, NARROW)}
-    layout = al.plan_shared(graphs, shared="0", cluster=CLUSTER, options=ONE_AXIS, pins={"0/3": P("x")})
+    layout = al.plan_shared(graphs, shared="0", cluster=CLUSTER, options=options, pins={"0/3": P("x")})
     assert layout.parameter_layout["0/3"] == (1, P("x", None))
     with pytest.raises(PinError, match="0/3"):
-        al.plan_shared(graphs, shared="0", cluster=CLUSTER, options=ONE_AXIS,
+        al.plan_shared(graphs, shared="0", cluster=CLUSTER, options=options,
                        pins={"many": {"0/3": P("x")}, "few": {"0/3": P()}})  # fmt: skip

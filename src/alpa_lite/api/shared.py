@@ -78,10 +78,10 @@ def plan_shared(
     source = user_line()
     settings = checked_options(options), static_argnums, static_argnames, donate_argnums, follow, follow_like
     found = given_graphs(graphs, shared, weights, pins, settings, cluster, source)
-    on_stages = replace(found[0].request.options, **found[0].stages)
+    for graph in found:
+        graph.request = replace(graph.request, options=replace(graph.request.options, **graph.stages))
+    on_stages = found[0].request.options
     if on_stages.has_stages:
-        for graph in found:
-            graph.request = replace(graph.request, options=replace(graph.request.options, **graph.stages))
         return plan_shared_stages(found, cluster, on_stages, source)
     return _Search(found, cluster, settings[0], source).run()
 

@@ -50,7 +50,7 @@ class _LayeredGraph:
         starts: the ops that start layers; () where the function has boundaries.
         traced, pins, notes, layered: the step as a function of parts of leaves.
         keys: position of a shared leaf, or part of one, among its arguments -> its key.
-        own: its own optimum.
+        strategies: of its ops, found so far.
     """
 
     graph: SharedGraph
@@ -111,7 +111,9 @@ class _LayeredGraph:
         if layout:
             cut = replace(cut, mesh_shapes=tuple(stage.mesh.shape for stage in layout))
         request = self.graph.request
-        options = request.options if not layout else replace(request.options, stage_mesh_shapes=cut.mesh_shapes)
+        options = request.options
+        if layout:
+            options = replace(options, mesh_shape=None, stage_mesh_shapes=cut.mesh_shapes)
         with named(f"the graph {self.graph.name!r} in the stages that it would share"):
             made = plan_pipeline(
                 step, cut, cluster, self.pins.with_fixed(fixed), options, VERSIONS, notes=self.notes,

@@ -159,5 +159,9 @@ class DeadlineExceeded(ServeError):
     """A request was not finished by its deadline."""
 
 
+class EngineLost(ServeError):
+    """A process of the engine was lost; requests in a slot end with it, and others are served by new processes."""
+
+
 class EngineClosed(ServeError):
     """The engine takes no more requests, and ended this one before it was finished."""

@@ -13,11 +13,10 @@ from alpa_lite.api.bound import Trees
 from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.errors import PlanFileError
 from alpa_lite.lowering.lower import partition_spec
-from alpa_lite.plan.check import plan_faults
-from alpa_lite.plan.decode import decode_fields
 from alpa_lite.plan.encode import encode_plan
 from alpa_lite.plan.files import as_path, write_atomically
 from alpa_lite.plan.json_text import json_text
+from alpa_lite.plan.load import read_plan
 from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.records import Leaf
 from alpa_lite.units import format_bytes, format_cost
@@ -143,7 +142,10 @@ class SharedLayout:
                 f"{FORMAT!r}, version {FORMAT_VERSION}. Make the layout again."
             )
         layout = cls(
-            plans={name: _plan(bytes(text), f"{path}, plan {name!r}") for name, text in found.plans.items()},
+            plans={
+                name: replace(read_plan(bytes(text), f"{path}, plan {name!r}"), trees=Trees())
+                for name, text in found.plans.items()
+            },
             weights=found.weights,
             own=found.own,
             lower_bound=found.lower_bound,
@@ -215,16 +217,6 @@ class SharedLayout:
         at = [f" on stage {stage}" if len(stages) > 1 else "" for _, _, stage, _ in leaves]
         lines = [(path, str(value), f"{spec}{on}") for (path, value, _, spec), on in zip(leaves, at, strict=True)]
         yield from _aligned([("leaf", "type", "spec"), *lines])
-
-
-def _plan(data: bytes, name: str) -> Plan:
-    plan = Plan(**decode_fields(data, name))
-    for fault in plan_faults(plan):
-        raise PlanFileError(
-            f"plan file {name!r} is inconsistent: {fault}. `layout.save` writes only plans that are consistent. Make the layout "
-            "again instead of editing the file."
-        )
-    return replace(plan, trees=Trees())
 
 
 def _stages(plan: Plan) -> list[tuple[DeviceMesh, tuple[int, int], int]]:

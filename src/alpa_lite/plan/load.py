@@ -29,10 +29,19 @@ def load_plan(path: str | PathLike[str]) -> Plan:
             f"cannot read the plan file {str(path)!r}: {error.strerror}. Plan files are written by `plan.save`."
             " Check the path."
         ) from error
-    plan = Plan(**decode_fields(data, str(path)))
+    return read_plan(data, str(path))
+
+
+def read_plan(data: bytes, name: str) -> Plan:
+    """What ``encode_plan`` wrote; ``name`` is for messages.
+
+    Raises:
+        PlanFileError: it is cut short, of another format version, or inconsistent.
+    """
+    plan = Plan(**decode_fields(data, name))
     for fault in plan_faults(plan):
         raise PlanFileError(
-            f"plan file {str(path)!r} is inconsistent: {fault}. `plan.save` writes only plans that are consistent."
+            f"plan file {name!r} is inconsistent: {fault}. `plan.save` writes only plans that are consistent."
             " Make the plan again instead of editing the file."
         )
     return plan

@@ -6,12 +6,15 @@ import threading
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from os import PathLike
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import jax
 import numpy as np
 
+from alpa_lite.api.given import checked_executor
+from alpa_lite.cluster.cluster import Cluster
 from alpa_lite.errors import RequestError, ServeError, user_line
+from alpa_lite.executor.ray.settings import RayExecutor
 from alpa_lite.plan.files import as_path
 from alpa_lite.plan.plan import Plan
 from alpa_lite.serve.layout import plan_graphs
@@ -24,6 +27,9 @@ from alpa_lite.serve.scheduler import Scheduler
 from alpa_lite.serve.statistics import Statistics
 from alpa_lite.serve.stored import shapes_of
 
+if TYPE_CHECKING:
+    from alpa_lite.serve.hosts import Hosts
+
 _GREEDY = Sampling()
 
 
@@ -35,7 +41,7 @@ class Layout(Protocol):
 
 
 class Engine:
-    """Serves a model on this process's devices. All methods may be called from any thread.
+    """Serves a model on this process's devices, or on those of a Ray cluster. All methods may be called from any thread.
 
     A thread of its own runs the model; it ends with ``close``, at the end of a ``with`` block, or when nobody holds the engine.
 
@@ -48,6 +54,9 @@ class Engine:
         max_length: tokens of a request, prompt and answer together.
         buckets: sizes to which prompts are padded, the largest being the longest prompt; None = powers of four from 32 and
             ``max_length``.
+        executor: "local": the devices of this process; "ray" or ``al.RayExecutor(...)``: those of a Ray cluster, one actor per
+            host of the layout's mesh (``serve/hosts.py``). Then parameters may also be a function that makes them, there.
+        cluster: that is planned for without a layout; None = the devices of this process, or of the Ray cluster.
         num_stages: parts into which the model is cut, each on its part of the devices (``al.serve.StagedModel``); then
             ``layout`` is one layout per stage.
         queue_limit: requests that may wait; None = 4 times ``slots``.
@@ -76,6 +85,8 @@ class Engine:
         slots: int = 16,
         max_length: int = 2048,
         buckets: Sequence[int] | None = None,
+        executor: Literal["local", "ray"] | RayExecutor = "local",
+        cluster: Cluster | None = None,
         num_stages: int = 1,
         queue_limit: int | None = None,
         prefills_per_step: int = 4,
@@ -100,13 +111,23 @@ class Engine:
         if compile_cache is not None:
             _keep_compiled(compile_cache)
         self.max_length, self.buckets = max_length, sizes
-        self.programs = _runner(model, params, layout, num_stages, slots=slots, max_length=max_length, buckets=sizes)
+        self.programs = _runner(
+            model,
+            params,
+            layout,
+            cluster,
+            num_stages,
+            checked_executor(executor, None),
+            slots=slots,
+            max_length=max_length,
+            buckets=sizes,
+        )
         self.vocab_size = self.programs.vocab_size
         self._scheduler = Scheduler(self.programs, queue_limit=limit, prefills_per_step=prefills_per_step)
         # The thread holds the scheduler, not the engine: an engine that nobody holds ends its thread. The finalizer also runs
         # at the end of the process, before JAX's own clean-up, as it was registered later.
         self._thread = threading.Thread(target=_run, args=(self._scheduler,), name="alpa_lite-engine", daemon=True)
-        self._end = weakref.finalize(self, _end, self._scheduler, self._thread)
+        self._end = weakref.finalize(self, _end, self._scheduler, self._thread, self.programs)
         self._thread.start()
 
     # -- requests ------------------------------------------------------------------------------------------------------
@@ -274,19 +295,40 @@ def _run(scheduler: Scheduler) -> None:
         scheduler.run()
 
 
-def _end(scheduler: Scheduler, thread: threading.Thread) -> None:
+def _end(scheduler: Scheduler, thread: threading.Thread, runner: Programs | Pipeline | Hosts) -> None:
     scheduler.close("it was asked to")
     if thread is not threading.current_thread():
         thread.join()
+    if not isinstance(runner, (Programs, Pipeline)):  # actors, which are processes of their own
+        runner.close()
 
 
-def _runner(model: Any, params: Any, layout: Any, num_stages: int, **sizes: Any) -> Programs | Pipeline:
+def _runner(
+    model: Any,
+    params: Any,
+    layout: Any,
+    cluster: Cluster | None,
+    num_stages: int,
+    settings: RayExecutor | None,
+    **sizes: Any,
+) -> Programs | Pipeline | Hosts:
     if num_stages > 1:
+        if settings is not None or cluster is not None:
+            raise ServeError(
+                f"num_stages={num_stages} was given with {'an executor' if settings is not None else 'a cluster'}. Stages share "
+                f"out the devices of this process. At {user_line()}. Leave one of them out."
+            )
         layouts = None if layout is None else [one.plans for one in layout]
         return Pipeline(model, params, num_stages=num_stages, layouts=layouts, **sizes)
-    made = graphs(model, shapes_of(params), **sizes)
-    plans = plan_graphs(made) if layout is None else layout.plans
-    return Programs(model, params, made, plans, **sizes)
+    shapes = jax.eval_shape(params) if settings is not None and callable(params) else shapes_of(params)
+    made = graphs(model, shapes, **sizes)
+    if settings is None:
+        return Programs(model, params, made, plan_graphs(made, cluster) if layout is None else layout.plans, **sizes)
+    from alpa_lite.executor.ray.cluster import ray_cluster
+    from alpa_lite.serve.hosts import Hosts
+
+    plans = plan_graphs(made, cluster or ray_cluster(settings.address)) if layout is None else layout.plans
+    return Hosts(model, params, made, plans, settings, **sizes)
 
 
 def _keep_compiled(folder: str | PathLike[str]) -> None:

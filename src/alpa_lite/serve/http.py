@@ -35,7 +35,7 @@ import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 
-from alpa_lite.errors import DeadlineExceeded, EngineClosed, QueueFull, RequestError, ServeError
+from alpa_lite.errors import DeadlineExceeded, EngineClosed, EngineLost, QueueFull, RequestError, ServeError
 from alpa_lite.serve.answers import GenerateAnswer, GenerateBody, TokenEvent
 from alpa_lite.serve.metrics import CONTENT_TYPE
 
@@ -160,8 +160,13 @@ async def _disconnected(request: Request) -> None:
 
 def status_of(error: ServeError) -> int:
     """The HTTP status that says so."""
-    for kind, status in ((RequestError, 400), (QueueFull, 429), (DeadlineExceeded, 504), (EngineClosed, 503)):
-        if isinstance(error, kind):
+    for kinds, status in (
+        (RequestError, 400),
+        (QueueFull, 429),
+        (DeadlineExceeded, 504),
+        ((EngineClosed, EngineLost), 503),
+    ):
+        if isinstance(error, kinds):
             return status
     return 500
 

@@ -24,7 +24,7 @@ from alpa_lite.plan.plan import Plan
 from alpa_lite.serve.model_graphs import DECODE, Graph, Model, prefill_name
 from alpa_lite.serve.sampling import Rows, Sampling, sample
 from alpa_lite.serve.scheduler import Runner
-from alpa_lite.serve.stored import placed
+from alpa_lite.serve.stored import from_host, placed
 
 _SHARED = ("parameter", "leaf of the cache")  # arguments 0 and 1 of all graphs
 
@@ -140,14 +140,16 @@ class Programs:
     def _put(self, x: Any, sharding: NamedSharding) -> Any:
         """What comes from the host is left to the jitted call, which is faster than putting it there before; it may be read until
         the call's result is there. All else is on the devices already."""
-        return x if isinstance(x, np.ndarray) else jax.device_put(x, sharding)
+        if not isinstance(x, np.ndarray):
+            return jax.device_put(x, sharding)
+        return x if sharding.is_fully_addressable else from_host(x, sharding)
 
     def _number(self, name: str, position: int, value: int) -> jax.Array:
         """A slot or a length on all devices, put there once: they are few, and each put costs tens of microseconds."""
         key = name, position, value
         if key not in self._numbers:
             shape = self._graphs[name][1][2 + position].shape
-            self._numbers[key] = jax.device_put(np.full(shape, value, np.int32), self.given[name][position])
+            self._numbers[key] = from_host(np.full(shape, value, np.int32), self.given[name][position])
         return self._numbers[key]
 
     def _call(self, name: str, group: int, given: tuple[Any, ...]) -> jax.Array:

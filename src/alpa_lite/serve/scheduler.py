@@ -244,12 +244,16 @@ class Scheduler:
 
     def _fail(self, error: Exception) -> None:
         """What ran has failed: its requests end, and the slots begin anew; what waits goes on."""
-        for request in list(self._running.values()):
+        failure: ServeError
+        if isinstance(error, ServeError):
+            failure = error
+        else:
             failure = ServeError(
                 f"the step that made a token of this request failed: {type(error).__name__}: {error!s:.500}. All requests in a "
                 "slot end with it, those in the queue go on. Try again; if it stays, see the cause."
             )
             failure.__cause__ = error
+        for request in list(self._running.values()):
             request._finish("error", failure)
         self._runner.reset()
 

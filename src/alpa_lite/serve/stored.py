@@ -11,6 +11,7 @@ from os import PathLike
 from typing import Any
 
 import jax
+import numpy as np
 
 from alpa_lite.errors import CheckpointError
 from alpa_lite.executor.checkpoint_item import read_leaves
@@ -68,4 +69,12 @@ def placed(params: Any, shardings: Any) -> Any:
     """Parameters in their layout, from wherever they are; those that lie there already are not copied."""
     if isinstance(params, StoredParams):
         return params.load(shardings)
+    if jax.process_count() > 1:  # all processes have the same
+        return jax.tree.map(from_host, params, shardings)
     return jax.device_put(params, shardings)
+
+
+def from_host(x: Any, sharding: jax.sharding.Sharding) -> jax.Array:
+    """An array of the host on the devices, also where some of them are other processes'; every process has the same."""
+    x = np.asarray(x)
+    return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])

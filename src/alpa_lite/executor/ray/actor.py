@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -68,6 +68,11 @@ class WorkerActor:
         transport = PullTransport(host)
         self.worker = Worker(read_parcel(parcel), site, transport, one_world=one_world)
         return transport.address
+
+    def begin(self, make: Callable[..., Any], *args: Any) -> None:
+        """Make a worker of another kind: what ``make(*args)`` returns has methods to call and ``progress()``."""
+        self.doing = "loading"
+        self.worker = make(*args)
 
     def connect(self, addresses: Sequence[str]) -> None:
         self.worker.transport.connect(addresses)

@@ -1,7 +1,7 @@
 """The actors of one step, and what the driver does when one of them is lost.
 
-In: a parcel and settings. Out: calls that go to all actors at once, and either all answers or ``WorkerLost`` after every actor of
-the group was killed. A group is never mended: a new one is started.
+In: sites, what each is given to do, and settings. Out: calls that go to all actors at once, and either all answers or
+``WorkerLost`` after every actor of the group was killed. A group is never mended: a new one is started.
 """
 
 from __future__ import annotations
@@ -28,17 +28,18 @@ _SEEN_S = 1.0
 _TOGETHER_S = 0.002
 
 
-class WorkerGroup:
-    """One actor per site of a parcel, loaded and connected.
+class ActorGroup:
+    """One actor per site, each in the ``jax.distributed`` world of its submesh. Subclasses say in ``_give`` what they do.
 
     Args:
-        parcel: what they run.
+        sites: of a plan.
+        platform: "cpu" or "cuda".
+        wide: whether values have 64 bits.
         settings: how they are started and watched.
 
     Raises:
         ClusterError: the cluster has no room for them.
         WorkerLost: one was lost while it started.
-        WorkerError: one has other versions.
 
     Attributes:
         steps: that have ended.
@@ -46,21 +47,21 @@ class WorkerGroup:
         lost: why the group is dead, "" while it lives.
     """
 
-    def __init__(self, parcel: Parcel, settings: RayExecutor) -> None:
-        self.parcel, self.settings = parcel, settings
-        self.sites = parcel.sites
+    def __init__(self, sites: Sequence[Site], platform: str, wide: bool, settings: RayExecutor) -> None:
+        self.sites, self.platform, self.wide, self.settings = sites, platform, wide, settings
         self.steps = 0
         self.started = False
         self.lost = ""
         self.actors: list[Any] = []
         self.hosts: list[str] = []
         self.group: PlacementGroup | None = None
-        needed = bundles(self.sites, parcel.platform)
+        needed = bundles(self.sites, platform)
         self.local = connect(settings.address, int(sum(b["CPU"] for b in needed)))
         check_room(needed)
         try:
             self._place(needed)
-            self._load()
+            self._start()
+            self._give()
         except BaseException:
             self.kill()
             raise
@@ -75,7 +76,7 @@ class WorkerGroup:
                 "devices."
             )
         order = sorted({site.host for site in self.sites})
-        gpu = self.parcel.platform != "cpu"
+        gpu = self.platform != "cpu"
         env = {"env_vars": dict(self.settings.env_vars)} if self.settings.env_vars else None
         for site in self.sites:
             strategy = PlacementGroupSchedulingStrategy(
@@ -87,22 +88,20 @@ class WorkerGroup:
             options = actor.options(scheduling_strategy=strategy, **resources, **({"runtime_env": env} if env else {}))
             self.actors.append(options.remote())
 
-    def _load(self) -> None:
+    def _give(self) -> None:
+        raise NotImplementedError
+
+    def _start(self) -> None:
         limit = self.settings.start_timeout_s
         self.places = self.wait([actor.where.remote() for actor in self.actors], limit)
         self.started = True
         self.hosts = ["127.0.0.1" if self.local else host for host, _ in self.places]
         cache = DEFAULT_CACHE if self.settings.compile_cache is None else self.settings.compile_cache
         worlds = self._worlds()
-        platform, wide = self.parcel.platform, self.parcel.wide
         each = zip(self.actors, self.sites, worlds, strict=True)
-        self.wait([a.setup.remote(platform, len(s.devices), wide, cache, world) for a, s, world in each], limit)
-        data = ray.put(msgspec.msgpack.encode(self.parcel))
-        sites = zip(self.actors, self.sites, self.hosts, strict=True)
-        addresses = self.wait(
-            [actor.load.remote(data, site.number, host, self.one_world) for actor, site, host in sites]
+        self.wait(
+            [a.setup.remote(self.platform, len(s.devices), self.wide, cache, world) for a, s, world in each], limit
         )
-        self.wait([actor.connect.remote(addresses) for actor in self.actors], limit)
 
     @property
     def one_world(self) -> bool:
@@ -119,7 +118,7 @@ class WorkerGroup:
                 f"{hosts[0]}:{self.wait([self.actors[0].free_port.remote(hosts[0])], limit)[0]}", len(self.sites)
             )
             sockets = [f"{host}:{port}" for host, port in zip(hosts, ports, strict=True)]
-            extra = [{"socket_address": s} if self.parcel.platform == "cpu" else {} for s in sockets]
+            extra = [{"socket_address": s} if self.platform == "cpu" else {} for s in sockets]
             return [world | {"process_id": site.number} | more for site, more in zip(self.sites, extra, strict=True)]
         first = {site.submesh: site.number for site in reversed(self.sites)}
         shared = sorted({site.submesh for site in self.sites if site.num_processes > 1})
@@ -252,10 +251,26 @@ class WorkerGroup:
         self.actors, self.group = [], None
 
 
+class WorkerGroup(ActorGroup):
+    """The actors of a planned step, loaded with its programs and connected; raises ``WorkerError`` where versions differ."""
+
+    def __init__(self, parcel: Parcel, settings: RayExecutor) -> None:
+        self.parcel = parcel
+        super().__init__(parcel.sites, parcel.platform, parcel.wide, settings)
+
+    def _give(self) -> None:
+        data = ray.put(msgspec.msgpack.encode(self.parcel))
+        sites = zip(self.actors, self.sites, self.hosts, strict=True)
+        addresses = self.wait(
+            [actor.load.remote(data, site.number, host, self.one_world) for actor, site, host in sites]
+        )
+        self.wait([actor.connect.remote(addresses) for actor in self.actors], self.settings.start_timeout_s)
+
+
 class _Watch:
     """Asks workers how they are, over one wait."""
 
-    def __init__(self, group: WorkerGroup) -> None:
+    def __init__(self, group: ActorGroup) -> None:
         self.group = group
         now = time.monotonic()
         self.asked: dict[int, Any] = {}

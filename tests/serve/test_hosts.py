@@ -1,0 +1,115 @@
+"""An engine whose mesh spans hosts: actors of one job, the tokens of one process, and new actors for those that are lost."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import alpa_lite as al
+from alpa_lite.errors import ClusterError, EngineClosed, EngineLost, ServeError
+from alpa_lite.serve.http import status_of
+from examples.serving_models import Llama
+
+pytest.importorskip("ray", reason="Ray is not installed: pip install 'alpa-lite[ray]'")
+pytestmark = [pytest.mark.ray, pytest.mark.medium]
+
+SIZES: dict[str, Any] = {"slots": 4, "max_length": 32, "buckets": (8, 16)}
+WATCHED = al.RayExecutor(heartbeat_s=0.5, hang_timeout_s=10.0)
+MODEL = Llama.of("small")
+BACK_S = 20.0
+
+
+def params() -> Any:
+    return MODEL.init_params(jax.random.key(3))
+
+
+def prompts() -> list[np.ndarray]:
+    rng = np.random.default_rng(0)
+    return [rng.integers(0, 256, length) for length in (1, 5, 8, 11, 16, 3)]
+
+
+@pytest.fixture(scope="module")
+def layout() -> Any:
+    """Of two hosts with two devices each; every one of them works."""
+    graphs = al.serve.graphs(MODEL, jax.eval_shape(params), **SIZES)
+    options = al.PlanOptions(mesh_shape=(2, 2))
+    return al.plan_shared(
+        graphs, shared=("0", "1"), cluster=al.Cluster.parse("2x2:cpu"), donate_argnums=1, options=options
+    )
+
+
+@pytest.fixture(scope="module")
+def expected(layout: Any) -> list[list[int]]:
+    """Of the same plans in this process."""
+    with al.serve.Engine(MODEL, params(), layout, **SIZES) as engine:
+        return engine.generate(prompts(), max_tokens=10)
+
+
+@pytest.fixture(scope="module")
+def engine(ray_session: None, layout: Any) -> Iterator[al.serve.Engine]:
+    with al.serve.Engine(MODEL, params, layout, executor=WATCHED, **SIZES) as made:
+        made.warm_up()
+        yield made
+
+
+def test_two_hosts_say_what_one_process_says(engine: al.serve.Engine, expected: list[list[int]]) -> None:
+    assert engine.generate(prompts(), max_tokens=10) == expected
+    places = engine.programs.places
+    assert len({pid for _, pid in places} | {os.getpid()}) == 3
+
+
+def test_the_parameters_lie_once_over_all_hosts(engine: al.serve.Engine, layout: Any) -> None:
+    per_device = [held for actor in engine.programs.param_bytes() for held in actor.values()]
+    leaves = [leaf for leaf in layout.plans["decode"].inputs if leaf.path.startswith("0/")]
+    planned = sum(4 * math.prod(leaf.spec.local_shape(leaf.value.shape, layout.mesh)) for leaf in leaves)
+    assert per_device == [planned] * 4
+
+
+def test_an_actor_that_is_killed_under_load(engine: al.serve.Engine, expected: list[list[int]]) -> None:
+    """What runs ends with an error that is a 503, what waits is served by new actors, and no answer is wrong."""
+    requests = [engine.submit(prompt, max_tokens=10) for prompt in prompts() * 2]
+    next(iter(requests[0]))
+    os.kill(engine.programs.places[1][1], signal.SIGKILL)
+    killed_s = time.monotonic()
+    lost = 0
+    for request, tokens in zip(requests, expected * 2, strict=True):
+        try:
+            assert list(request.result(BACK_S)) == tokens
+        except EngineLost as error:
+            lost += 1
+            assert status_of(error) == 503 and "Send the request again" in str(error)
+    assert lost <= SIZES["slots"]
+    assert engine.generate(prompts(), max_tokens=10) == expected
+    assert time.monotonic() < killed_s + BACK_S
+    assert not engine.closed
+
+
+def test_actors_end_with_the_engine(ray_session: None, layout: Any) -> None:
+    host = jax.device_get(params())
+    engine = al.serve.Engine(MODEL, host, layout, executor=WATCHED, **SIZES)
+    pids = [pid for _, pid in engine.programs.places]
+    request = engine.submit([1, 2], max_tokens=30)
+    engine.close()
+    with pytest.raises(EngineClosed):
+        request.result(10)
+    ended_s = time.monotonic() + 10
+    while any(os.path.exists(f"/proc/{pid}") for pid in pids):
+        assert time.monotonic() < ended_s
+        time.sleep(0.05)
+
+
+def test_what_cannot_be(ray_session: None, layout: Any) -> None:
+    with pytest.raises(ServeError, match="num_stages=2 was given with an executor"):
+        al.serve.Engine(MODEL, params, executor="ray", num_stages=2, **SIZES)
+    with pytest.raises(al.AlpaLiteError, match="executor='rays' was given"):
+        al.serve.Engine(MODEL, params, executor="rays", **SIZES)
+    with pytest.raises(ClusterError, match="the plan needs"):
+        al.serve.Engine(MODEL, params, executor="ray", cluster=al.Cluster.parse("2x4096:cpu"), **SIZES)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import suppress
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -86,6 +88,23 @@ def test_equals_brute_force(counts, offers, monkeypatch):
         assert layout.own[name] == pytest.approx(min(each[name] for each in all_layouts()), rel=1e-9)
         assert layout.price[name] == pytest.approx(costs / layout.own[name] - 1)
     assert any(price > 0.2 for price in layout.price.values())
+
+
+def test_a_budget_holds_on_every_stage():
+    """Too little for what is cheapest, on the stage of the larger matrix alone."""
+    graphs = {name: graph for name, graph in three_graphs().items() if name != "product"}
+    free = al.plan_shared(graphs, shared="0", cluster=CLUSTER, options=ONE_AXIS, donate_argnums=0)
+    budget = 0.9 * max(plan.memory.peak for plan in free.plans.values())
+    within = replace(ONE_AXIS, memory_budget_bytes=budget)
+    layout = al.plan_shared(graphs, shared="0", cluster=CLUSTER, options=within, donate_argnums=0)
+    assert all(stage.memory.peak <= budget for plan in layout.plans.values() for stage in plan.stages)
+    sums = []
+    for pins in itertools.product((P(), P("x"), P(None, "x")), repeat=2):
+        fixed = {"0/0": pins[0], "0/1": pins[1]}
+        settings = {"cluster": CLUSTER, "options": within, "pins": fixed, "donate_argnums": 0}
+        with suppress(MemoryBudgetError, PinError):
+            sums.append(sum(al.plan(fn, *args, **settings).objective for fn, args in graphs.values()))
+    assert free.objective < min(sums) and layout.objective <= 1.001 * min(sums)
 
 
 def test_meshes_are_searched_for_all_graphs(monkeypatch):

@@ -4,8 +4,8 @@
 2. The graph that counts most is cut into layers; the others are cut so that each layer reads the same shared leaves.
 3. Layers are joined to stages by what they cost all graphs together (``planner/joint_stages.py``).
 4. Stage by stage, the joint problem of all graphs gives mesh and layout of the shared leaves.
-5. Every graph is planned as a pipeline with these meshes and layouts fixed. So are, as far as they can win, the layouts of
-   each graph's own plan for these stages.
+5. Every graph is planned as a pipeline with these meshes and layouts fixed. Unless the bound says that nothing is better, so are,
+   as far as they can win, the layouts of each graph's own plan for these stages.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from alpa_lite.trace.program import Traced
 from alpa_lite.trace.staged import StagedStep, layers_of, layers_reading, staged_step
 
 _ORIGIN = "the shared layout"
+_CLOSE = 1e-3  # of the sum: nothing so much better is looked for where the bound says that there is nothing
 _LIMITS = (1.25, 1.0, 0.85, 0.7)  # of the budget, by the solver's own count
 
 
@@ -134,6 +135,7 @@ class _StagedSearch:
     def __init__(self, graphs: Sequence[SharedGraph], cluster: Cluster, options: PlanOptions, source: str) -> None:
         self.graphs, self.cluster, self.options, self.source = graphs, cluster, options, source
         self.total, self.plans = math.inf, list[Plan]()
+        self.refused: AlpaLiteError | None = None
 
     def run(self) -> SharedLayout:
         for graph in self.graphs:
@@ -145,9 +147,13 @@ class _StagedSearch:
         self.steps = [graph.staged(cut.stage_of_layer, self.owner) for graph in self.layered]
         stages = [graph.stages(step) for graph, step in zip(self.layered, self.steps, strict=True)]
         lower = self.joint(stages, cut)
-        self.own_layouts(cut)
-        # One stage after the other, and what is sent has its size in any layout.
-        lower += self.weighted([plan.objective - math.fsum(s.forward_s for s in plan.stages) for plan in self.plans])
+        if lower + self.sent() < (1 - _CLOSE) * self.total:
+            self.own_layouts(cut)
+        if not self.plans:
+            raise self.refused or PinError(
+                f"no layout of the shared leaves keeps all pins on these stages. At {self.source}. Take pins away."
+            )
+        lower += self.sent()
         costs = [plan.objective for plan in self.plans]
         order = sorted(self.layered[0].paths, key=lambda key: (key[0], key[1] or (0, 0)))
         return SharedLayout(
@@ -259,8 +265,7 @@ class _StagedSearch:
 
     def joint(self, stages: Sequence[GraphStages], cut: StageCut) -> float:
         """Plans what the joint problems propose; returns what no layout of these stages costs less than, but for what is sent."""
-        budget = budget_bytes(self.cluster, self.options)
-        lower, refused = -math.inf, None
+        budget, lower = budget_bytes(self.cluster, self.options), -math.inf
         for limit in (None, *(int(share * budget) for share in _LIMITS if math.isfinite(budget))):
             layout = []
             for stage in range(cut.num_stages):
@@ -271,14 +276,14 @@ class _StagedSearch:
             known = [found for found in layout if found is not None]
             if len(known) < len(layout):
                 break
-            refused = self.offer(cut, known)
-            if refused is None:
+            if self.offer(cut, known):
                 break
-        if not self.plans:
-            raise refused or PinError(
-                f"no layout of the shared leaves keeps all pins on these stages. At {self.source}. Take pins away."
-            )
         return lower
+
+    def sent(self) -> float:
+        """What is sent between stages, weighted: one works after the other, and it has its size in any layout."""
+        costs = [plan.objective - math.fsum(stage.forward_s for stage in plan.stages) for plan in self.plans]
+        return self.weighted(costs) if costs else 0.0
 
     def own_layouts(self, cut: StageCut) -> None:
         """Offers how each graph alone would have the shared leaves on these stages."""
@@ -292,21 +297,25 @@ class _StagedSearch:
                 layout.append(StageLayout(mesh=stage.mesh, specs=specs, objective=math.nan, lower_bound=-math.inf))
             self.offer(cut, layout, [p.objective for p in alone])
 
-    def offer(self, cut: StageCut, layout: Sequence[StageLayout], least: Sequence[float] = ()) -> AlpaLiteError | None:
-        """Plans all graphs in a layout; why one has no plan. ``least``: what the plans are known not to go below."""
+    def offer(self, cut: StageCut, layout: Sequence[StageLayout], least: Sequence[float] = ()) -> bool:
+        """Plans all graphs in a layout, unless it cannot win; whether all have plans, as far as that was looked at.
+
+        ``least``: what the graphs cost alone on these stages.
+        """
         costs = list(least or [-math.inf] * len(self.graphs))
         plans: dict[int, Plan] = {}
         for number in sorted(range(len(costs)), key=lambda i: -self.graphs[i].weight * self.graphs[i].best().objective):
             if not self.weighted(costs) < self.total:
-                return None
+                return True
             try:
                 plans[number] = self.layered[number].plan(self.steps[number], cut, self.cluster, layout)
             except (MemoryBudgetError, PinError) as error:
-                return error
+                self.refused = error
+                return False
             costs[number] = plans[number].objective
         if self.weighted(costs) < self.total:
             self.total, self.plans = self.weighted(costs), [plans[number] for number in range(len(costs))]
-        return None
+        return True
 
     def weighted(self, costs: Sequence[float]) -> float:
         return math.fsum(g.weight * cost for g, cost in zip(self.graphs, costs, strict=True))

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,32 +19,14 @@ import alpa_lite as al
 from alpa_lite.cli import main
 from alpa_lite.cli.serve import served
 from alpa_lite.errors import ServeError
-from benchmarks.ray_session import pids_below
 from examples import client
+from tests.serve.clients import PROMPTS, ask, free_port, kill_under_load
 from tests.serve.served_target import not_a_target, target
 
 pytest.importorskip("ray.serve", reason="Ray Serve is not installed: pip install 'alpa-lite[serve]'")
 pytestmark = [pytest.mark.ray, pytest.mark.medium]
 
 SIZES: dict[str, Any] = {"slots": 4, "max_length": 48, "buckets": (8, 32)}
-PROMPTS = [list(range(1, size)) for size in (2, 5, 9, 14)]
-BACK_S = 20.0
-
-
-def free_port() -> int:
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        return listening.getsockname()[1]
-
-
-def ask(port: int, prompt: list[int], **headers: str) -> tuple[int, Any]:
-    link = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-    try:
-        link.request("POST", "/generate", json.dumps({"tokens": prompt, "max_tokens": 12}), headers)
-        got = link.getresponse()
-        return got.status, got.read()
-    finally:
-        link.close()
 
 
 @pytest.fixture(scope="module")
@@ -91,35 +70,7 @@ def test_the_target_of_the_examples_is_found() -> None:
 
 def test_an_engine_that_is_killed_under_load(port: int, expected: list[list[int]]) -> None:
     """Requests get the right tokens or 503, and within 20 s they get tokens again."""
-    answers: list[tuple[float, int, bytes, int]] = []
-    ended = threading.Event()
-
-    def client(k: int) -> None:
-        while not ended.is_set():
-            try:
-                status, raw = ask(port, PROMPTS[k])
-            except OSError as error:  # a connection that is refused or cut is no answer, and must not stay so
-                status, raw = 0, str(error).encode()
-            answers.append((time.monotonic(), status, raw, k))
-            time.sleep(0.01 if status == 200 else 0.2)
-
-    clients = [threading.Thread(target=client, args=(k,)) for k in range(len(PROMPTS))]
-    for thread in clients:
-        thread.start()
-    time.sleep(1.0)
-    killed_s = time.monotonic()
-    (engine,) = pids_below("ray::EngineActor")
-    os.kill(engine, signal.SIGKILL)
-    while not any(when > killed_s + 0.5 and status == 200 for when, status, _, _ in answers):
-        assert time.monotonic() < killed_s + BACK_S, [status for _, status, _, _ in answers]
-        time.sleep(0.1)
-    time.sleep(1.0)
-    ended.set()
-    for thread in clients:
-        thread.join()
-    assert {status for _, status, _, _ in answers} <= {200, 503}
-    for _, status, raw, k in answers:
-        assert status != 200 or json.loads(raw)["tokens"] == expected[k]
+    kill_under_load(port, "ray::EngineActor", expected)
 
 
 def test_a_port_that_is_taken(ray_session: None) -> None:

@@ -15,7 +15,7 @@ import typer
 from alpa_lite.errors import AlpaLiteError, ServeError
 
 if TYPE_CHECKING:
-    from alpa_lite.serve.deployment import ServeTarget
+    from alpa_lite.serve.deployment import ServerSettings, ServeTarget
 
 _BAD_INPUT = 2
 _WANTED = "al.serve.ServeTarget(model, params, ...)"
@@ -45,8 +45,21 @@ def serve(
     body_bytes: Annotated[int, typer.Option("--body-bytes", help="of the largest body")] = 2**20,
     drain_s: Annotated[float, typer.Option("--drain", help="seconds that requests may go on for at the end")] = 30.0,
     cluster: Annotated[
-        str, typer.Option("--cluster", help="1xDEVICES:DEVICE; left out, all devices of the server's process")
+        str,
+        typer.Option(
+            "--cluster", help="HOSTSxDEVICES:DEVICE; left out, the layout's, or all devices of the engine's process"
+        ),
     ] = "",
+    layout: Annotated[
+        Path | None, typer.Option("--layout", help="a file of al.SharedLayout.save; left out, the graphs are planned")
+    ] = None,
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option("--checkpoint", help="a folder of checkpoints with the parameters, in place of the target's"),
+    ] = None,
+    checkpoint_path: Annotated[
+        str, typer.Option("--checkpoint-path", help="of the parameters in the state that was saved")
+    ] = "params",
     gpus: Annotated[float, typer.Option("--gpus", help="that the server takes of the Ray cluster")] = 0.0,
     compile_cache: Annotated[
         Path | None, typer.Option("--compile-cache", help="folder where compiled programs are kept for the next start")
@@ -73,11 +86,14 @@ def serve(
             timeout_s=timeout_s,
             drain_s=drain_s,
             cluster=cluster,
+            layout=None if layout is None else str(layout.resolve()),
+            checkpoint=None if checkpoint is None else str(checkpoint.resolve()),
+            checkpoint_path=checkpoint_path,
             num_gpus=gpus,
         )
         ended = threading.Event()
         _check_target(target)
-        connect(address or None, 2)
+        connect(address or None, _cpus(settings))
         for number in (signal.SIGINT, signal.SIGTERM):  # after Ray has set its own, which does not end well
             signal.signal(number, lambda *_: ended.set())
         start(partial(served, target, os.getcwd()), settings)
@@ -96,6 +112,16 @@ def serve(
     except AlpaLiteError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(_BAD_INPUT) from None
+
+
+def _cpus(settings: ServerSettings) -> int:
+    """Of a Ray cluster that is started here: for the server, and for virtual devices in actors of their own."""
+    from alpa_lite.api.shared_layout import SharedLayout
+
+    layout = None if settings.layout is None else SharedLayout.load(settings.layout)
+    cluster = settings.planned_for(layout)
+    hosted = cluster is not None and cluster.num_hosts > 1 and cluster.device.platform == "cpu"
+    return 2 + (cluster.num_devices if cluster is not None and hosted else 0)
 
 
 def _check_target(target: str) -> None:

@@ -25,6 +25,7 @@ _PUBLIC = {
     "DeadlineExceeded": "alpa_lite.errors",
     "Engine": "alpa_lite.serve.engine",
     "EngineClosed": "alpa_lite.errors",
+    "EngineLost": "alpa_lite.errors",
     "Histogram": "alpa_lite.serve.statistics",
     "Model": "alpa_lite.serve.model_graphs",
     "QueueFull": "alpa_lite.errors",

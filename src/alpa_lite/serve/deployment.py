@@ -14,7 +14,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from alpa_lite.api.shared_layout import SharedLayout
+from alpa_lite.cluster.cluster import Cluster
 from alpa_lite.errors import AlpaLiteError, EngineClosed, ServeError
+from alpa_lite.serve.model_graphs import DECODE
+from alpa_lite.serve.stored import StoredParams, shapes_of
 
 if TYPE_CHECKING:
     from alpa_lite.serve.answers import Answers
@@ -30,7 +34,7 @@ class ServeTarget:
 
     Attributes:
         model: see ``al.serve.Model``.
-        params: its parameters, as ``Engine`` takes them, or a function of no arguments that makes them where they are used.
+        params: its parameters, as ``Engine`` takes them.
         encode, decode: text to tokens and back; None: requests and answers are tokens.
     """
 
@@ -50,7 +54,11 @@ class ServerSettings:
         token: that requests must bring; None = none.
         body_bytes, timeout_s: limits of a request.
         drain_s: how long requests may go on for when the server ends.
-        cluster: "HOSTSxDEVICES:DEVICE"; "" = all devices of the engine's process.
+        cluster: "HOSTSxDEVICES:DEVICE", of several hosts an actor on each; "" = the layout's, or all devices of the engine's
+            process.
+        layout: a file of ``SharedLayout.save``; None plans the graphs.
+        checkpoint: a folder of checkpoints in place of the target's own parameters, of which only the shapes are looked at then.
+        checkpoint_path: of the parameters in the state there.
         num_cpus, num_gpus: that the engine takes of the Ray cluster.
     """
 
@@ -66,8 +74,16 @@ class ServerSettings:
     timeout_s: float = 300.0
     drain_s: float = 30.0
     cluster: str = ""
+    layout: str | None = None
+    checkpoint: str | None = None
+    checkpoint_path: str = "params"
     num_cpus: float = 1.0
     num_gpus: float = 0.0
+
+    def planned_for(self, layout: SharedLayout | None) -> Cluster | None:
+        """What the engine runs on; None = whatever its process has."""
+        text = self.cluster or ("" if layout is None else layout.plans[DECODE].identity.cluster)
+        return Cluster.parse(text) if text else None
 
     @property
     def most_requests(self) -> int:
@@ -92,15 +108,23 @@ class EngineActor:
             self._failure = f"the engine could not be made. Correct its cause:\n{trace}"
 
     def _load(self, make: Callable[[], ServeTarget], settings: ServerSettings) -> None:
-        set_devices(settings.cluster)  # before JAX is used
+        layout = None if settings.layout is None else SharedLayout.load(settings.layout)
+        cluster = settings.planned_for(layout)
+        hosted = cluster is not None and cluster.num_hosts > 1
+        set_devices(None if hosted else cluster)  # before JAX is used
         from alpa_lite.serve.answers import Answers
         from alpa_lite.serve.engine import Engine
 
         target = make()
-        params = target.params() if callable(target.params) else target.params
+        params = target.params
+        if settings.checkpoint is not None:
+            params = StoredParams(settings.checkpoint, shapes_of(params), path=settings.checkpoint_path)
         self._engine = Engine(
             target.model,
             params,
+            layout,
+            executor="ray" if hosted else "local",
+            cluster=cluster if hosted else None,
             slots=settings.slots,
             max_length=settings.max_length,
             buckets=settings.buckets,
@@ -249,15 +273,13 @@ class HttpReplica:
         ray.kill(self._engine)
 
 
-def set_devices(cluster: str) -> None:
-    """Settings of JAX for "1x4:cpu", which must stand before it is used."""
+def set_devices(cluster: Cluster | None) -> None:
+    """Settings of JAX for virtual devices, which must stand before it is used."""
     import jax
 
-    from alpa_lite.cluster.cluster import Cluster
-
-    if cluster and (asked := Cluster.parse(cluster)).device.platform == "cpu":
+    if cluster is not None and cluster.device.platform == "cpu":
         jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", asked.num_devices)
+        jax.config.update("jax_num_cpu_devices", cluster.num_devices)
 
 
 def start(make: Callable[[], ServeTarget], settings: ServerSettings) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -47,7 +48,8 @@ class Engine:
 
     Args:
         model: see ``al.serve.Model``.
-        params: its parameters: arrays on the host or on devices, or ``al.serve.StoredParams``: where they lie in a checkpoint.
+        params: its parameters: arrays on the host or on devices; a function that makes them, on every host of theirs; or
+            ``al.serve.StoredParams``: where they lie in a checkpoint.
         layout: of ``al.plan_shared``: plans of ``al.serve.graphs(model, params, ...)`` with the same sizes; None plans them for
             the devices of this process.
         slots: requests that are served at once.
@@ -55,7 +57,7 @@ class Engine:
         buckets: sizes to which prompts are padded, the largest being the longest prompt; None = powers of four from 32 and
             ``max_length``.
         executor: "local": the devices of this process; "ray" or ``al.RayExecutor(...)``: those of a Ray cluster, one actor per
-            host of the layout's mesh (``serve/hosts.py``). Then parameters may also be a function that makes them, there.
+            host of the layout's mesh (``serve/hosts.py``).
         cluster: that is planned for without a layout; None = the devices of this process, or of the Ray cluster.
         num_stages: parts into which the model is cut, each on its part of the devices (``al.serve.StagedModel``); then
             ``layout`` is one layout per stage.
@@ -108,8 +110,13 @@ class Engine:
                 f"this is one of {jax.process_count()} processes of a jax.distributed job. An engine runs on the devices of one "
                 f"process. At {user_line()}. Start it in a process of its own."
             )
+        settings = checked_executor(executor, None)
         if compile_cache is not None:
-            _keep_compiled(compile_cache)
+            folder = str(as_path(compile_cache, 'al.serve.Engine(compile_cache="folder")', ServeError))
+            if settings is None:
+                _keep_compiled(folder)
+            else:
+                settings = replace(settings, compile_cache=settings.compile_cache or folder)
         self.max_length, self.buckets = max_length, sizes
         self.programs = _runner(
             model,
@@ -117,7 +124,7 @@ class Engine:
             layout,
             cluster,
             num_stages,
-            checked_executor(executor, None),
+            settings,
             slots=slots,
             max_length=max_length,
             buckets=sizes,
@@ -312,6 +319,8 @@ def _runner(
     settings: RayExecutor | None,
     **sizes: Any,
 ) -> Programs | Pipeline | Hosts:
+    if settings is None and callable(params):
+        params = params()
     if num_stages > 1:
         if settings is not None or cluster is not None:
             raise ServeError(
@@ -320,8 +329,7 @@ def _runner(
             )
         layouts = None if layout is None else [one.plans for one in layout]
         return Pipeline(model, params, num_stages=num_stages, layouts=layouts, **sizes)
-    shapes = jax.eval_shape(params) if settings is not None and callable(params) else shapes_of(params)
-    made = graphs(model, shapes, **sizes)
+    made = graphs(model, shapes_of(params), **sizes)
     if settings is None:
         return Programs(model, params, made, plan_graphs(made, cluster) if layout is None else layout.plans, **sizes)
     from alpa_lite.executor.ray.cluster import ray_cluster
@@ -331,10 +339,9 @@ def _runner(
     return Hosts(model, params, made, plans, settings, **sizes)
 
 
-def _keep_compiled(folder: str | PathLike[str]) -> None:
+def _keep_compiled(folder: str) -> None:
     """As workers on Ray keep theirs (``executor/ray/actor.py``): whatever takes however long to compile."""
-    path = as_path(folder, 'al.serve.Engine(compile_cache="folder")', ServeError)
     if getattr(jax.config, "jax_compilation_cache_dir") is None:  # noqa: B009 - its attributes are made at run time
-        jax.config.update("jax_compilation_cache_dir", str(path))
+        jax.config.update("jax_compilation_cache_dir", folder)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

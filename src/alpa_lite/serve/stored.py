@@ -61,8 +61,10 @@ class StoredParams:
 
 
 def shapes_of(params: Any) -> Any:
-    """What is planned for."""
-    return params.shapes if isinstance(params, StoredParams) else params
+    """What is planned for; of a function, what it makes."""
+    if isinstance(params, StoredParams):
+        return params.shapes
+    return jax.eval_shape(params) if callable(params) else params
 
 
 def placed(params: Any, shardings: Any) -> Any:

@@ -1,0 +1,69 @@
+"""A server whose engine is on several hosts, by a layout file and a checkpoint."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+import alpa_lite as al
+from tests.serve.clients import PROMPTS, ask, free_port, kill_under_load
+from tests.serve.served_target import target
+
+pytest.importorskip("ray.serve", reason="Ray Serve is not installed: pip install 'alpa-lite[serve]'")
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+SIZES: dict[str, Any] = {"slots": 4, "max_length": 48, "buckets": (8, 32)}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A layout for two hosts, and a checkpoint of other parameters than the target's."""
+    model = target().model
+    folder = tmp_path_factory.mktemp("files")
+    shapes = jax.eval_shape(model.init_params, jax.random.key(0))
+    layout = al.plan_shared(
+        al.serve.graphs(model, shapes, **SIZES),
+        shared=("0", "1"),
+        cluster=al.Cluster.parse("2x1:cpu"),
+        donate_argnums=1,
+        options=al.PlanOptions(mesh_shape=(2,)),
+    )
+    layout.save(folder / "layout.json")
+    step = al.parallelize(lambda state: state, cluster=al.Cluster.parse("1x1:cpu"))
+    state = {"params": model.init_params(jax.random.key(7))}
+    step.plan(state)
+    step.save(folder / "checkpoints", state, step=1)
+    return folder / "layout.json", folder / "checkpoints"
+
+
+@pytest.fixture(scope="module")
+def expected(files: tuple[Path, Path]) -> list[list[int]]:
+    """Greedy answers of an engine in this process, with the parameters of the checkpoint."""
+    model = target().model
+    with al.serve.Engine(model, model.init_params(jax.random.key(7)), **SIZES) as engine:
+        return engine.generate(PROMPTS, max_tokens=12)
+
+
+@pytest.fixture(scope="module")
+def port(ray_session: None, files: tuple[Path, Path]) -> Iterator[int]:
+    from alpa_lite.serve import deployment
+
+    port, (layout, checkpoint) = free_port(), map(str, files)
+    deployment.start(target, al.serve.ServerSettings(port=port, layout=layout, checkpoint=checkpoint, **SIZES))
+    yield port
+    deployment.stop()
+
+
+def test_answers_come_from_the_checkpoint_on_two_hosts(port: int, expected: list[list[int]]) -> None:
+    for prompt, tokens in zip(PROMPTS, expected, strict=True):
+        status, raw = ask(port, prompt)
+        assert (status, json.loads(raw)["tokens"]) == (200, tokens)
+
+
+def test_an_actor_that_is_killed_under_load(port: int, expected: list[list[int]]) -> None:
+    kill_under_load(port, "ray::WorkerActor", expected)

@@ -17,6 +17,8 @@ from jax.sharding import PartitionSpec as P
 
 import alpa_lite as al
 from alpa_lite.errors import MemoryBudgetError, PinError, PlanFileError
+from alpa_lite.intraop.repeated import Repeated
+from alpa_lite.planner.joint import side_by_side
 
 SLOW_LINKS = al.Cluster.parse("1x4:h100-sxm")
 ONE_AXIS = al.PlanOptions(mesh_shape=(4,), axis_names=("x",))
@@ -113,6 +115,14 @@ def test_joint_optimum_within_a_budget_is_that_of_brute_force(
     assert layout.lower_bound <= best
     assert all(plan.memory.peak <= budget for plan in layout.plans.values())
     assert whole in (None, sum(spec == P(None, None) for _, spec in layout.parameter_layout.values()))
+
+
+def test_layers_of_equal_prices_are_copies_of_one_another() -> None:
+    first, equal, other = np.array([1.0, 2.0]), np.array([1.0, 2.0]), np.array([[1.0, 2.0]])
+    parts = Repeated(np.array([0, 1, 0]), [first, equal]), Repeated(np.array([1, 0]), [other, equal.copy()])
+    joined = side_by_side(parts)
+    assert joined.numbers.tolist() == [0, 0, 0, 0, 1]
+    assert [array.tolist() for array in joined] == [[1.0, 2.0]] * 4 + [[[1.0, 2.0]]]
 
 
 def test_weights_decide_where_parameters_lie() -> None:

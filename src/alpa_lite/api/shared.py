@@ -28,7 +28,7 @@ from alpa_lite.planner.joint import solve_jointly
 from alpa_lite.planner.options import PlanOptions
 from alpa_lite.planner.plan_step import budget_bytes
 
-_CLOSE = 1e-3  # of the best sum so far: a search on a large problem ends where no layout can be so much better
+_CLOSE = 4e-4  # of the best sum so far: a search on a large problem ends where no layout can be so much better
 # Of the budget, by the solver's own count, which may be too high or too low.
 _LIMITS = (1.5, 1.25, 1.1, 1.0, 0.95, 0.85, 0.7)
 
@@ -136,7 +136,8 @@ class _Search:
         bound = -math.inf
         limits = [None, *(int(share * budget) for share in _LIMITS if math.isfinite(budget))]
         for limit in limits:
-            answer = solve_jointly(tasks, weights, leaves, self.cluster, mesh, limit, cutoff=(1 - _CLOSE) * self.total)
+            cutoff = (1 - _CLOSE) * self.total
+            answer = solve_jointly(tasks, weights, leaves, self.cluster, mesh, limit, cutoff=cutoff, large_gap=_CLOSE)
             if limit is None:
                 bound = math.inf if answer.status == "infeasible" else answer.lower_bound
             if not answer.specs or self.offer(mesh, answer.specs):

@@ -18,7 +18,6 @@ from alpa_lite.intraop.rest import prove_rest
 from alpa_lite.intraop.state import Search, is_small
 from alpa_lite.intraop.tie import Tie, tie, tied_core
 
-_LARGE_GAP = 1.5e-3  # good enough where a proof is out of reach
 FEW_NODES = 200  # of a core; copies are treated alike where there are more
 _ROUGH_GAP = 1e-2  # for answers without proof
 _FEW_COPIES = 0.75  # groups per node above which the tied problem takes as long as the untied one
@@ -85,7 +84,7 @@ def search_core(
     proven = search.gap <= search.tolerance(rel_gap)  # by the start from the tied problem
     if search.prices is None and not proven:  # with prices, the messages know them already
         _sweep(search, messages, rel_gap, small=small, most=160 if small else 40, beams=proof)
-    wanted = search.tolerance(rel_gap if small else _LARGE_GAP)
+    wanted = search.tolerance(rel_gap if small else search.large_gap)
     if core.memory is not None and search.gap > wanted and not search.too_dear:
         _price_memory(search, messages, _PRICE_STEPS if tied.is_trivial else _UNTIED_PRICE_STEPS)
     if search.gap > search.tolerance(rel_gap) and ((small and proof) or search.picks is None):
@@ -207,7 +206,7 @@ def _sweep(
     search: Search, messages: Messages, rel_gap: float, *, small: bool, most: int = 160, beams: bool = True
 ) -> None:
     """Sweeps until the gap is closed or further sweeps do not pay; ``beams``: with searches along the frontier."""
-    wanted, every = (rel_gap, 5) if small else (_LARGE_GAP, 4)
+    wanted, every = (rel_gap, 5) if small else (search.large_gap, 4)
     before = -math.inf
     waits = hastened = beams and small and search.core.memory is None and search.picks is None and _is_thin(search.core)
     for count in range(1, most + 1):

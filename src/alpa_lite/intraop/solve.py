@@ -38,7 +38,7 @@ from alpa_lite.intraop.problem import (
     greedy_choice,
 )
 from alpa_lite.intraop.search import FEW_NODES, is_wide, search_core
-from alpa_lite.intraop.state import Search, is_small, tolerance_of
+from alpa_lite.intraop.state import LARGE_GAP, Search, is_small, tolerance_of
 from alpa_lite.plan.records import SearchStep
 
 _GREEDY_NODES = 20_000  # up to which the greedy choice is made
@@ -57,6 +57,7 @@ def solve(
     proof: bool = True,
     shape: KnownShape | None = None,
     reduced: CostGraph | None = None,
+    large_gap: float = LARGE_GAP,
 ) -> Solution:
     """Finds the cheapest choice within the memory limit.
 
@@ -72,6 +73,7 @@ def solve(
         proof: whether a gap that sweeps leave is closed; without, the answer may be "feasible" and some percent too dear.
         shape: what problems solved before have found that may be found again; it is changed.
         reduced: the graph of this problem, without memory, after ``reduce_nodes``; it is changed.
+        large_gap: gap at which sweeps over a core end that is too large for a proof.
 
     Returns:
         The answer with its bound; ``status`` is "optimal", "feasible", "infeasible" or "no-solution".
@@ -96,7 +98,7 @@ def solve(
         if progress is not None:
             progress(f"core of {core.num_nodes} nodes, {len(core.costs)} edges")
         search = Search.of(core, start + time_limit_s, math.inf if is_small(core) else cutoff, unit)
-        search.shape = shape
+        search.shape, search.large_gap = shape, large_gap
         search_core(search, problem, seed, rel_gap, proof=proof, wide=wide)
         floor = max(floor, search.bound)
         if search.proven_infeasible:

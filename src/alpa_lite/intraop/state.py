@@ -14,6 +14,7 @@ from alpa_lite.intraop.problem import Array
 from alpa_lite.intraop.repair import Neighbours, improve, neighbours
 from alpa_lite.plan.records import SearchStep
 
+LARGE_GAP = 1.5e-3  # good enough where a proof is out of reach
 _MILP_PAIRS = 600_000  # edge entries up to which the MILP is asked for a proof; HiGHS takes about 2 KB for each
 
 
@@ -32,6 +33,7 @@ class Search:
     tied: bool = False
     rows: int = 0
     cutoff: float = math.inf
+    large_gap: float = LARGE_GAP
     wish: list[int] | None = None  # a cheap choice that knows no limit
     prices: Prices | None = None
     rent: float = 0.0  # to be taken off the bound while the messages know the prices

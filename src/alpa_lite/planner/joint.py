@@ -25,6 +25,7 @@ from alpa_lite.intraop.decision_graph import DecisionGraph
 from alpa_lite.intraop.problem import IntraOpProblem, check_problem
 from alpa_lite.intraop.repeated import Repeated, RepeatedEdges, repeated, repeated_edges
 from alpa_lite.intraop.repeats import node_classes
+from alpa_lite.intraop.state import LARGE_GAP
 from alpa_lite.planner.one_mesh import MeshTask, pose, solve_in_units
 
 
@@ -53,6 +54,7 @@ def solve_jointly(
     limit: int | None = None,
     *,
     cutoff: float = math.inf,
+    large_gap: float = LARGE_GAP,
 ) -> JointAnswer:
     """The cheapest layout of the shared leaves.
 
@@ -63,13 +65,14 @@ def solve_jointly(
         cluster, mesh: the devices, and their logical grid.
         limit: bytes per device that each graph may use by the solver's own count; None = without memory.
         cutoff: the search on a large problem may end once no layout is known to cost less.
+        large_gap: as for ``intraop.solve.solve``.
     """
     posed = [pose(task, cluster, mesh) for task in tasks]
     graphs = [pricer.graph for _, pricer, _ in posed]
     ports = [[graph.inputs[i] for i in own] for graph, own in zip(graphs, leaves, strict=True)]
     problem = joint_problem([within(limit) for _, _, within in posed], weights, graphs, ports)
     check_problem(problem)
-    solution = solve_in_units(problem, posed[0][0], tasks[0].options, cutoff)
+    solution = solve_in_units(problem, posed[0][0], tasks[0].options, cutoff, large_gap=large_gap)
     if not len(solution.choice):
         return JointAnswer(status=solution.status)
     specs = [specs_of(graphs[0], port)[solution.choice[port]] for port in ports[0]]
@@ -109,11 +112,11 @@ def joint_problem(
     ]
     limits = [p.usage_limit for p in problems if p.usage_limit is not None]
     joined = IntraOpProblem(
-        node_costs=_joined(nodes),
+        node_costs=side_by_side(nodes),
         edges=RepeatedEdges(
             np.concatenate([e.u for e in edges]),
             np.concatenate([e.v for e in edges]),
-            _joined([e.costs for e in edges]),
+            side_by_side([e.costs for e in edges]),
         ),
         usages=tuple(usages),
         usage_limit=min(limits, default=None),
@@ -133,10 +136,20 @@ def _times(weight: float) -> Callable[[np.ndarray], np.ndarray]:
     return lambda costs: costs * weight
 
 
-def _joined(parts: Sequence[Repeated]) -> Repeated:
-    first = np.cumsum([0, *(len(p.different) for p in parts)]).tolist()
-    numbers = np.concatenate([p.numbers + n for p, n in zip(parts, first, strict=False)])
-    return Repeated(numbers.astype(np.int64), [array for p in parts for array in p.different])
+def side_by_side(parts: Sequence[Repeated]) -> Repeated:
+    """One after the other. Equal arrays become one, so that layers whose prices are equal count as copies of one another."""
+    known: dict[tuple[tuple[int, ...], str, bytes], int] = {}
+    different: list[np.ndarray] = []
+    numbers = []
+    for part in parts:
+        renumbered = []
+        for array in part.different:
+            number = known.setdefault((array.shape, array.dtype.str, array.tobytes()), len(known))
+            if number == len(different):
+                different.append(array)
+            renumbered.append(number)
+        numbers.append(np.array(renumbered, dtype=np.int64)[part.numbers])
+    return Repeated(np.concatenate(numbers), different)
 
 
 def _ties(graphs: Sequence[DecisionGraph], ports: Sequence[Sequence[int]], first: Sequence[int]) -> RepeatedEdges:

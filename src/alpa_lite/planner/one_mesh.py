@@ -33,6 +33,7 @@ from alpa_lite.intraop.problem import IntraOpProblem, Solution, check_problem, e
 from alpa_lite.intraop.repeated import repeated
 from alpa_lite.intraop.repeats import node_classes
 from alpa_lite.intraop.solve import greedy_step, solve
+from alpa_lite.intraop.state import LARGE_GAP
 from alpa_lite.plan.pins import PinnedDims, ResolvedPins, parse_dims
 from alpa_lite.plan.records import LeafRole, SearchStep
 from alpa_lite.planner.budget import MeshResult, within_budget
@@ -257,6 +258,7 @@ def solve_in_units(
     proof: bool = True,
     shape: KnownShape | None = None,
     reduced: CostGraph | None = None,
+    large_gap: float = LARGE_GAP,
 ) -> Solution:
     """Solve; where slices are free and prices whole, of equally dear choices the one with the fewest slices.
 
@@ -274,6 +276,7 @@ def solve_in_units(
         proof=proof,
         shape=shape,
         reduced=reduced,
+        large_gap=large_gap,
     )
     if scale == 1.0:
         return solution

@@ -74,7 +74,6 @@ class Programs:
         self._whole = NamedSharding(self._mesh, PartitionSpec())
         self._sample = jax.jit(sample, in_shardings=(None, self._whole), out_shardings=self._whole)
         self._runs: dict[str, Any] = {}
-        self._prompts = {bucket: np.zeros((1, bucket), np.int32) for bucket in buckets}
         self._numbers: dict[tuple[str, int, int], jax.Array] = {}
         self.compile_s: dict[str, float] = {}  # per program, its first call
 
@@ -117,10 +116,9 @@ class Programs:
         return self.decode_call(tokens)
 
     def padded(self, bucket: int, prompt: np.ndarray) -> np.ndarray:
-        """A prompt (1, bucket), in memory that the next one takes."""
-        made = self._prompts[bucket]
+        """A prompt (1, bucket), in memory of its own: it is read until the call's result is there."""
+        made = np.zeros((1, bucket), np.int32)
         made[0, : prompt.size] = prompt
-        made[0, prompt.size :] = 0
         return made
 
     def prefill_call(self, bucket: int, slot: int, length: int, x: Any, group: int = 0) -> jax.Array:
@@ -138,8 +136,8 @@ class Programs:
         return self._sample(logits, rows)
 
     def _put(self, x: Any, sharding: NamedSharding) -> Any:
-        """What comes from the host is left to the jitted call, which is faster than putting it there before; it may be read until
-        the call's result is there. All else is on the devices already."""
+        """What comes from the host is left to the jitted call, which is faster than putting it there before. All else is on the
+        devices already."""
         if not isinstance(x, np.ndarray):
             return jax.device_put(x, sharding)
         return x if sharding.is_fully_addressable else from_host(x, sharding)

@@ -139,7 +139,7 @@ class TestRay:
     ) -> None:
         from alpa_lite.executor.ray.group import WorkerGroup
 
-        load, started = WorkerGroup._load, []
+        start, started = WorkerGroup._start, []
 
         def struck(group: Any) -> None:
             started.append(group)
@@ -147,9 +147,9 @@ class TestRay:
                 import ray
 
                 ray.kill(group.actors[0])
-            load(group)
+            start(group)
 
-        monkeypatch.setattr(WorkerGroup, "_load", struck)
+        monkeypatch.setattr(WorkerGroup, "_start", struck)
         kept = al.Checkpoint(tmp_path, every=3)
         on_step = losing(remote, {4: kill}, [])
         done = al.fit(remote, init=state, data=batch, num_steps=NUM_STEPS, checkpoint=kept, on_step=on_step)

@@ -69,7 +69,6 @@ def test_the_target_of_the_examples_is_found() -> None:
 
 
 def test_an_engine_that_is_killed_under_load(port: int, expected: list[list[int]]) -> None:
-    """Requests get the right tokens or 503, and within 20 s they get tokens again."""
     kill_under_load(port, "ray::EngineActor", expected)
 
 

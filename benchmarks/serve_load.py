@@ -1,5 +1,5 @@
-"""A server under load by Locust for 60 s (``--seconds N``): some 27 requests per second of users that read, stream, read slowly,
-leave, come 120 at once, and make mistakes (``serve_load_users.py``). ``--steady``: 21 per second, without those who come at once.
+"""A server under load by Locust for 60 s (``--seconds N``): some 30 requests per second of users that read, stream, read slowly,
+leave, come 120 at once, and make mistakes (``serve_load_users.py``). ``--steady``: 24 per second, without those who come at once.
 
 Every answer is checked against an engine in this process, every mistake against its status. Memory and open files of the engine
 and of the process for HTTP are sampled every 2 s at least; the slopes are least squares over what follows the first third.
@@ -31,7 +31,7 @@ SIZES: dict[str, Any] = {"slots": 16, "max_length": 128, "buckets": (8, 32, 96)}
 TOKEN, BODY_BYTES = "secret", 4096
 NUM_PROMPTS = 32
 USERS = Path(__file__).with_name("serve_load_users.py")
-NUM_USERS, STEADY = 23, ("Reader", "Streamer", "SlowReader", "Leaver", "Mistaken")
+NUM_USERS, STEADY = 26, ("Reader", "Streamer", "SlowReader", "Leaver", "Mistaken")
 PROCESSES = {"engine": "ray::EngineActor", "HTTP": "ray::ServeReplica", "proxy": "ray::ProxyActor"}
 
 

@@ -76,7 +76,7 @@ class _User(HttpUser):
 
 
 class Reader(_User):
-    fixed_count = 12
+    fixed_count = 15
     wait_time = constant_throughput(1)
 
     @task

@@ -255,3 +255,18 @@ def test_a_cluster_to_plan_for() -> None:
     assert str(al.Cluster.from_ray(4)) == "1x4:cpu"
     with pytest.raises(ClusterError, match="devices_per_host=9 was asked of a Ray cluster whose hosts have 8 at most"):
         al.Cluster.from_ray(9)
+
+
+def test_who_starts_under_a_name_takes_away_what_is_there_under_it() -> None:
+    """As an earlier process would have left it: Ray keeps the placement groups of an actor that died."""
+    from ray.util.placement_group import placement_group_table
+
+    earlier, later = (steps(executor=RayExecutor(name="trainer", heartbeat_s=0.5))[1] for _ in range(2))
+    with earlier, later:
+        run(earlier, *pipeline_steps.arguments(), 1)
+        run(later, *pipeline_steps.arguments(), 1)
+        named = [g["state"] for g in placement_group_table().values() if g["name"].startswith("trainer/")]
+        assert sorted(named) == ["CREATED", "REMOVED"]
+        with pytest.raises(al.WorkerLost):
+            run(earlier, *pipeline_steps.arguments(), 1)
+        run(later, *pipeline_steps.arguments(), 1)

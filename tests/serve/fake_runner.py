@@ -27,7 +27,9 @@ def answer(prompt: Sequence[int], count: int) -> list[int]:
 
 
 class FakeRunner:
-    """``fail_at``: the number of a call that raises; ``delay_s``: of each call."""
+    """``fail_at``: the number of a call or check that raises; ``delay_s``: of each call."""
+
+    check_s: float | None = None
 
     def __init__(self, slots: int = 3, buckets: tuple[int, ...] = (4, 16), *, fail_at: int = -1, delay_s: float = 0.0):
         self.slots, self.buckets, self.fail_at, self.delay_s = slots, buckets, fail_at, delay_s
@@ -65,6 +67,9 @@ class FakeRunner:
             held.append(next_token([*held[:-1], int(tokens[slot])]))
             found.append(held[-1])
         return found
+
+    def check(self) -> None:
+        self._called()
 
     def reset(self) -> None:
         self.tokens = [None] * self.slots

@@ -65,5 +65,10 @@ def test_answers_come_from_the_checkpoint_on_two_hosts(port: int, expected: list
         assert (status, json.loads(raw)["tokens"]) == (200, tokens)
 
 
-def test_an_actor_that_is_killed_under_load(port: int, expected: list[list[int]]) -> None:
-    kill_under_load(port, "ray::WorkerActor", expected)
+@pytest.mark.parametrize("title", ["ray::WorkerActor", "ray::EngineActor"])
+def test_an_actor_that_is_killed_under_load(port: int, expected: list[list[int]], title: str) -> None:
+    kill_under_load(port, title, expected)
+    from ray.util.placement_group import placement_group_table
+
+    groups = placement_group_table().values()  # what the killed process held was given back
+    assert [g["state"] for g in groups if g["name"].startswith("alpa_lite/")].count("CREATED") == 1

@@ -75,6 +75,7 @@ def test_the_parameters_lie_once_over_all_hosts(engine: al.serve.Engine, layout:
 
 def test_an_actor_that_is_killed_under_load(engine: al.serve.Engine, expected: list[list[int]]) -> None:
     """What runs ends with an error that is a 503, what waits is served by new actors, and no answer is wrong."""
+    earlier = engine.programs.places
     requests = [engine.submit(prompt, max_tokens=10) for prompt in prompts() * 2]
     next(iter(requests[0]))
     os.kill(engine.programs.places[1][1], signal.SIGKILL)
@@ -85,9 +86,37 @@ def test_an_actor_that_is_killed_under_load(engine: al.serve.Engine, expected: l
         except EngineLost as error:
             lost += 1
             assert status_of(error) == 503 and "Send the request again" in str(error)
-    assert lost <= SIZES["slots"]
+    assert 1 <= lost <= SIZES["slots"]
+    assert set(earlier).isdisjoint(engine.programs.places)
     assert engine.generate(prompts(), max_tokens=10) == expected
     assert not engine.closed
+
+
+@pytest.mark.slow
+def test_an_actor_that_is_killed_while_nobody_asks(
+    engine: al.serve.Engine, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No request need find out; one of the new actors dies while it starts."""
+    from alpa_lite.serve import hosts
+
+    starts: list[hosts.ServingGroup] = []
+
+    class Dying(hosts.ServingGroup):
+        def _give(self) -> None:
+            starts.append(self)
+            if len(starts) == 1:
+                os.kill(self.places[0][1], signal.SIGKILL)
+            super()._give()
+
+    monkeypatch.setattr(hosts, "ServingGroup", Dying)
+    earlier = {pid for _, pid in engine.programs.places}
+    os.kill(min(earlier), signal.SIGKILL)
+    ended_s = time.monotonic() + BACK_S
+    while len(starts) < 2 or not starts[1].started:
+        assert time.monotonic() < ended_s
+        time.sleep(0.1)
+    assert engine.generate(prompts(), max_tokens=10) == expected
+    assert earlier.isdisjoint(pid for _, pid in engine.programs.places)
 
 
 def test_actors_end_with_the_engine(ray_session: None, layout: Any) -> None:

@@ -165,6 +165,41 @@ def test_a_cancelled_request_leaves_the_queue_at_once_and_its_slot_with_the_next
     assert second.result() == () and second.finish_reason == "cancelled"
 
 
+def test_a_deadline_ends_a_request_while_the_model_is_busy() -> None:
+    """For readers of all kinds; the step goes on."""
+
+    async def read(request: Request) -> list[int]:
+        return [token async for token in request]
+
+    ways = (Request.result, list, lambda request: asyncio.run(read(request)))
+    with running(scheduler_of(FakeRunner(delay_s=1.0))) as scheduler:
+        for way in ways:
+            request = request_of(1, timeout_s=0.05)
+            scheduler.submit(request)
+            start_s = time.monotonic()
+            with pytest.raises(DeadlineExceeded, match="0 of 3 tokens"):
+                way(request)
+            assert time.monotonic() - start_s < 0.8
+        whole = request_of(7)
+        scheduler.submit(whole)
+        with pytest.raises(TimeoutError, match=r"within 0\.05 s"):
+            whole.result(0.05)
+        assert list(whole.result(20)) == answer([7], 3)
+
+
+def test_what_runs_the_model_is_checked_while_nobody_asks() -> None:
+    runner = FakeRunner(fail_at=3)
+    runner.check_s = 0.01
+    with running(scheduler_of(runner)) as scheduler:
+        ended_s = time.monotonic() + 10
+        while runner.calls < 6:  # also after the one that failed
+            assert time.monotonic() < ended_s
+            time.sleep(0.01)
+        request = request_of(1, 2)
+        scheduler.submit(request)
+        assert list(request.result(10)) == answer([1, 2], 3)
+
+
 def test_deadlines_end_requests_in_the_queue_and_in_a_slot() -> None:
     scheduler = scheduler_of(FakeRunner(1))
     running_one, waiting = request_of(1, count=9, timeout_s=60.0), request_of(2, count=9, timeout_s=0.001)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from alpa_lite.api.shared_layout import SharedLayout
 from alpa_lite.cluster.cluster import Cluster
 from alpa_lite.errors import AlpaLiteError, EngineClosed, ServeError
+from alpa_lite.executor.ray.settings import RayExecutor
 from alpa_lite.serve.model_graphs import DECODE
 from alpa_lite.serve.stored import StoredParams, shapes_of
 
@@ -123,7 +124,9 @@ class EngineActor:
             target.model,
             params,
             layout,
-            executor="ray" if hosted else "local",
+            executor=RayExecutor(name=APPLICATION)
+            if hosted
+            else "local",  # an engine that died left its actors' room taken
             cluster=cluster if hosted else None,
             slots=settings.slots,
             max_length=settings.max_length,

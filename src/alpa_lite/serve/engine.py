@@ -249,7 +249,7 @@ class Engine:
 
     @property
     def params(self) -> Any:
-        """On the devices."""
+        """On the devices; of stages one tree each; only shapes where actors hold them."""
         return self.programs.params
 
     @property

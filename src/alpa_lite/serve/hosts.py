@@ -6,7 +6,8 @@ first one says which tokens came. When one is lost, all are ended: what was in a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,6 +30,8 @@ from alpa_lite.serve.model_graphs import DECODE, Graph, Model, graphs
 from alpa_lite.serve.programs import Programs, check_plans
 from alpa_lite.serve.sampling import Rows
 from alpa_lite.serve.stored import StoredParams, shapes_of
+
+_STARTS = 3  # of new actors, before the engine ends
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +96,8 @@ class ServingGroup(ActorGroup):
 class Hosts:
     """A ``Runner`` (see ``scheduler``) over actors; its methods are called by one thread at a time.
 
+    Where no request comes for 5 s, actors are asked whether they live.
+
     Args:
         model: see ``model_graphs.Model``; it is pickled, as the actors are given it.
         params: arrays, a function that makes them, or ``StoredParams``, of which each host reads what its devices hold.
@@ -104,6 +109,8 @@ class Hosts:
         ServeError: the plans are not for these graphs.
         ClusterError: the Ray cluster has no room.
     """
+
+    check_s = 5.0
 
     def __init__(
         self,
@@ -145,8 +152,20 @@ class Hosts:
                 return self._ask("reset")
             except EngineLost:
                 pass
+        for _ in range(_STARTS - 1):
+            with contextlib.suppress(EngineLost, WorkerLost):  # what took an actor may take one that starts, too
+                return self._start_again()
+        return self._start_again()
+
+    def _start_again(self) -> None:
         self._group = self._started()
-        return self._ask("warm_up")
+        self._ask("warm_up")
+
+    def check(self) -> None:
+        """Finds actors that died when nothing was asked of them, so that no request need find them."""
+        if not self._group.lost and (dead := self._group.dead()):
+            self._group.kill(f"{dead[0]} died")
+        self._lost_is_told(self._group.check)
 
     def warm_up(self) -> None:
         """Compiles every program by running it; nobody may be in a slot."""
@@ -169,8 +188,11 @@ class Hosts:
         return ServingGroup(self.plans[DECODE], self._charge, self._settings)
 
     def _ask(self, method: str, *args: Any) -> Any:
+        return self._lost_is_told(lambda: self._group.each("run", lambda site: (method, *args))[0])
+
+    def _lost_is_told(self, ask: Callable[[], Any]) -> Any:
         try:
-            return self._group.each("run", lambda site: (method, *args))[0]
+            return ask()
         except WorkerLost as error:
             raise EngineLost(
                 f"an actor of the engine was lost, and with it what was in the slots: {str(error).split('. ')[0]}. New ones are "

@@ -50,6 +50,8 @@ class Pipeline:
         ServeError: it cannot be cut so.
     """
 
+    check_s = None
+
     def __init__(
         self,
         model: StagedModel,
@@ -93,6 +95,9 @@ class Pipeline:
             for group, logits in enumerate(self._decoded(tokens))
         ]
         return np.concatenate(jax.device_get(found)).tolist()
+
+    def check(self) -> None:
+        """Nothing can be lost but the whole process."""
 
     def reset(self) -> None:
         """Nothing is in any slot."""

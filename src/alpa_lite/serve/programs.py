@@ -44,6 +44,8 @@ class Programs:
         ServeError: the plans are not for these graphs.
     """
 
+    check_s = None
+
     def __init__(
         self,
         model: Model,
@@ -94,6 +96,9 @@ class Programs:
     def decode(self, tokens: np.ndarray, rows: Rows) -> Sequence[int]:
         """The token after ``tokens`` (slots,), for all slots."""
         return jax.device_get(self.sampled(self.decode_logits(tokens), rows)).tolist()
+
+    def check(self) -> None:
+        """Nothing can be lost but the whole process."""
 
     def reset(self) -> None:
         """New caches: the old ones may be gone with the call that failed."""

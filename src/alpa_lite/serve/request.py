@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -76,16 +77,14 @@ class Request:
             DeadlineExceeded: its own deadline passed.
             ServeError: the engine was closed, or failed.
         """
-        with self._changed:
-            if not self._changed.wait_for(lambda: self.done, timeout_s):
-                raise TimeoutError(f"the request was not finished within {timeout_s} s")
+        if not self._wait(lambda: self.done, timeout_s):
+            raise TimeoutError(f"the request was not finished within {timeout_s} s")
         self._check()
         return self.tokens
 
     def __iter__(self) -> Iterator[int]:
         for index in range(self.max_tokens):
-            with self._changed:
-                self._changed.wait_for(lambda index=index: self.done or len(self._tokens) > index)
+            self._wait(lambda index=index: self.done or len(self._tokens) > index)
             if index >= len(self._tokens):
                 break
             yield self._tokens[index]
@@ -103,7 +102,10 @@ class Request:
         try:
             for index in range(self.max_tokens):
                 while not self.done and len(self._tokens) <= index:
-                    await woken.wait()
+                    try:
+                        await asyncio.wait_for(woken.wait(), self._left_s())
+                    except TimeoutError:
+                        self._expire()
                     woken.clear()
                 if index >= len(self._tokens):
                     break
@@ -122,6 +124,21 @@ class Request:
     def __repr__(self) -> str:
         state = self._reason or "running"
         return f"<Request of {self.prompt.size} tokens: {len(self._tokens)} of {self.max_tokens} came, {state}>"
+
+    def _wait(self, ready: Callable[[], bool], timeout_s: float | None = None) -> bool:
+        """Until ``ready``. At its deadline the request ends here, whatever the engine is busy with."""
+        left_s = self._left_s()
+        limit_s = min((s for s in (left_s, timeout_s) if s is not None), default=None)
+        with self._changed:
+            if self._changed.wait_for(ready, limit_s):
+                return True
+        if limit_s == left_s:
+            self._expire()
+        return ready()
+
+    def _left_s(self) -> float | None:
+        """Until its deadline; None: there is none."""
+        return None if math.isinf(self.deadline_s) else max(0.0, self.deadline_s - time.monotonic())
 
     def _check(self) -> None:
         if self._error is not None:

@@ -32,6 +32,15 @@ class Runner(Protocol):
     slots: int
     buckets: tuple[int, ...]
 
+    @property
+    def check_s(self) -> float | None:
+        """Seconds without a request after which ``check`` is called; None = never."""
+        ...
+
+    def check(self) -> None:
+        """Sees that the model can run, and mends what it can; nobody is in a slot."""
+        ...
+
     def prefill(self, bucket: int, slot: int, prompt: np.ndarray, rows: Rows) -> int:
         """Puts a prompt, padded to a bucket, into a slot; ``rows`` has its one row. Returns the token after it."""
         ...
@@ -127,6 +136,9 @@ class Scheduler:
         with self._changed:
             return not self._queue and not self._running
 
+    def _has_work(self) -> bool:
+        return bool(self._queue or self._running or self._calls or self._shut())
+
     def _has_room(self) -> bool:
         return len(self._queue) < self._queue_limit
 
@@ -158,7 +170,8 @@ class Scheduler:
     def wait(self) -> bool:
         """Until there is something to do. False: it has ended."""
         with self._changed:
-            self._changed.wait_for(lambda: self._queue or self._running or self._calls or self._shut())
+            while not self._changed.wait_for(self._has_work, self._runner.check_s):
+                self._calls.append((Future(), self._runner.check))
             return self._closed is None and not (self._draining and not self._queue and not self._running)
 
     def step(self) -> None:

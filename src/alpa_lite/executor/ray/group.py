@@ -8,13 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import msgspec
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    get_placement_group,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from alpa_lite.errors import AlpaLiteError, CheckpointError, ClusterError, WorkerLost, user_line
@@ -58,6 +65,7 @@ class ActorGroup:
         needed = bundles(self.sites, platform)
         self.local = connect(settings.address, int(sum(b["CPU"] for b in needed)))
         check_room(needed)
+        _remove_left(self.settings.name)
         try:
             self._place(needed)
             self._start()
@@ -68,7 +76,8 @@ class ActorGroup:
 
     def _place(self, needed: Sequence[dict[str, float]]) -> None:
         spread = len(alive_nodes()) >= len(needed) > 1
-        self.group = placement_group(list(needed), strategy="STRICT_SPREAD" if spread else "PACK")
+        name = f"{self.settings.name}/{uuid.uuid4()}" if self.settings.name else ""
+        self.group = placement_group(list(needed), strategy="STRICT_SPREAD" if spread else "PACK", name=name)
         if not self.group.wait(self.settings.start_timeout_s):
             raise ClusterError(
                 f"the Ray cluster did not give {len(needed)} hosts to this step within {self.settings.start_timeout_s:g} s: it "
@@ -302,6 +311,14 @@ class _Watch:
                 f"{describe(s)}: {last[2]}" for s, last in zip(group.sites, self.last, strict=True) if last
             )
             group._lose(f"no worker has gone on for {idle:.0f} s ({doing})")
+
+
+def _remove_left(name: str) -> None:
+    """Takes away what an earlier process of that name left: Ray keeps an actor's placement groups until its job ends."""
+    for entry in placement_group_table().values() if name else ():
+        if entry["name"].startswith(f"{name}/") and entry["state"] != "REMOVED":
+            with contextlib.suppress(ValueError):  # it is gone meanwhile
+                remove_placement_group(get_placement_group(entry["name"]))
 
 
 def describe(site: Site) -> str:

@@ -27,6 +27,8 @@ class RayExecutor:
         transport: of what one stage sends another: "pull", JAX's transfer server, between processes that know nothing of each
             other; or "device_put", JAX's own copies within one job of all workers, which use the links between GPUs. The latter
             is not proven on GPUs yet, and a worker that dies takes the others' processes with it.
+        name: of what it holds of the cluster. Whoever starts under the same name takes away what is there under it: a driver that
+            is an actor of Ray may die, and what it held stays until its job ends. Two that run at once need two names. "" = none.
         compile_cache: folder for compiled programs on every host; None = ``~/.cache/alpa_lite/compiled``, "" = no cache.
     """
 
@@ -37,6 +39,7 @@ class RayExecutor:
     start_timeout_s: float = 120.0
     env_vars: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     transport: Literal["pull", "device_put"] = "pull"
+    name: str = ""
     compile_cache: str | None = None
 
     def __post_init__(self) -> None:
@@ -51,6 +54,11 @@ class RayExecutor:
             raise AlpaLiteError(
                 f"transport={self.transport!r} was given. It must be 'pull' or 'device_put'. It stands in RayExecutor(...); "
                 "leave it out for 'pull'."
+            )
+        if not isinstance(self.name, str):
+            raise AlpaLiteError(
+                f"name={self.name!r} was given. It must be a text. It stands in RayExecutor(...); give, e.g., 'trainer', or "
+                "leave it out."
             )
         if self.hang_timeout_s < self.heartbeat_s:
             raise AlpaLiteError(

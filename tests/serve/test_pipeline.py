@@ -11,7 +11,7 @@ import pytest
 
 import alpa_lite as al
 from alpa_lite.errors import ServeError
-from alpa_lite.serve.pipeline import Pipeline
+from alpa_lite.serve.pipeline import Pipeline, cut_by_model
 from examples.serving_models import GPT, MODELS
 from tests.compiling import QUICK_COMPILE
 
@@ -29,7 +29,7 @@ def model_and_params(name: str = "gpt") -> tuple[Any, Any]:
 def test_two_stages_give_the_logits_of_the_unsharded_model_on_their_own_devices(name: str) -> None:
     model, params = model_and_params(name)
     expected = jax.jit(model.logits, compiler_options=QUICK_COMPILE)
-    pipeline = Pipeline(model, params, num_stages=2, num_groups=2, **SIZES)
+    pipeline = cut_by_model(model, params, num_stages=2, num_groups=2, **SIZES)
     text = np.random.default_rng(0).integers(0, 256, (SIZES["slots"], 32)).astype(np.int32)
     wanted = np.asarray(expected(params, text))
     lengths = np.array([3, 24, 8, 1])
@@ -89,7 +89,7 @@ def test_what_cannot_be_cut_is_refused() -> None:
     with pytest.raises(ServeError, match=r"num_stages=2 was given, and object has no split.*StagedModel"):
         al.serve.Engine(object(), params, num_stages=2, **SIZES)
     with pytest.raises(ServeError, match=r"4 slots were given in num_groups=3"):
-        Pipeline(model, params, num_stages=2, num_groups=3, **SIZES)
+        cut_by_model(model, params, num_stages=2, num_groups=3, **SIZES)
 
     class Wrong(GPT):
         def split(self, num_stages: int) -> list:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
 
 from alpa_lite.api.bound import JIT_SETTINGS, Parallelized, Trees, staged_for, traced_for, verified
 from alpa_lite.api.checkpoint import argument_tree, check_saved, checked_step, checkpoint_folder
@@ -18,18 +17,17 @@ from alpa_lite.api.request import Request
 from alpa_lite.cluster.cluster import Cluster as ClusterData
 from alpa_lite.errors import AlpaLiteError, ArgumentsError, user_line
 from alpa_lite.executor.calibrate import local_cluster
-from alpa_lite.executor.local import CompiledStep, RunnableStep, SignatureChanged, local_mesh, runnable
+from alpa_lite.executor.local import CompiledStep, RunnableStep, SignatureChanged, local_mesh, runnable, stage_meshes
 from alpa_lite.executor.pipeline import CompiledPipeline, RunnablePipeline, runnable_pipeline
-from alpa_lite.executor.processes import JobStep, check_job, replicated
+from alpa_lite.executor.places import creator, places_of
+from alpa_lite.executor.processes import JobStep, check_job
 from alpa_lite.executor.save_restore import Saving, restored
-from alpa_lite.executor.state_rows import leaf_rows, rows_of, whole_leaves, whole_types
+from alpa_lite.executor.state_rows import whole_types
 from alpa_lite.executor.verify_plan import VerifyReport
 from alpa_lite.executor.verify_stages import StagesReport
-from alpa_lite.lowering.lower import partition_spec
 from alpa_lite.plan.checkpoint import CheckpointManifest
 from alpa_lite.plan.checkpoint_folder import CheckpointFolder
 from alpa_lite.plan.plan import Plan
-from alpa_lite.plan.records import Leaf
 from alpa_lite.planner.options import PlanOptions
 from alpa_lite.trace.program import Traced
 
@@ -132,7 +130,7 @@ class ParallelStep(Parallelized):
         if self._ray is None:
             if jax.process_count() > 1:
                 check_job(planned, self.__name__)
-            return jax.tree_util.tree_unflatten(tree, _created(init_fn, init_args, planned, chosen))
+            return creator(init_fn, places_of(chosen, stage_meshes(planned)))(*init_args)
         from alpa_lite.executor.ray.create import created
 
         return jax.tree_util.tree_unflatten(tree, created(self._remote(), init_fn, init_args, chosen))
@@ -347,25 +345,6 @@ class ParallelStep(Parallelized):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _created(init_fn: Callable[..., Any], init_args: tuple[Any, ...], plan: Plan, leaves: list[Leaf]) -> list[Any]:
-    """Leaves of ``init_fn``'s result, each (or its rows) computed on the devices of its stage alone."""
-    of_leaf = leaf_rows(leaves)
-    made: dict[int, Any] = {}
-    for number in sorted({leaf.stage for leaf in leaves}):
-        stage = plan.stages[number]
-        mesh = local_mesh(stage.mesh, jax.devices()[stage.first_device :])
-        own = [i for i, leaf in enumerate(leaves) if leaf.stage == number]
-        shardings = [NamedSharding(mesh, partition_spec(leaves[i].spec)) for i in own]
-
-        def part(*args: Any, own: list[int] = own) -> list[Any]:
-            found = jax.tree_util.tree_leaves(init_fn(*args))
-            return [rows_of(found[of_leaf[i][0]], of_leaf[i][1]) for i in own]
-
-        given = replicated(init_args, mesh) if jax.process_count() > 1 else init_args
-        made.update(zip(own, jax.jit(part, out_shardings=shardings)(*given), strict=True))
-    return whole_leaves(of_leaf, made)
 
 
 def _runnable(traced: Traced, plan: Plan, donate: tuple[int, ...], name: str) -> RunnableStep | RunnablePipeline:

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, PartitionSpec
 from alpa_lite.costs.tiles import Box
 from alpa_lite.errors import ClusterError
 from alpa_lite.executor.calls import Call, parse_calls
-from alpa_lite.executor.local import local_mesh
+from alpa_lite.executor.local import stage_meshes
 from alpa_lite.executor.replay import Replay, exported_function
 from alpa_lite.lowering.lower import partition_spec
 from alpa_lite.lowering.transfer import Transfers
@@ -86,7 +86,7 @@ class ExportedStages:
                 f"device per rank. Give as many; on virtual CPU devices after "
                 f"jax.config.update('jax_num_cpu_devices', {self.manifest.num_ranks})."
             )
-        return [local_mesh(stage.mesh, devices[stage.first_device :]) for stage in self.plan.stages]
+        return stage_meshes(self.plan, devices)
 
     def step(self, devices: Sequence[Any] | None = None) -> Callable[..., tuple[Any, ...]]:
         """The pipeline on devices of this process: a function of the argument leaves (``plan.input_paths``), which returns

@@ -51,6 +51,16 @@ def local_mesh(mesh: DeviceMesh, devices: Sequence[Any] | None = None) -> Mesh:
     return Mesh(np.array(devices[: mesh.num_devices]).reshape(mesh.shape), mesh.axis_names)
 
 
+def stage_meshes(plan: Plan, devices: Sequence[Any] | None = None) -> list[Mesh]:
+    """The devices of each stage, of these or of this process; one mesh where there are no stages.
+
+    Raises:
+        ClusterError: there are fewer devices than the plan has.
+    """
+    devices = jax.devices() if devices is None else devices
+    return [local_mesh(stage.mesh, devices[stage.first_device :]) for stage in plan.stages]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class RunnableStep:
     """A planned step over positional dynamic arguments (keyword arguments follow, sorted by name).

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from alpa_lite.core.collective import Collective
 from alpa_lite.executor.driver import Driver, StepState
-from alpa_lite.executor.local import SignatureChanged, leaf_type, local_mesh
+from alpa_lite.executor.local import SignatureChanged, leaf_type, stage_meshes
 from alpa_lite.executor.loop_io import StageLoop, loop_step
 from alpa_lite.executor.measure import Recorder
 from alpa_lite.executor.stage_memory import StageMemory, program_bytes, stage_memory
@@ -232,8 +232,7 @@ def runnable_pipeline(traced: Traced, staged: StagedStep, plan: Plan, devices: S
         ClusterError: there are fewer devices than the plan has.
     """
     assert plan.pipeline is not None
-    meshes = [local_mesh(stage.mesh, devices[stage.first_device :]) for stage in plan.stages]
-    step = pipelined_step(staged, plan, lowered_stages(staged, plan), meshes)
+    step = pipelined_step(staged, plan, lowered_stages(staged, plan), stage_meshes(plan, devices))
     assert traced.parts is not None
     return RunnablePipeline(plan, step, traced.parts, traced.out_tree)
 

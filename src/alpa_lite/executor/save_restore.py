@@ -21,7 +21,7 @@ from alpa_lite._jax_compat import JobStore
 from alpa_lite.errors import CheckpointError
 from alpa_lite.executor.checkpoint_item import ItemWriter, in_thread, read_leaves
 from alpa_lite.executor.host_tiles import dtype_of
-from alpa_lite.executor.local import local_mesh
+from alpa_lite.executor.local import stage_meshes
 from alpa_lite.executor.processes import placed
 from alpa_lite.executor.staged_array import StagedArray
 from alpa_lite.executor.state_rows import leaf_rows, whole_leaves, whole_types
@@ -247,7 +247,6 @@ def restored(
     leaves = state_leaves(plan, argnum)
     check_state(manifest, path, whole_types(leaves))
     check_files(path, manifest)
-    devices = jax.devices()
-    meshes = [local_mesh(stage.mesh, devices[stage.first_device :]) for stage in plan.stages]
+    meshes = stage_meshes(plan)
     made = read_leaves(path, manifest, {x.path: wanted_struct(x, meshes[x.stage]) for x in leaves}, verified=True)
     return whole_leaves(leaf_rows(leaves), {i: made[leaf.path] for i, leaf in enumerate(leaves)}), manifest

@@ -20,7 +20,7 @@ from alpa_lite.plan.files import as_path
 from alpa_lite.plan.plan import Plan
 from alpa_lite.serve.layout import plan_graphs
 from alpa_lite.serve.model_graphs import Model, check_sizes, graphs
-from alpa_lite.serve.pipeline import Pipeline
+from alpa_lite.serve.pipeline import Pipeline, cut_as_planned, cut_by_model
 from alpa_lite.serve.programs import Programs
 from alpa_lite.serve.request import Request
 from alpa_lite.serve.sampling import Sampling
@@ -51,7 +51,7 @@ class Engine:
         params: its parameters: arrays on the host or on devices; a function that makes them, on every host of theirs; or
             ``al.serve.StoredParams``: where they lie in a checkpoint.
         layout: of ``al.plan_shared``: plans of ``al.serve.graphs(model, params, ...)`` with the same sizes; None plans them for
-            the devices of this process.
+            the devices of this process. Plans with stages run on these; slots then go in groups of as many as were planned.
         slots: requests that are served at once.
         max_length: tokens of a request, prompt and answer together.
         buckets: sizes to which prompts are padded, the largest being the longest prompt; None = powers of four from 32 and
@@ -321,14 +321,28 @@ def _runner(
 ) -> Programs | Pipeline | Hosts:
     if settings is None and callable(params):
         params = params()
+    planned = 1 if layout is None or isinstance(layout, Sequence) else max(len(p.stages) for p in layout.plans.values())
+    if planned > 1:
+        if settings is not None or num_stages not in (1, planned):
+            raise ServeError(
+                f"a layout of {planned} stages was given with "
+                f"{f'num_stages={num_stages}' if settings is None else 'an executor'}. Its stages share out the devices of this "
+                f"process. At {user_line()}. Leave the other one out."
+            )
+        return cut_as_planned(model, params, layout.plans, **sizes)
     if num_stages > 1:
+        if layout is not None and not isinstance(layout, Sequence):
+            raise ServeError(
+                f"num_stages={num_stages} was given with a layout of one mesh. A model that is cut takes one layout per stage. "
+                f"At {user_line()}. Give a list of them, or plan with al.PlanOptions(num_stages={num_stages})."
+            )
         if settings is not None or cluster is not None:
             raise ServeError(
                 f"num_stages={num_stages} was given with {'an executor' if settings is not None else 'a cluster'}. Stages share "
                 f"out the devices of this process. At {user_line()}. Leave one of them out."
             )
         layouts = None if layout is None else [one.plans for one in layout]
-        return Pipeline(model, params, num_stages=num_stages, layouts=layouts, **sizes)
+        return cut_by_model(model, params, num_stages=num_stages, layouts=layouts, **sizes)
     made = graphs(model, shapes_of(params), **sizes)
     if settings is None:
         return Programs(model, params, made, plan_graphs(made, cluster) if layout is None else layout.plans, **sizes)

@@ -18,7 +18,7 @@ import ray
 
 from alpa_lite.api.bound import Trees
 from alpa_lite.cluster.cluster import Cluster
-from alpa_lite.errors import EngineLost, WorkerLost
+from alpa_lite.errors import EngineLost, ServeError, WorkerLost, user_line
 from alpa_lite.executor.ray.group import ActorGroup
 from alpa_lite.executor.ray.settings import RayExecutor
 from alpa_lite.executor.sites import sites_of
@@ -125,6 +125,11 @@ class Hosts:
         buckets: tuple[int, ...],
     ) -> None:
         check_plans(graphs, plans)
+        if len(plans[DECODE].stages) > 1:
+            raise ServeError(
+                f"the plans have {len(plans[DECODE].stages)} stages. On several hosts an engine runs plans of one mesh. At "
+                f"{user_line()}. Plan with PlanOptions(num_stages=1), or serve them on the devices of one process."
+            )
         self.slots, self.buckets, self.plans = slots, buckets, plans
         self.vocab_size = plans[DECODE].outputs[0].value.shape[-1]
         self.params = graphs[DECODE][1][0]

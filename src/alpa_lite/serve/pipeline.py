@@ -1,4 +1,4 @@
-"""A model in stages, each with its own layers on its own part of the devices.
+"""A model in stages, each with its own layers on its own part of the devices: cut by the model itself, or as it was planned.
 
 Slots are served in groups: while a stage works on one group, the stage before it works on the next one. All programs of a step
 are handed to the devices in that order without waiting, and each device starts one when what it reads is there; what is between
@@ -19,8 +19,8 @@ from alpa_lite.errors import ServeError, user_line
 from alpa_lite.executor.calibrate import local_cluster
 from alpa_lite.plan.plan import Plan
 from alpa_lite.serve.layout import plan_graphs
-from alpa_lite.serve.model_graphs import Model, graphs
-from alpa_lite.serve.programs import Programs, run_all
+from alpa_lite.serve.model_graphs import DECODE, Model, graphs
+from alpa_lite.serve.programs import Programs, check_caches, run_all
 from alpa_lite.serve.sampling import Rows
 from alpa_lite.serve.stored import StoredParams, shapes_of
 
@@ -41,46 +41,17 @@ class Pipeline:
     """A ``Runner`` (see ``scheduler``) over stages; its methods are called by one thread at a time.
 
     Args:
-        model, params: as for ``Engine``; the model has ``split``.
-        num_stages: into how many parts; the devices are shared out evenly.
-        num_groups: into how many groups the slots go; None = twice the stages, or as many as divide the slots.
-        layouts: plans of each stage's graphs; None plans them.
-
-    Raises:
-        ServeError: it cannot be cut so.
+        stages: in order; each has a cache per group of slots. Where plans have stages themselves, programs of all in one.
     """
 
     check_s = None
 
-    def __init__(
-        self,
-        model: StagedModel,
-        params: Any,
-        *,
-        num_stages: int,
-        slots: int,
-        max_length: int,
-        buckets: tuple[int, ...],
-        num_groups: int | None = None,
-        layouts: Sequence[Mapping[str, Plan]] | None = None,
-    ) -> None:
-        each = _devices_of_stage(num_stages)
-        groups = _num_groups(num_stages, slots) if num_groups is None else num_groups
-        if slots % groups:
-            raise ServeError(
-                f"{slots} slots were given in num_groups={groups}; groups are of one size. At {user_line()}. Change one of them."
-            )
-        sizes: dict[str, Any] = {"slots": slots // groups, "max_length": max_length, "buckets": buckets}
-        self.slots, self.buckets, self.num_groups, self.per_group = slots, buckets, groups, slots // groups
-        self.stages: list[Programs] = []
-        given = None
-        for number, (part, pick) in enumerate(_parts(model, num_stages)):
-            own = _picked(params, pick)
-            made = graphs(part, shapes_of(own), **sizes, given=given)
-            plans = layouts[number] if layouts is not None else plan_graphs(made, _cluster(each))
-            devices = jax.devices()[number * each : (number + 1) * each]
-            self.stages.append(Programs(part, own, made, plans, **sizes, num_groups=groups, devices=devices))
-            given = {name: jax.eval_shape(fn, *args)[0] for name, (fn, args) in made.items()}
+    def __init__(self, stages: Sequence[Programs]) -> None:
+        self.stages, first = stages, stages[0]
+        self.buckets, self.num_groups, self.per_group = first.buckets, len(first.caches), first.slots
+        self.slots = self.num_groups * self.per_group
+        for stage in stages:
+            check_caches(stage.plans, self.num_groups)
 
     def prefill(self, bucket: int, slot: int, prompt: np.ndarray, rows: Rows) -> int:
         """Puts a prompt into a slot; returns the token after it."""
@@ -149,6 +120,66 @@ class Pipeline:
         return {
             f"{k}/{name}": time_s for k, stage in enumerate(self.stages) for name, time_s in stage.compile_s.items()
         }
+
+
+def cut_by_model(
+    model: StagedModel,
+    params: Any,
+    *,
+    num_stages: int,
+    slots: int,
+    max_length: int,
+    buckets: tuple[int, ...],
+    num_groups: int | None = None,
+    layouts: Sequence[Mapping[str, Plan]] | None = None,
+) -> Pipeline:
+    """A model in the parts that it is split into.
+
+    Args:
+        model, params: as for ``Engine``; the model has ``split``.
+        num_stages: into how many parts; the devices are shared out evenly.
+        num_groups: into how many groups the slots go; None = twice the stages, or as many as divide the slots.
+        layouts: plans of each stage's graphs; None plans them.
+
+    Raises:
+        ServeError: it cannot be cut so.
+    """
+    each = _devices_of_stage(num_stages)
+    groups = _num_groups(num_stages, slots) if num_groups is None else num_groups
+    if slots % groups:
+        raise ServeError(
+            f"{slots} slots were given in num_groups={groups}; groups are of one size. At {user_line()}. Change one of them."
+        )
+    sizes: dict[str, Any] = {"slots": slots // groups, "max_length": max_length, "buckets": buckets}
+    stages: list[Programs] = []
+    given = None
+    for number, (part, pick) in enumerate(_parts(model, num_stages)):
+        own = _picked(params, pick)
+        made = graphs(part, shapes_of(own), **sizes, given=given)
+        plans = layouts[number] if layouts is not None else plan_graphs(made, _cluster(each))
+        devices = jax.devices()[number * each : (number + 1) * each]
+        stages.append(Programs(part, own, made, plans, **sizes, num_groups=groups, devices=devices))
+        given = {name: jax.eval_shape(fn, *args)[0] for name, (fn, args) in made.items()}
+    return Pipeline(stages)
+
+
+def cut_as_planned(
+    model: Model, params: Any, plans: Mapping[str, Plan], *, slots: int, max_length: int, buckets: tuple[int, ...]
+) -> Pipeline:
+    """A model whose plans have stages; slots in groups of as many as were planned.
+
+    Raises:
+        ServeError: the plans are not for this model and these sizes.
+    """
+    planned = plans[DECODE].inputs[-1].value.shape[0] if DECODE in plans else slots  # its tokens
+    if slots % planned:
+        raise ServeError(
+            f"slots={slots} was given, and the layout is for {planned}. With stages, slots are groups of so many. At "
+            f"{user_line()}. Give a multiple, or plan for other slots."
+        )
+    sizes: dict[str, Any] = {"slots": planned, "max_length": max_length, "buckets": buckets}
+    made = graphs(model, shapes_of(params), **sizes)
+    return Pipeline([Programs(model, params, made, plans, **sizes, num_groups=slots // planned)])
 
 
 def _devices_of_stage(num_stages: int) -> int:

@@ -1,11 +1,13 @@
 """The planned graphs of a model on this process's devices: parameters once, one cache, programs compiled when first used.
 
-All plans lay out parameters and cache in the same way, so both stay where they are whichever program runs; what a call moves are
-its prompt, its slot and the tokens that come back.
+All plans lay out parameters and cache in the same way, on one mesh or on the same stages, so both stay where they are whichever
+program runs; what a call moves are its prompt, its slot and the tokens that come back.
 """
 
 from __future__ import annotations
 
+import math
+import re
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -16,15 +18,22 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from alpa_lite.api.bound import traced_for
+from alpa_lite.api.bound import staged_for, traced_for
+from alpa_lite.cluster.cluster import Cluster
 from alpa_lite.errors import ServeError, user_line
-from alpa_lite.executor.local import local_mesh, runnable
-from alpa_lite.lowering.lower import partition_spec
+from alpa_lite.executor.local import local_mesh, runnable, stage_meshes
+from alpa_lite.executor.pipeline import runnable_pipeline
+from alpa_lite.executor.places import creator, places_of
+from alpa_lite.executor.state_rows import whole_types
 from alpa_lite.plan.plan import Plan
+from alpa_lite.plan.records import Leaf, StagePlan
+from alpa_lite.planner.options import PlanOptions
+from alpa_lite.planner.plan_step import budget_bytes
 from alpa_lite.serve.model_graphs import DECODE, Graph, Model, prefill_name
 from alpa_lite.serve.sampling import Rows, Sampling, sample
 from alpa_lite.serve.scheduler import Runner
 from alpa_lite.serve.stored import from_host, placed
+from alpa_lite.units import format_bytes
 
 _SHARED = ("parameter", "leaf of the cache")  # arguments 0 and 1 of all graphs
 
@@ -64,23 +73,20 @@ class Programs:
         self._graphs = graphs
         decode = plans[DECODE]
         self.vocab_size = decode.outputs[0].value.shape[-1]  # of the last stage, where there are several
-        self._mesh = local_mesh(decode.mesh, devices)
-        trees = [jax.tree_util.tree_structure(argument) for argument in graphs[DECODE][1][:2]]
-        num_params, num_shared = trees[0].num_leaves, sum(tree.num_leaves for tree in trees)
-        layouts = {name: self._layouts(plan) for name, plan in plans.items() if name in graphs}
-        self.params = placed(params, jax.tree_util.tree_unflatten(trees[0], layouts[DECODE][:num_params]))
-        shardings = jax.tree_util.tree_unflatten(trees[1], layouts[DECODE][num_params:num_shared])
-        self._init_cache = jax.jit(partial(model.init_cache, slots, max_length), out_shardings=shardings)
+        self._devices, meshes = devices, stage_meshes(decode, devices)
+        params_at, cache_at = (places_of(arguments(decode, number), meshes) for number in "01")
+        self.params = placed(params, params_at)
+        self._init_cache = creator(partial(model.init_cache, slots, max_length), cache_at)
         self.caches: list[Any] = [self._init_cache() for _ in range(num_groups)]
-        self.given = {name: found[num_shared:] for name, found in layouts.items()}  # shardings of the other arguments
-        self._whole = NamedSharding(self._mesh, PartitionSpec())
+        self.given = {  # shardings of the other arguments
+            name: [sharding for number in "234" for _, _, sharding in places_of(arguments(plans[name], number), meshes)]
+            for name in graphs
+        }
+        self._whole = NamedSharding(meshes[decode.outputs[0].stage], PartitionSpec())  # where logits are
         self._sample = jax.jit(sample, in_shardings=(None, self._whole), out_shardings=self._whole)
         self._runs: dict[str, Any] = {}
         self._numbers: dict[tuple[str, int, int], jax.Array] = {}
         self.compile_s: dict[str, float] = {}  # per program, its first call
-
-    def _layouts(self, plan: Plan) -> list[NamedSharding]:
-        return [NamedSharding(self._mesh, partition_spec(leaf.spec)) for leaf in plan.inputs]
 
     @property
     def cache(self) -> Any:
@@ -175,7 +181,9 @@ class Programs:
         fn, args = self._graphs[name]
         plan = self.plans[name]
         traced = traced_for(plan, fn, args, {})
-        return runnable(traced, plan, (1,), self._mesh).run
+        if plan.pipeline is None:
+            return runnable(traced, plan, (1,), local_mesh(plan.mesh, self._devices)).run
+        return runnable_pipeline(traced, staged_for(plan, traced), plan, self._devices or jax.devices()).run
 
 
 def run_all(runner: Runner) -> None:
@@ -203,30 +211,62 @@ def check_plans(graphs: Mapping[str, Graph], plans: Mapping[str, Plan]) -> None:
     first = plans[DECODE]
     for name, (_, args) in graphs.items():
         plan = plans[name]
-        if plan.pipeline is not None:
-            raise ServeError(
-                f"the plan of {name!r} has {len(plan.stages)} stages. This engine runs plans of one mesh. At {user_line()}. Plan "
-                "with PlanOptions(num_stages=1)."
-            )
         given = [(tuple(x.shape), str(jnp.dtype(x.dtype))) for x in jax.tree_util.tree_leaves(args)]
-        planned = [(leaf.value.shape, leaf.value.dtype) for leaf in plan.inputs]
+        whole = whole_types(plan.inputs)
+        planned = list(whole.values())
         if given != planned:
-            pairs = zip(plan.inputs, given, planned, strict=False)
-            leaf, *types = next((p for p in pairs if p[1] != p[2]), (None, len(given), len(planned)))
+            pairs = zip(whole, given, planned, strict=False)
+            path, *types = next((p for p in pairs if p[1] != p[2]), ("", len(given), len(planned)))
             what = (
-                f"the leaf {leaf.path!r} is {types[1]} there and {types[0]} here"
-                if leaf
+                f"the leaf {path!r} is {types[1]} there and {types[0]} here"
+                if path
                 else f"{types[1]} leaves, not {types[0]}"
             )
             raise ServeError(
                 f"the layout is of another model or other sizes: in its plan of {name!r} {what}. Parameters, slots, max_length "
                 f"and buckets must be those that were planned. At {user_line()}. Plan the graphs of this model."
             )
-        count = sum(leaf.path.startswith(("0/", "1/")) or leaf.path in ("0", "1") for leaf in plan.inputs)
-        for leaf, other in zip(plan.inputs[:count], first.inputs, strict=False):
-            if (leaf.spec, plan.mesh) != (other.spec, first.mesh):
+        lies = {leaf.path: (leaf.spec, first.stages[leaf.stage]) for leaf in first.inputs}
+        for leaf in (*arguments(plan, "0"), *arguments(plan, "1")):
+            stage = plan.stages[leaf.stage]
+            spec, other = lies.get(leaf.path, (None, stage))
+            if (leaf.spec, stage.mesh, stage.first_device) != (spec, other.mesh, other.first_device):
                 raise ServeError(
-                    f"the {_SHARED[int(leaf.path[0])]} {leaf.path!r} lies as {leaf.spec} on {plan.mesh} for {name!r} and as "
-                    f"{other.spec} on {first.mesh} for {DECODE!r}. All graphs must have it in one layout, or it would be moved "
-                    f'between them. At {user_line()}. Plan them together: al.plan_shared(graphs, shared=("0", "1"), ...).'
+                    f"the {_SHARED[int(leaf.path[0])]} {leaf.path!r} lies as {leaf.spec} on {_place(stage)} for {name!r} and "
+                    f"{'in other rows' if spec is None else f'as {spec} on {_place(other)}'} for {DECODE!r}. All graphs must "
+                    f"have it in one layout, or it would be moved between them. At {user_line()}. Plan them together: "
+                    'al.plan_shared(graphs, shared=("0", "1"), ...).'
+                )
+
+
+def arguments(plan: Plan, number: str) -> list[Leaf]:
+    """The leaves, or rows of leaves, of an argument."""
+    return [leaf for leaf in plan.inputs if re.split(r"[/\[]", leaf.path, maxsplit=1)[0] == number]
+
+
+def _place(stage: StagePlan) -> str:
+    return f"{stage.mesh}{f' from device {stage.first_device}' if stage.first_device else ''}"
+
+
+def check_caches(plans: Mapping[str, Plan], num_groups: int) -> None:
+    """That there is memory for the caches of all groups, of which plans count one.
+
+    Raises:
+        ServeError: there is not; the message names the graph.
+    """
+    for name, plan in plans.items():
+        given = dict(plan.options).get("memory_budget_bytes")
+        options = PlanOptions(memory_budget_bytes=given if isinstance(given, (int, float)) else None)
+        budget = budget_bytes(Cluster.parse(plan.identity.cluster), options)
+        for number, stage in enumerate(plan.stages):
+            own = [leaf for leaf in arguments(plan, "1") if leaf.stage == number]
+            one = sum(
+                math.prod(leaf.spec.local_shape(leaf.value.shape, stage.mesh)) * leaf.value.itemsize for leaf in own
+            )
+            if stage.memory.peak + (num_groups - 1) * one > budget:
+                raise ServeError(
+                    f"{name!r} needs {format_bytes(stage.memory.peak)} per device of {_place(stage)} with the cache of one of "
+                    f"{num_groups} groups of slots, {format_bytes(one)}, and {format_bytes((num_groups - 1) * one)} for the "
+                    f"others; the budget is {format_bytes(budget)}. At {user_line()}. Take fewer slots or a shorter max_length, "
+                    "or more devices."
                 )

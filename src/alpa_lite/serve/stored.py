@@ -6,6 +6,7 @@ before the next one is read. Host memory beyond what devices hold stays below on
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from os import PathLike
 from typing import Any
@@ -15,9 +16,12 @@ import numpy as np
 
 from alpa_lite.errors import CheckpointError
 from alpa_lite.executor.checkpoint_item import read_leaves
+from alpa_lite.executor.places import Place, whole_tree
+from alpa_lite.executor.state_rows import rows_of
 from alpa_lite.plan.checkpoint import ROOT_LEAF, check_files
 from alpa_lite.plan.checkpoint_folder import CheckpointFolder
 from alpa_lite.plan.files import as_path
+from alpa_lite.plan.leaf_rows import rows_path
 from alpa_lite.trace.paths import leaf_paths
 
 
@@ -40,24 +44,31 @@ class StoredParams:
     verify: bool = True
 
     def load(self, shardings: Any) -> Any:
-        """The parameters in a pytree of shardings.
+        """The parameters in a pytree of shardings; raises as ``read``."""
+        return self.read([(i, None, own) for i, own in enumerate(jax.tree_util.tree_leaves(shardings))])
+
+    def read(self, places: Sequence[Place]) -> Any:
+        """The parameters where they shall lie.
 
         Raises:
             CheckpointError: there is no such checkpoint, it is damaged, or holds other parameters.
         """
         folder = CheckpointFolder(as_path(self.dir, 'al.serve.StoredParams("checkpoints", shapes)', CheckpointError))
         manifest, place = folder.read(self.step), folder.path(self.step)
-        shapes, tree = jax.tree_util.tree_flatten(self.shapes)
+        shapes = jax.tree_util.tree_leaves(self.shapes)
         names = [name or ROOT_LEAF for name, _ in leaf_paths(self.shapes, self.path)]
         items = {piece.item for name in names for piece in manifest.leaf(name, place).pieces}
         if self.verify:
             check_files(place, manifest, sorted(items))
         made = []
-        for name, shape, sharding in zip(names, shapes, jax.tree_util.tree_leaves(shardings), strict=True):
-            struct = jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
+        for number, rows, sharding in places:
+            name, shape = names[number], shapes[number].shape
+            if rows is not None:
+                name, shape = rows_path(name, *rows), (rows[1] - rows[0], *shape[1:])
+            struct = jax.ShapeDtypeStruct(shape, shapes[number].dtype, sharding=sharding)
             made += read_leaves(place, manifest, {name: struct}, verified=True).values()
             jax.block_until_ready(made[-1])  # until then the host's copy stays
-        return jax.tree_util.tree_unflatten(tree, made)
+        return whole_tree(jax.tree_util.tree_structure(self.shapes), places, made)
 
 
 def shapes_of(params: Any) -> Any:
@@ -67,13 +78,18 @@ def shapes_of(params: Any) -> Any:
     return jax.eval_shape(params) if callable(params) else params
 
 
-def placed(params: Any, shardings: Any) -> Any:
-    """Parameters in their layout, from wherever they are; those that lie there already are not copied."""
+def placed(params: Any, places: Sequence[Place]) -> Any:
+    """Parameters where they shall lie, from wherever they are; those that lie there already are not copied."""
     if isinstance(params, StoredParams):
-        return params.load(shardings)
+        return params.read(places)
+    leaves, tree = jax.tree_util.tree_flatten(params)
+    parts = [rows_of(leaves[number], rows) for number, rows, _ in places]
+    shardings = [sharding for _, _, sharding in places]
     if jax.process_count() > 1:  # all processes have the same
-        return jax.tree.map(from_host, params, shardings)
-    return jax.device_put(params, shardings)
+        made = list(map(from_host, parts, shardings))
+    else:
+        made = jax.device_put(parts, shardings)
+    return whole_tree(tree, places, made)
 
 
 def from_host(x: Any, sharding: jax.sharding.Sharding) -> jax.Array:

@@ -174,17 +174,20 @@ class ForwardOps:
         self, homes: Mapping[tuple[int, tuple[int, int] | None], tuple[int, str]], chosen: Collection[int]
     ) -> list[int]:
         """Where further layers must start so that stacked parameters lie in these rows: before the first op that reads some of
-        them, unless a ``chosen`` cut lies between it and the last one that reads the rows before."""
-        first: dict[int, int] = {}
-        last: dict[int, int] = {}
+        them, unless a ``chosen`` cut lies between the ops that read rows of a parameter and those that read the rows before."""
+        first: dict[tuple[int, int], int] = {}
+        last: dict[tuple[int, int], int] = {}
         for position, rows in homes:
             if rows is not None:
                 reads = self._readers[self.jaxpr.invars[position]]
                 units = [n for i, k in reads for n in self._units_reading(i, k, rows)]
-                first[rows[0]] = min([*units, first.get(rows[0], len(self.units))])
-                last[rows[1]] = max([*units, last.get(rows[1], -1)])
-        found = [n for row, n in first.items() if row and not any(last.get(row, -1) < c <= n for c in chosen)]
-        return [n for n in found if 0 < n < len(self.units) and math.isfinite(self.cut_bytes[n - 1])]
+                first[position, rows[0]] = min(units, default=len(self.units))
+                last[position, rows[1]] = max(units, default=-1)
+        found: dict[int, int] = {}
+        for (position, row), n in first.items():
+            if row and not any(last.get((position, row), -1) < c <= n for c in chosen):
+                found[row] = min(n, found.get(row, n))
+        return [n for n in found.values() if 0 < n < len(self.units) and math.isfinite(self.cut_bytes[n - 1])]
 
     @cached_property
     def _readers(self) -> defaultdict[Any, list[tuple[int, int]]]:

@@ -1,0 +1,52 @@
+"""Where leaves of a state, or rows of them, lie: each on the devices of its stage alone; and state that is computed there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+
+from alpa_lite.executor.processes import replicated
+from alpa_lite.executor.state_rows import Rows, leaf_rows, rows_of, whole_leaves
+from alpa_lite.lowering.lower import partition_spec
+from alpa_lite.plan.records import Leaf
+
+Place = tuple[int, Rows, NamedSharding]
+"""A leaf of the whole, its rows or None for all of it, and where they lie."""
+
+
+def places_of(leaves: Sequence[Leaf], meshes: Sequence[Mesh]) -> list[Place]:
+    """Where leaves of a plan lie, which may be rows of leaves; ``meshes``: of its stages."""
+    shardings = (NamedSharding(meshes[leaf.stage], partition_spec(leaf.spec)) for leaf in leaves)
+    return [(number, rows, own) for (number, rows), own in zip(leaf_rows(leaves), shardings, strict=True)]
+
+
+def whole_tree(tree: Any, places: Sequence[Place], made: Sequence[Any]) -> Any:
+    """The pytree whose leaves, or rows of leaves, were made in order of ``places``."""
+    of_leaf = [(number, rows) for number, rows, _ in places]
+    return jax.tree_util.tree_unflatten(tree, whole_leaves(of_leaf, dict(enumerate(made))))
+
+
+def creator(init_fn: Callable[..., Any], places: Sequence[Place]) -> Callable[..., Any]:
+    """``init_fn`` as a function that makes its result in these places; it is compiled by the first call, per mesh."""
+    parts: list[tuple[list[int], Any, Any]] = []
+    for mesh in dict.fromkeys(sharding.mesh for _, _, sharding in places):
+        own = [i for i, (_, _, sharding) in enumerate(places) if sharding.mesh == mesh]
+
+        def part(*args: Any, own: list[int] = own) -> list[Any]:
+            found = jax.tree_util.tree_leaves(init_fn(*args))
+            return [rows_of(found[places[i][0]], places[i][1]) for i in own]
+
+        parts.append((own, mesh, jax.jit(part, out_shardings=[places[i][2] for i in own])))
+
+    def create(*args: Any) -> Any:
+        made: dict[int, Any] = {}
+        for own, mesh, run in parts:
+            given = replicated(args, mesh) if jax.process_count() > 1 else args
+            made.update(zip(own, run(*given), strict=True))
+        tree = jax.tree_util.tree_structure(jax.eval_shape(init_fn, *args))
+        return whole_tree(tree, places, [made[i] for i in range(len(places))])
+
+    return create

@@ -1,0 +1,133 @@
+"""An engine that runs a joint plan with stages: the tokens of the unsharded model, parameters once, groups of slots."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import alpa_lite as al
+from alpa_lite.errors import ServeError
+from alpa_lite.serve.pipeline import Pipeline
+from examples.serving_models import MODELS
+from tests.compiling import QUICK_COMPILE
+
+pytestmark = pytest.mark.medium
+SIZES: dict[str, Any] = {"slots": 4, "max_length": 32, "buckets": (8, 24)}
+
+
+@cache
+def model_and_params(name: str) -> tuple[Any, Any]:
+    model = MODELS[name]("small")
+    return model, jax.jit(model.init_params, compiler_options=QUICK_COMPILE)(jax.random.key(3))
+
+
+@cache
+def layout(name: str) -> Any:
+    model, params = model_and_params(name)
+    return al.plan_shared(
+        al.serve.graphs(model, params, **SIZES),
+        shared=("0", "1"),
+        cluster=al.Cluster.parse("1x4:cpu"),
+        donate_argnums=1,
+        options=al.PlanOptions(num_stages=2),
+    )
+
+
+def prompts() -> list[np.ndarray]:
+    rng = np.random.default_rng(1)
+    return [rng.integers(0, 256, length) for length in (1, 8, 9, 24, 3, 17, 6, 8, 2)]
+
+
+@cache
+def expected(name: str) -> list[list[int]]:
+    """Of one mesh."""
+    model, params = model_and_params(name)
+    with al.serve.Engine(model, params, **SIZES) as engine:
+        return engine.generate(prompts(), max_tokens=8)
+
+
+def held(trees: Any) -> dict[int, int]:
+    """Device -> bytes of arrays, or rows of them, there."""
+    found: dict[int, int] = {}
+    for leaf in jax.tree.leaves(trees):
+        for part in getattr(leaf, "parts", (leaf,)):
+            for shard in part.addressable_shards:
+                found[shard.device.id] = found.get(shard.device.id, 0) + shard.data.nbytes
+    return found
+
+
+@pytest.mark.parametrize(("name", "slots"), [("gpt", 4), ("llama", 8)])
+def test_answers_are_those_of_one_mesh_and_parameters_lie_once(name: str, slots: int) -> None:
+    model, params = model_and_params(name)
+    planned = layout(name)
+    with al.serve.Engine(model, params, planned, **SIZES | {"slots": slots}) as engine:
+        assert isinstance(engine.programs, Pipeline) and engine.programs.num_groups == slots // 4
+        assert engine.generate(prompts(), max_tokens=8) == expected(name)
+        stages = planned.plans["decode"].stages
+        wanted = {
+            stage.first_device + number: sum(
+                int(np.prod(leaf.spec.local_shape(leaf.value.shape, stage.mesh))) * leaf.value.itemsize
+                for leaf in planned.shared_leaves
+                if leaf.path.startswith("0/") and leaf.stage == k
+            )
+            for k, stage in enumerate(stages)
+            for number in range(stage.mesh.num_devices)
+        }
+        assert held(engine.params) == wanted
+        before = [id(leaf) for leaf in jax.tree.leaves(engine.params)]
+        assert engine.generate(prompts()[::-1], max_tokens=8) == expected(name)[::-1]
+        assert [id(leaf) for leaf in jax.tree.leaves(engine.params)] == before
+
+
+def test_from_a_file_and_a_checkpoint_of_another_plan(tmp_path: Path) -> None:
+    """Rows of stacked parameters are read where they shall lie."""
+    model, params = model_and_params("llama")
+    step = al.parallelize(lambda state: state, cluster=al.Cluster.parse("1x1:cpu"))
+    step.plan({"params": params})
+    step.save(tmp_path / "checkpoints", {"params": params}, step=1)
+    layout("llama").save(tmp_path / "layout.json")
+    stored = al.serve.StoredParams(tmp_path / "checkpoints", jax.eval_shape(lambda: params))
+    with al.serve.Engine(model, stored, al.SharedLayout.load(tmp_path / "layout.json"), **SIZES) as engine:
+        assert engine.generate(prompts(), max_tokens=8) == expected("llama")
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    model, params = model_and_params("gpt")
+    planned = layout("gpt")
+    for given, message in (
+        ({"slots": 6}, r"slots=6 was given, and the layout is for 4.*test_staged_layout"),
+        ({"num_stages": 3}, r"a layout of 2 stages was given with num_stages=3"),
+        ({"executor": "ray"}, r"a layout of 2 stages was given with an executor"),
+        ({"buckets": (8, 16)}, r"the layout has no plan for 'prefill_16'"),
+        ({"max_length": 24}, r"the leaf '1/block0/key' is .*4, 32, .* there and .*4, 24, .* here"),
+    ):
+        with pytest.raises(ServeError, match=message):
+            al.serve.Engine(model, params, planned, **SIZES | given)
+    graphs = al.serve.graphs(model, params, **SIZES)
+    one_mesh = al.plan_shared(graphs, shared=("0", "1"), cluster=al.Cluster.parse("1x2:cpu"), donate_argnums=1)
+    with pytest.raises(ServeError, match=r"num_stages=2 was given with a layout of one mesh"):
+        al.serve.Engine(model, params, one_mesh, num_stages=2, **SIZES)
+
+
+def test_caches_of_all_groups_count() -> None:
+    model, params = model_and_params("gpt")
+    options = al.PlanOptions(num_stages=2, memory_budget_bytes=600_000)
+    tight = al.plan_shared(
+        al.serve.graphs(model, params, **SIZES),
+        shared=("0", "1"),
+        cluster=al.Cluster.parse("1x2:cpu"),
+        donate_argnums=1,
+        options=options,
+    )
+    with al.serve.Engine(model, params, tight, **SIZES) as engine:
+        assert engine.generate(prompts()[:2], max_tokens=8) == expected("gpt")[:2]
+    with pytest.raises(
+        ServeError,
+        match=r"needs .* with the cache of one of 4 groups of slots, 64.0 KiB, and 192 KiB.*the budget is 586 KiB",
+    ):
+        al.serve.Engine(model, params, tight, **SIZES | {"slots": 16})

@@ -133,6 +133,18 @@ def test_actors_end_with_the_engine(ray_session: None, layout: Any) -> None:
         time.sleep(0.05)
 
 
+def other_params() -> Any:
+    """Not the same in two processes."""
+    made = params()
+    return made | {"head": {"kernel": made["head"]["kernel"].at[0, 0].set(os.getpid())}}
+
+
+@pytest.mark.slow
+def test_parameters_that_differ_between_hosts_are_refused(ray_session: None, layout: Any) -> None:
+    with pytest.raises(ServeError, match=r"made other values of 'head/kernel' on host 1 than on host 0.*test_hosts"):
+        al.serve.Engine(MODEL, other_params, layout, executor=WATCHED, **SIZES)
+
+
 def test_what_cannot_be(ray_session: None, layout: Any) -> None:
     with pytest.raises(ServeError, match="num_stages=2 was given with an executor"):
         al.serve.Engine(MODEL, params, executor="ray", num_stages=2, **SIZES)

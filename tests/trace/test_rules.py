@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
+from alpa_lite.trace import rules
 from alpa_lite.trace.program import trace
 from tests.harness import MESHES, check, draw
 from tests.trace import dense_cases as dense
@@ -156,3 +157,31 @@ def test_truth_values_are_never_partial_sums():
 def test_a_slice_that_starts_too_late_is_clamped_before_it_is_cut_into_tiles():
     fn, args = indexed.slices()["dynamic_slice_clamps"]
     check(fn, args, (2, 2, 2), seeds=[10])
+
+
+@pytest.mark.parametrize("strides", [None, (2, 1, 1)])
+def test_a_slice_has_the_rule_of_the_slice_of_the_same_shape_elsewhere(strides):
+    """Of all starts only one is asked for; here each is, alone."""
+    sizes, shape = (2, 6, 1), (8, 6, 4)
+    found = {}
+    for start in range(5):
+        for last in range(4):
+            stop = [start + (sizes[0] - 1) * (strides or (1,))[0] + 1, 6, last + 1]
+            fn = lambda x, start=start, last=last, stop=stop: lax.slice(x, (start, 0, last), stop, strides)  # noqa: E731
+            (op,) = trace(fn, (jnp.zeros(shape),), {}).program.ops
+            found[start, last] = op.rule
+    assert len(found) == 20 and len(set(map(str, found.values()))) == 1
+
+
+def test_functions_that_share_what_is_known_ask_for_an_op_once(monkeypatch):
+    asked = []
+    ask = rules._ask_shardy
+    monkeypatch.setattr(rules, "_ask_shardy", lambda ops: asked.append(len(ops)) or ask(ops))
+    x = jnp.zeros((8, 6))
+    known = {}
+    one = trace(lambda x: jnp.sin(x[2:4] + x[4:6]), (x,), {}, known=known)
+    other = trace(lambda x: jnp.sin(x[0:2] * x[6:8]), (x,), {}, known=known)
+    assert asked == [3, 2]  # slice, add, sin; slice, mul
+    assert [op.rule for op in one.program.ops if op.primitive in ("slice", "sin")][1:] == [
+        op.rule for op in other.program.ops if op.primitive in ("slice", "sin")
+    ][1:]

@@ -46,7 +46,7 @@ from alpa_lite.planner.symbolic import SymbolicTask
 from alpa_lite.trace.annotations import annotation_note, annotations_from_args
 from alpa_lite.trace.auto_layers import LayerCuts
 from alpa_lite.trace.pins import resolve_pins
-from alpa_lite.trace.program import Traced, trace
+from alpa_lite.trace.program import Rules, Traced, trace
 from alpa_lite.trace.remat_step import RecomputedStages, all_recomputed
 from alpa_lite.trace.staged import StagedStep, layers_of, microbatch_loop, staged_step
 from alpa_lite.trace.unstack import unstacked
@@ -145,6 +145,7 @@ class Request:
         forward: bool = False,
         homes: Mapping[str, int] | None = None,
         starts: list[int] | None = None,
+        known: Rules | None = None,
     ) -> Traced:
         count = self.options.num_microbatches
         return trace(
@@ -160,6 +161,7 @@ class Request:
             forward=forward or layers is None,
             homes=homes,
             starts=starts,
+            known=known,
         )
 
     @collector_paused()

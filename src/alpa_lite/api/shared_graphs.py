@@ -18,7 +18,7 @@ from alpa_lite.planner.one_mesh import MeshTask
 from alpa_lite.planner.options import PlanOptions
 from alpa_lite.planner.plan_step import KnownTasks
 from alpa_lite.trace.paths import below, is_glob, select
-from alpa_lite.trace.program import Traced
+from alpa_lite.trace.program import Rules, Traced
 
 Globs = str | Sequence[str]
 Graphs = Mapping[str, tuple[Callable[..., Any], Sequence[Any]]]
@@ -106,16 +106,16 @@ def given_graphs(
     counted = weights_of(graphs, weights, source)
     check_options(settings[0], source)
     own_pins = pins_by_graph(graphs, pins, source)
-    found = []
+    found: list[SharedGraph] = []
+    rules: Rules = {}  # of ops that graphs have in common, asked for once
     for name, (fn, args) in graphs.items():
         request = Request.of(fn, None, None, *settings).following(cluster)
         stages = {
             word: getattr(request.options, word) for word in ONE_MESH
         }  # what is shared is found in the whole graph
         request = replace(request, options=replace(request.options, **ONE_MESH))
-        found.append(
-            SharedGraph(name, request, tuple(args), request.trace(tuple(args), {}), counted[name], stages=stages)
-        )
+        traced = request.trace(tuple(args), {}, known=rules)
+        found.append(SharedGraph(name, request, tuple(args), traced, counted[name], stages=stages))
     take_pins(found, own_pins, source)
     match(found, shared, source)
     share_pins(found, source)

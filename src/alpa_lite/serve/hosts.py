@@ -7,6 +7,7 @@ first one says which tokens came. When one is lost, all are ended: what was in a
 from __future__ import annotations
 
 import contextlib
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -30,6 +31,7 @@ from alpa_lite.serve.model_graphs import DECODE, Graph, Model, graphs
 from alpa_lite.serve.programs import Programs, check_plans
 from alpa_lite.serve.sampling import Rows
 from alpa_lite.serve.stored import StoredParams, shapes_of
+from alpa_lite.trace.paths import leaf_paths
 
 _STARTS = 3  # of new actors, before the engine ends
 
@@ -55,6 +57,7 @@ class HostPrograms:
 
     def __init__(self, process: int, charge: Charge) -> None:
         params = charge.params() if callable(charge.params) else charge.params
+        self._digests = _digests(params) if callable(charge.params) else {}
         made = graphs(charge.model, shapes_of(params), **charge.sizes)
         plans = {name: replace(read_plan(data, name), trees=Trees()) for name, data in charge.plans.items()}
         self._programs = Programs(charge.model, params, made, plans, **charge.sizes)
@@ -65,6 +68,10 @@ class HostPrograms:
         self._calls += 1
         found = getattr(self._programs, method)(*args)
         return found if self._first else None
+
+    def digests(self) -> dict[str, int]:
+        """Of parameters that a function made here, by path."""
+        return self._digests
 
     def param_bytes(self) -> dict[int, int]:
         """Device -> bytes of the parameters there."""
@@ -79,6 +86,10 @@ class HostPrograms:
         return Progress(steps=self._calls, calls=0, doing="serving")
 
 
+def _digests(params: Any) -> dict[str, int]:
+    return {path: zlib.crc32(np.ascontiguousarray(leaf).view(np.uint8).data) for path, leaf in leaf_paths(params, "")}
+
+
 class ServingGroup(ActorGroup):
     """The actors of an engine, with programs and parameters."""
 
@@ -91,6 +102,14 @@ class ServingGroup(ActorGroup):
         given = ray.put(self._charge)  # once, however many actors there are
         each = zip(self.actors, self.sites, strict=True)
         self.wait([actor.begin.remote(HostPrograms, site.process, given) for actor, site in each])
+        first, *others = self.wait([actor.call.remote("digests") for actor in self.actors])
+        for number, other in enumerate(others, 1):
+            if other != first:
+                path = next(path for path in first if first[path] != other.get(path))
+                raise ServeError(
+                    f"the function that makes the parameters made other values of {path!r} on host {number} than on host 0. All "
+                    f"hosts need the same ones. At {user_line()}. Give it a fixed key, or give arrays or al.serve.StoredParams."
+                )
 
 
 class Hosts:

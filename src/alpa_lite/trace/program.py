@@ -71,6 +71,7 @@ def trace(
     forward: bool = False,
     homes: Mapping[str, int] | None = None,
     starts: list[int] | None = None,
+    known: Rules | None = None,
 ) -> Traced:
     """Trace ``fn``; arguments are arrays or ``jax.ShapeDtypeStruct`` pytrees. Touches no device.
 
@@ -78,7 +79,8 @@ def trace(
     ``al.value_and_grad`` marks. ``layers`` chooses where the function under it is cut into layers, if it has no boundaries of
     its own: (FLOPs per op, bytes per cut) -> the ops that start layers. ``forward``: it may be a function without gradients
     (see ``forward``). ``homes``: path of an argument leaf, or of rows of one, -> the stage on which it lies: layers are cut so
-    that they can lie there too. ``starts`` is filled with the ops that start layers of such a function.
+    that they can lie there too. ``starts`` is filled with the ops that start layers of such a function. ``known``: rules that
+    were found for other functions under the same ``rules``; those that are found here join them.
 
     Raises:
         TraceError: the function cannot be traced, with the user's line.
@@ -124,7 +126,7 @@ def trace(
             f"argument {in_paths[zero[0]]!r} has a dim of size 0 (shape {flat.avals[flat.inputs[zero[0]]].shape}); "
             "a plan needs sizes of at least 1 on every dim. Pass arguments with the shapes of a real step."
         )
-    known: Rules = {}
+    known = {} if known is None else known
     program = build_program(flat, in_paths, out_paths, donated, rules, known=known)
     in_tree = jax.tree_util.tree_structure((tuple(dynamic.values()), named))
     return Traced(

@@ -64,16 +64,27 @@ def rules_for(
     """
     rules: dict[tuple[Any, ...], OpShardingRule] = {}
     asked: dict[tuple[Any, ...], tuple[FlatOp, FlatJaxpr]] = {}
+    alike: dict[tuple[Any, ...], tuple[Any, ...]] = {}
     for key, (op, flat) in ops.items():
         text = op.params["op"].rule if op.name == "user_op" else (named or {}).get(op.name)
         own = registered_rule(op, flat, text) if text is not None else own_rule(op, flat)
         if own is not None:
             rules[key] = own
         else:
-            asked[key] = (op, flat)
-    for (key, (op, flat)), rule in zip(asked.items(), _ask_shardy(list(asked.values())), strict=True):
-        rules[key] = _finish(op, flat, rule)
+            alike[key] = _rule_key(op, flat, key)
+            asked.setdefault(alike[key], (op, flat))
+    found = dict(zip(asked, _ask_shardy(list(asked.values())), strict=True))
+    for key, like in alike.items():
+        rules[key] = _finish(*ops[key], found[like])
     return rules
+
+
+def _rule_key(op: FlatOp, flat: FlatJaxpr, key: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Ops with one key have one rule of Shardy's: that of a slice knows the shapes alone, so that the layers' rows of a stacked
+    parameter are asked for once."""
+    if op.name != "slice":
+        return key
+    return op.name, op.params["strides"], key[2], flat.avals[op.all_outputs[0]].shape
 
 
 def _ask_shardy(ops: list[tuple[FlatOp, FlatJaxpr]]) -> list[OpShardingRule]:

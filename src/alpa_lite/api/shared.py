@@ -4,7 +4,8 @@
 2. Mesh by mesh, the joint problem of all graphs (``planner/joint.py``) gives the layout of the shared leaves.
 3. Every graph is planned again with that layout fixed, which gives ordinary plans, their exact prices and memory.
 
-The layouts of the graphs' own optima go through step 3 too, as far as they can win: sharing never costs more than under the best.
+The layouts of the graphs' own optima go through step 3 too, that of the graph which counts most before step 2, the others after
+it and as far as they can win: sharing never costs more than under the best.
 """
 
 from __future__ import annotations
@@ -102,14 +103,16 @@ class _Search:
     def run(self) -> SharedLayout:
         for graph in self.graphs:
             graph.plan_own(self.cluster)
-        for graph in sorted(self.graphs, key=self.importance):
-            own = graph.best()
-            self.offer(own.mesh, tuple(own.inputs[i].spec for i in graph.leaves))
+        first, *others = sorted(self.graphs, key=self.importance)
+        self.offer_own(first)
         meshes = [c.mesh for c in self.graphs[0].best().mesh_table]
         bounds = {mesh: self.weighted([g.bound(mesh) for g in self.graphs]) for mesh in meshes}
         lower = math.inf
         for mesh in sorted(meshes, key=lambda mesh: (bounds[mesh], meshes.index(mesh))):
             lower = min(lower, max(bounds[mesh], self.joint(mesh) if bounds[mesh] < self.total else -math.inf))
+        for graph in others:
+            if lower < (1 - _CLOSE) * self.total:
+                self.offer_own(graph)
         if not self.plans:
             raise self.no_layout()
         costs = [plan.objective for plan in self.plans]
@@ -120,6 +123,11 @@ class _Search:
             lower_bound=min(lower, self.total),
             shared={g.name: g.shared for g in self.graphs},
         )
+
+    def offer_own(self, graph: SharedGraph) -> None:
+        """The layout of a graph's own optimum."""
+        own = graph.best()
+        self.offer(own.mesh, tuple(own.inputs[i].spec for i in graph.leaves))
 
     def weighted(self, costs: Sequence[float]) -> float:
         return math.fsum(g.weight * cost for g, cost in zip(self.graphs, costs, strict=True))

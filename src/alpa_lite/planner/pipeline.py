@@ -19,6 +19,7 @@ from alpa_lite.interop import PlacedSubmesh
 from alpa_lite.intraop.pricing import Pricer
 from alpa_lite.intraop.strategies import KnownStrategies
 from alpa_lite.plan.check import check_plan
+from alpa_lite.plan.identity import fingerprint
 from alpa_lite.plan.pins import ResolvedPins
 from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.records import Leaf, LeafRole, Pipeline, StagePlan, StageTransfer
@@ -34,6 +35,7 @@ from alpa_lite.planner.plan_step import (
     mesh_candidates,
     mesh_task,
     no_plan,
+    op_texts,
 )
 from alpa_lite.planner.rent import Held
 from alpa_lite.planner.stage_costs import StageCosts, stage_costs
@@ -326,7 +328,7 @@ def _joined(
             bubble_share=bubble,
             timeline=rows,
         ),
-        identity=identity_of(step.whole, cluster, versions),
+        identity=identity_of(fingerprint(step.whole), cluster, versions),
         options=options.changed(),
         pins=pins.keys,
         notes=(
@@ -362,7 +364,7 @@ def _stage_plan(stage: PlannedStage, number: int, devices_per_host: int) -> Stag
         layers=stage.part.layers,
         memory=stage.costs.memory,
         collectives=written.collectives,
-        decisions=decisions_of(program, stage.result),
+        decisions=decisions_of(stage.result, op_texts(program)),
         conversions=written.conversions,
         compute_s=stage.result.compute,
         penalty=stage.result.penalty,

@@ -7,7 +7,7 @@ time limit strikes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from alpa_lite.cluster.cluster import Cluster
@@ -226,7 +226,8 @@ def _plan(
 ) -> Plan:
     program, written = task.program, best.realised
     assert written is not None and best.peak is not None
-    decisions = decisions_of(program, best)
+    facts = task.shared.facts
+    decisions = decisions_of(best, facts.of(op_texts, program))
     stage = StagePlan(
         mesh=best.mesh,
         submesh=(cluster.num_hosts, cluster.devices_per_host),
@@ -266,7 +267,7 @@ def _plan(
         mesh_table=candidates,
         inputs=inputs,
         outputs=outputs,
-        identity=identity_of(program, cluster, versions),
+        identity=identity_of(facts.of(fingerprint, program), cluster, versions),
         options=task.options.changed(),
         pins=task.pins.keys,
         search=_search(best, greedy_first(task, cluster, best)),
@@ -279,20 +280,25 @@ def _idle(cluster: Cluster, mesh: DeviceMesh) -> tuple[str, ...]:
     return (f"the mesh {mesh} uses {used} of the cluster's {there} devices",) if used < there else ()
 
 
-def decisions_of(program: Program, result: MeshResult) -> tuple[OpDecision, ...]:
-    """The decisions of a result with their texts and times, as a plan holds them."""
+def decisions_of(result: MeshResult, texts: Sequence[str]) -> tuple[OpDecision, ...]:
+    """The decisions of a result with the ops' texts and times, as a plan holds them."""
     assert result.realised is not None
     times = dict(result.op_times)
     return tuple(
-        replace(d, op=op_text(owner, op), time_s=times.get(d.path, 0.0))
-        for d, (_, owner, op) in zip(result.realised.decisions, program.walk(), strict=True)
+        replace(d, op=text, time_s=times.get(d.path, 0.0))
+        for d, text in zip(result.realised.decisions, texts, strict=True)
     )
 
 
-def identity_of(program: Program, cluster: Cluster, versions: Versions) -> PlanIdentity:
+def op_texts(program: Program) -> list[str]:
+    """Of all ops, in the order of ``Program.walk``."""
+    return [op_text(owner, op) for _, owner, op in program.walk()]
+
+
+def identity_of(fingerprint: str, cluster: Cluster, versions: Versions) -> PlanIdentity:
     """Which program, cluster and versions a plan is for."""
     return PlanIdentity(
-        fingerprint=fingerprint(program),
+        fingerprint=fingerprint,
         cluster=str(cluster),
         calibration=cluster.calibration.to_text() if cluster.calibration else "",
         jax_version=versions.jax,

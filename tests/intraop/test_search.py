@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -16,7 +17,7 @@ from alpa_lite.intraop.messages import Messages
 from alpa_lite.intraop.presolve import presolve
 from alpa_lite.intraop.problem import Edge, IntraOpProblem
 from alpa_lite.intraop.solve import _is_wide, solve
-from alpa_lite.intraop.state import Search
+from alpa_lite.intraop.state import LARGE_GAP, Search
 from alpa_lite.intraop.tie import tie
 from tests.intraop.problems import brute_force
 
@@ -146,3 +147,15 @@ def test_hastened_messages_need_half_the_sweeps() -> None:
         return value
 
     assert bound(search._HASTE, 20) > bound(0.0, 30)
+
+
+def test_sweeps_are_hastened_where_a_close_bound_of_a_large_core_is_wanted() -> None:
+    core = extract_core(CostGraph(grid(10, 10), memory=False))
+
+    def bound(large_gap: float) -> float:
+        of_core = Search.of(core, math.inf, math.inf)
+        of_core.large_gap = large_gap
+        search._sweep(of_core, Messages.zero(core, *finite(core), tie(core, None)), 1e-6, small=False, most=12)
+        return of_core.bound
+
+    assert bound(LARGE_GAP / 4) > bound(LARGE_GAP)

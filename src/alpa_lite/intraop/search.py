@@ -15,7 +15,7 @@ from alpa_lite.intraop.prices import price_memory
 from alpa_lite.intraop.problem import IntraOpProblem
 from alpa_lite.intraop.proof import prove, prove_narrow, shifted
 from alpa_lite.intraop.rest import prove_rest
-from alpa_lite.intraop.state import Search, is_small
+from alpa_lite.intraop.state import LARGE_GAP, Search, is_small
 from alpa_lite.intraop.tie import Tie, tie, tied_core
 
 FEW_NODES = 200  # of a core; copies are treated alike where there are more
@@ -34,6 +34,7 @@ _BEAM_GAP = 0.1  # above it a beam finds nothing better than what is known
 _ANYTHING = 1e300  # a slack that keeps out what is forbidden alone
 _LATE = 60  # sweeps after which thin cores are searched along the frontier as well
 _HASTE = 0.8  # of what a sweep over thin cores changed, by which messages are moved on
+_CLOSE_HASTE = 0.7  # the same over large cores of which a close bound is wanted: a third of the sweeps
 _GUESS = 0.4  # of what five such sweeps added to the bound, for what it lacks still
 _PATIENT = 30  # sweeps before which no choice is looked for in thin cores but by elimination
 _QUICK_ENTRIES = 8_000_000  # of the tables of an elimination that takes less time than a search
@@ -208,10 +209,12 @@ def _sweep(
     """Sweeps until the gap is closed or further sweeps do not pay; ``beams``: with searches along the frontier."""
     wanted, every = (rel_gap, 5) if small else (search.large_gap, 4)
     before = -math.inf
-    waits = hastened = beams and small and search.core.memory is None and search.picks is None and _is_thin(search.core)
+    waits = beams and small and search.core.memory is None and search.picks is None and _is_thin(search.core)
+    close = not small and search.core.memory is None and search.large_gap < LARGE_GAP
+    haste = _HASTE if waits else _CLOSE_HASTE if close else 0.0
     for count in range(1, most + 1):
-        if hastened and count <= _PATIENT:
-            messages.hasten(_HASTE)
+        if haste and count <= _PATIENT:
+            messages.hasten(haste)
         tries = not waits and not count % every and (count >= 3 * every or search.picks is None)
         back = tries and (search.picks is None or count // every % 2 == 1)  # in turn; a first choice either way
         if back:

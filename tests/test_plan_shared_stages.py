@@ -149,7 +149,7 @@ def test_all_graphs_have_the_same_stages(tmp_path):
     assert (again.parameter_layout, again.plans) == (layout.parameter_layout, layout.plans)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_graphs_run_on_one_copy(monkeypatch):
     """A prompt into a slot, then tokens: parameters and cache stay on their stages."""
     params, cluster = MODEL.init_params(jax.random.key(0)), al.Cluster.parse("1x4:cpu")

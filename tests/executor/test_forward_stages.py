@@ -99,6 +99,7 @@ def test_casts_and_caches_lie_with_their_layers():
     same(again.astype(jnp.float32), want[0].astype(jnp.float32), 1e-2)
 
 
+@pytest.mark.slow
 def test_graphs_of_an_engine():
     model = GPT.of("small")
     params = model.init_params(KEY)

@@ -25,7 +25,7 @@ def model_and_params(name: str = "gpt") -> tuple[Any, Any]:
     return model, jax.jit(model.init_params, compiler_options=QUICK_COMPILE)(jax.random.key(3))
 
 
-@pytest.mark.parametrize("name", sorted(MODELS))
+@pytest.mark.parametrize("name", ["gpt", pytest.param("llama", marks=pytest.mark.slow)])
 def test_two_stages_give_the_logits_of_the_unsharded_model_on_their_own_devices(name: str) -> None:
     model, params = model_and_params(name)
     expected = jax.jit(model.logits, compiler_options=QUICK_COMPILE)

@@ -61,7 +61,7 @@ def held(trees: Any) -> dict[int, int]:
     return found
 
 
-@pytest.mark.parametrize(("name", "slots"), [("gpt", 4), ("llama", 8)])
+@pytest.mark.parametrize(("name", "slots"), [("gpt", 8), pytest.param("llama", 4, marks=pytest.mark.slow)])
 def test_answers_are_those_of_one_mesh_and_parameters_lie_once(name: str, slots: int) -> None:
     model, params = model_and_params(name)
     planned = layout(name)

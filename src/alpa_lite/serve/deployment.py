@@ -124,9 +124,8 @@ class EngineActor:
             target.model,
             params,
             layout,
-            executor=RayExecutor(name=APPLICATION)
-            if hosted
-            else "local",  # an engine that died left its actors' room taken
+            # By name it gets the room of an engine that died.
+            executor=RayExecutor(name=APPLICATION) if hosted else "local",
             cluster=cluster if hosted else None,
             slots=settings.slots,
             max_length=settings.max_length,

@@ -20,7 +20,7 @@ from alpa_lite.executor.calibrate import local_cluster
 from alpa_lite.plan.plan import Plan
 from alpa_lite.serve.layout import plan_graphs
 from alpa_lite.serve.model_graphs import DECODE, Model, graphs
-from alpa_lite.serve.programs import Programs, check_caches, run_all
+from alpa_lite.serve.programs import Programs, run_all
 from alpa_lite.serve.sampling import Rows
 from alpa_lite.serve.stored import StoredParams, shapes_of
 
@@ -50,8 +50,6 @@ class Pipeline:
         self.stages, first = stages, stages[0]
         self.buckets, self.num_groups, self.per_group = first.buckets, len(first.caches), first.slots
         self.slots = self.num_groups * self.per_group
-        for stage in stages:
-            check_caches(stage.plans, self.num_groups)
 
     def prefill(self, bucket: int, slot: int, prompt: np.ndarray, rows: Rows) -> int:
         """Puts a prompt into a slot; returns the token after it."""

@@ -68,7 +68,7 @@ class Programs:
         num_groups: int = 1,
         devices: Sequence[Any] | None = None,
     ) -> None:
-        check_plans(graphs, plans)
+        check_plans(graphs, plans, num_groups)
         self.slots, self.buckets, self.plans = slots, buckets, plans
         self._graphs = graphs
         decode = plans[DECODE]
@@ -197,8 +197,9 @@ def run_all(runner: Runner) -> None:
     runner.reset()
 
 
-def check_plans(graphs: Mapping[str, Graph], plans: Mapping[str, Plan]) -> None:
-    """That there is a plan for each graph, and that all put parameters and cache in one place.
+def check_plans(graphs: Mapping[str, Graph], plans: Mapping[str, Plan], num_groups: int = 1) -> None:
+    """That there is a plan for each graph, that all put parameters and cache in one place, and that there is memory for the
+    caches of all groups of slots, of which plans count one.
 
     Raises:
         ServeError: it is not so; the message names the graph and the leaf.
@@ -237,6 +238,8 @@ def check_plans(graphs: Mapping[str, Graph], plans: Mapping[str, Plan]) -> None:
                     f"have it in one layout, or it would be moved between them. At {user_line()}. Plan them together: "
                     'al.plan_shared(graphs, shared=("0", "1"), ...).'
                 )
+    if num_groups > 1:
+        _check_caches({name: plans[name] for name in graphs}, num_groups)
 
 
 def arguments(plan: Plan, number: str) -> list[Leaf]:
@@ -248,12 +251,7 @@ def _place(stage: StagePlan) -> str:
     return f"{stage.mesh}{f' from device {stage.first_device}' if stage.first_device else ''}"
 
 
-def check_caches(plans: Mapping[str, Plan], num_groups: int) -> None:
-    """That there is memory for the caches of all groups, of which plans count one.
-
-    Raises:
-        ServeError: there is not; the message names the graph.
-    """
+def _check_caches(plans: Mapping[str, Plan], num_groups: int) -> None:
     for name, plan in plans.items():
         given = dict(plan.options).get("memory_budget_bytes")
         options = PlanOptions(memory_budget_bytes=given if isinstance(given, (int, float)) else None)

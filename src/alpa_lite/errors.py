@@ -5,19 +5,19 @@ from __future__ import annotations
 import os
 import traceback
 
+_OTHERS = ("jax", "jaxlib", "typer", "click", "site-packages/ray")
+_PYTHON = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 
 def is_user_file(name: str) -> bool:
-    """Whether a source file belongs neither to this package and what starts its commands nor to JAX.
+    """Whether a source file belongs neither to this package and what starts its commands nor to Python, JAX or Ray.
 
     "<string>" is where a dataclass has its ``__init__``, and the text of ``python -c``.
     """
-    ours = name.startswith((_PACKAGE, "<frozen ", "<string>")) or os.path.basename(name) in (
-        "contextlib.py",
-        "alpa-lite",
-    )
-    return not ours and not any(f"/{package}/" in name for package in ("jax", "jaxlib", "typer", "click"))
+    ours = name.startswith((_PACKAGE, "<frozen ", "<string>")) or os.path.basename(name) == "alpa-lite"
+    pythons = name.startswith(_PYTHON) and "-packages" not in name
+    return not (ours or pythons) and not any(f"/{package}/" in name for package in _OTHERS)
 
 
 def user_line() -> str:

@@ -111,7 +111,10 @@ def test_the_command_line_serves_and_ends(ray_session: None, tmp_path: Path) -> 
     ("make", "words"),
     [
         (not_a_target, r"could not be made. Correct its cause:\n(.*\n)*AttributeError: 'int' object"),
-        (target, r"could not be started: buckets=\(64,\) was given; they must be .* max_length=48"),
+        (
+            target,
+            r"could not be started: buckets=\(64,\) was given; they must be .* max_length=48.*At the command line",
+        ),
     ],
 )
 def test_an_engine_that_cannot_be_made_says_why_without_rays_traces(ray_session: None, make: Any, words: str) -> None:

@@ -278,6 +278,20 @@ def partitionable_threefry() -> bool:
     return bool(jax.config.jax_threefry_partitionable)  # pyrefly: ignore[missing-attribute]
 
 
+UNSTACK = "unstack"
+
+
+def unstack_by_slices(eqn: JaxprEqn) -> ClosedJaxpr:
+    """What JAX 0.12's ``unstack`` does, by one slice per row, as JAX 0.10 does it: each row may then lie elsewhere."""
+    aval: Any = eqn.invars[0].aval
+    axis, count = eqn.params["axis"], len(eqn.outvars)
+
+    def rows(x: Any) -> list[Any]:
+        return [jax.lax.index_in_dim(x, i, axis, keepdims=False) for i in range(count)]
+
+    return jax.make_jaxpr(rows)(jax.ShapeDtypeStruct(aval.shape, aval.dtype))
+
+
 def threefry_2x32(key: Any, high: Any, low: Any) -> tuple[Any, Any]:
     """The threefry block cipher on explicit 64-bit counters (two uint32 arrays), as JAX's partitionable RNG calls it."""
     counts = jnp.concatenate([high.ravel(), low.ravel()])

@@ -15,7 +15,6 @@ import pytest
 
 import alpa_lite as al
 from alpa_lite.errors import ClusterError, EngineClosed, EngineLost, ServeError
-from alpa_lite.serve.http import status_of
 from examples.serving_models import Llama
 from tests.serve.clients import BACK_S
 
@@ -85,7 +84,7 @@ def test_an_actor_that_is_killed_under_load(engine: al.serve.Engine, expected: l
             assert list(request.result(BACK_S)) == tokens
         except EngineLost as error:
             lost += 1
-            assert status_of(error) == 503 and "Send the request again" in str(error)
+            assert "Send the request again" in str(error)
     assert 1 <= lost <= SIZES["slots"]
     assert set(earlier).isdisjoint(engine.programs.places)
     assert engine.generate(prompts(), max_tokens=10) == expected

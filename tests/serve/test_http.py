@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from alpa_lite.errors import RequestError
+from alpa_lite.errors import EngineClosed, EngineLost, RequestError, ServeError
 from alpa_lite.serve.request import Request
 from alpa_lite.serve.scheduler import Scheduler
 from tests.serve.fake_runner import FakeRunner, answer
@@ -24,7 +24,7 @@ starlette = pytest.importorskip(
 uvicorn = pytest.importorskip("uvicorn", reason="Ray Serve is not installed: pip install 'alpa-lite[serve]'")
 
 from alpa_lite.serve.answers import Answers  # noqa: E402
-from alpa_lite.serve.http import HttpService  # noqa: E402 - needs Starlette
+from alpa_lite.serve.http import HttpService, status_of  # noqa: E402 - needs Starlette
 
 PROMPT = [3, 1, 4]
 
@@ -200,6 +200,10 @@ def test_the_token() -> None:
         assert len(server.engine.requests) == 1
     finally:
         server.end()
+
+
+def test_what_was_lost_is_503() -> None:
+    assert [status_of(kind("lost")) for kind in (EngineLost, EngineClosed, ServeError)] == [503, 503, 500]
 
 
 def test_a_full_queue_is_429_and_a_deadline_504(slow: Server) -> None:

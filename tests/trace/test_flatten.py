@@ -192,3 +192,13 @@ def test_a_debug_callback_in_a_loop_is_not_dead():
     check(fn, (X,), (2, 4), seeds=[0])
     jax.effects_barrier()
     assert len(seen) == 2 * 8
+
+
+def test_rows_that_are_taken_one_by_one_are_slices():
+    """JAX 0.12 has one op for all rows of an array that is iterated over; each row may lie on another stage."""
+
+    def fn(x):
+        return sum(jnp.sin(row) * k for k, row in enumerate(x))
+
+    assert {"slice", "squeeze"} <= set(names(fn, X)) and "unstack" not in names(fn, X)
+    check(fn, (X,), (2, 4))

@@ -1,7 +1,8 @@
 """Closed jaxpr -> FlatJaxpr: calls inlined, dead code dropped, control flow kept as ops with bodies.
 
 Inlined: ``jit``, ``custom_jvp_call``, ``custom_vjp_call``, ``closed_call`` and ``remat`` (a differentiated remat puts an
-``optimization_barrier`` on its inputs, as JAX's own lowering does, so that XLA does not undo the recomputation).
+``optimization_barrier`` on its inputs, as JAX's own lowering does, so that XLA does not undo the recomputation); ``unstack``, as
+slices.
 """
 
 from __future__ import annotations
@@ -10,7 +11,17 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from alpa_lite._jax_compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, name_scope_of, source_of
+from alpa_lite._jax_compat import (
+    UNSTACK,
+    ClosedJaxpr,
+    Jaxpr,
+    JaxprEqn,
+    Literal,
+    Var,
+    name_scope_of,
+    source_of,
+    unstack_by_slices,
+)
 
 _CALLS = {
     "jit": "jaxpr",
@@ -135,7 +146,7 @@ class _Builder:
             own = name_scope_of(eqn)
             inner_scope = f"{scope}/{own}" if scope and own else scope or own
             name = eqn.primitive.name
-            if name in _CALLS:
+            if name in _CALLS or name == UNSTACK:
                 results = self.call(eqn, inputs, inner_scope, source)
             elif name == "optimization_barrier":
                 results = self.barrier(inputs, eqn, inner_scope)
@@ -156,7 +167,7 @@ class _Builder:
         return [read(a) for a in jaxpr.outvars]
 
     def call(self, eqn: JaxprEqn, inputs: list[Any], scope: str, source: str) -> list[Any]:
-        inner = eqn.params[_CALLS[eqn.primitive.name]]
+        inner = unstack_by_slices(eqn) if eqn.primitive.name == UNSTACK else eqn.params[_CALLS[eqn.primitive.name]]
         jaxpr, consts = (inner.jaxpr, inner.consts) if isinstance(inner, ClosedJaxpr) else (inner, ())
         if eqn.primitive.name in _REMATS and eqn.params["differentiated"] and eqn.params["prevent_cse"]:
             inputs = self.barrier(inputs, eqn, scope)

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from alpa_lite._jax_compat import (
+    UNSTACK,
     ClosedJaxpr,
     Jaxpr,
     JaxprEqn,
@@ -31,6 +32,7 @@ from alpa_lite._jax_compat import (
     is_tracer,
     jaxpr_part,
     scan_layout,
+    unstack_by_slices,
 )
 from alpa_lite.trace.flatten import flatten, source_of
 from alpa_lite.trace.flops import total_flops
@@ -38,7 +40,7 @@ from alpa_lite.trace.leaf_stages import LeafReads, pins_of_leaves
 from alpa_lite.trace.stage_pin import StagePin, pin_stage_p
 
 HEAVY = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
-_INLINED = ("jit", "pjit", "closed_call", "core_call")
+_INLINED = ("jit", "pjit", "closed_call", "core_call", UNSTACK)
 
 
 def contains(jaxpr: Jaxpr, names: frozenset[str]) -> bool:
@@ -47,7 +49,7 @@ def contains(jaxpr: Jaxpr, names: frozenset[str]) -> bool:
 
 
 def inlined(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """The same without calls of ``jit``; source lines and name scopes stay."""
+    """The same without calls of ``jit`` and with slices for ``unstack``; source lines and name scopes stay."""
     if not any(e.primitive.name in _INLINED for e in closed.jaxpr.eqns):
         return closed
     structs = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in closed.in_avals]
@@ -62,7 +64,10 @@ def _evaluate_inlined(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
         if eqn.primitive.name not in _INLINED:
             continue
         run_part(jaxpr, start, i, env)
-        inner = eqn.params["jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"]
+        if eqn.primitive.name == UNSTACK:
+            inner = unstack_by_slices(eqn)
+        else:
+            inner = eqn.params["jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"]
         inner = inner if isinstance(inner, ClosedJaxpr) else ClosedJaxpr(inner, ())
         scopes = [s for s in (str(eqn.source_info.name_stack), eqn.params.get("name", "")) if s]
         with jax.named_scope("/".join(scopes) or "call"):

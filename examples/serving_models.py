@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
@@ -247,9 +247,7 @@ class Llama(Cut):
         causal = jnp.tril(jnp.ones((size, size), dtype=bool))[None, None, None]
         x, new = self._embedded(params, tokens) if self._is_first else tokens, {"length": lengths.astype(jnp.int32)}
         for name, block in self._blocks(params):
-            q, k, v = self._projected(block, x, jnp.arange(size)[None])
-            new[name] = {"key": write_prompt(cache[name]["key"], k), "value": write_prompt(cache[name]["value"], v)}
-            x = self._mixed(block, x, self._attended(q, k, v, causal))
+            x, new[name] = self._read(block, cache[name], x, causal)
         return self._head(params, last_tokens(x, lengths)) if self._is_last else x, new
 
     def decode(self, params: PyTree, cache: Cache, tokens: jax.Array) -> tuple[jax.Array, Cache]:
@@ -259,16 +257,34 @@ class Llama(Cut):
         x = self._embedded(params, tokens)[:, None] if self._is_first else tokens
         new = {"length": jnp.minimum(lengths + 1, max_length)}
         for name, block in self._blocks(params):
-            q, k, v = self._projected(block, x, lengths[:, None])
-            keys = write_tokens(cache[name]["key"], k[:, 0], lengths)
-            values = write_tokens(cache[name]["value"], v[:, 0], lengths)
-            new[name] = {"key": keys, "value": values}
-            x = self._mixed(block, x, self._attended(q, keys, values, seen))
+            x, new[name] = self._extended(block, cache[name], x, lengths, seen)
         return self._head(params, x[:, 0]) if self._is_last else x, new
+
+    # Blocks are functions under jit so that JAX traces one of them and not all.
+    @partial(jax.jit, static_argnums=0)
+    def _read(self, block: PyTree, cache: Cache, x: jax.Array, mask: jax.Array) -> tuple[jax.Array, Cache]:
+        """A block on prompts (b, s, width)."""
+        q, k, v = self._projected(block, x, jnp.arange(x.shape[1])[None])
+        new = {"key": write_prompt(cache["key"], k), "value": write_prompt(cache["value"], v)}
+        return self._mixed(block, x, self._attended(q, k, v, mask)), new
+
+    @partial(jax.jit, static_argnums=0)
+    def _extended(
+        self, block: PyTree, cache: Cache, x: jax.Array, lengths: jax.Array, mask: jax.Array
+    ) -> tuple[jax.Array, Cache]:
+        """A block on one token (b, 1, width) of every slot."""
+        q, k, v = self._projected(block, x, lengths[:, None])
+        new = {
+            "key": write_tokens(cache["key"], k[:, 0], lengths),
+            "value": write_tokens(cache["value"], v[:, 0], lengths),
+        }
+        return self._mixed(block, x, self._attended(q, new["key"], new["value"], mask)), new
 
     def _blocks(self, params: PyTree) -> list[tuple[str, PyTree]]:
         """Training scans over layers. Here that would copy the cache, which goes through the scan whole, in every step."""
-        rows = [jax.tree.map(lambda x, row=row: x[row], params["blocks"]) for row in range(len(self._indices()))]
+        count = len(self._indices())
+        row = partial(jax.lax.index_in_dim, axis=0, keepdims=False)
+        rows = [jax.tree.map(lambda x, index=index: row(x, index), params["blocks"]) for index in range(count)]
         return [(f"block{index}", block) for index, block in zip(self._indices(), rows, strict=True)]
 
     def _picked(self, params: PyTree) -> PyTree:

@@ -1,6 +1,6 @@
 """Exact answers for narrow cores without memory: nodes are eliminated one by one, tables over their neighbours remain.
 
-Elimination picks the node whose table is smallest. All tables are known by what they are made of before any is made: those
+Elimination picks the node that leaves the smallest table. All tables are known by what they are made of before any is made: those
 that copies of a layer have in common are made and counted once, and a core that is too wide is refused at no cost.
 """
 
@@ -128,7 +128,7 @@ def _order(
     max_entries: float,
     known_scopes: KnownScopes | None = None,
 ) -> _Order | None:
-    """Nodes by smallest table first; None if a table, or all different ones together, would be too large.
+    """Nodes by what they leave, smallest first; None if a table, or all different ones together, would be too large.
 
     ``given`` are numbers of the tables of all nodes, then of all edges.
     """
@@ -173,7 +173,8 @@ def _scopes(sizes: Sequence[int], left: Sequence[int], right: Sequence[int], max
         around[b].add(a)
 
     def weight(node: int) -> int:
-        entries = sizes[node]
+        """Entries of the table that is left without it."""
+        entries = 1
         for j in around[node]:
             entries *= sizes[j]
         return entries
@@ -184,10 +185,10 @@ def _scopes(sizes: Sequence[int], left: Sequence[int], right: Sequence[int], max
     most = min(_TABLE_CAP, max_entries)
     scopes: _Scopes = []
     while waiting:
-        entries, node = heappop(waiting)
-        if weights.get(node) != entries:
+        left_over, node = heappop(waiting)
+        if weights.get(node) != left_over:
             continue  # gone, or its table has changed since
-        near = around[node]
+        near, entries = around[node], left_over * sizes[node]
         if entries > most or len(near) >= _MAX_DIMS:
             return None
         del weights[node]

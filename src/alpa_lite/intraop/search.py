@@ -39,7 +39,7 @@ _GUESS = 0.4  # of what five such sweeps added to the bound, for what it lacks s
 _PATIENT = 30  # sweeps before which no choice is looked for in thin cores but by elimination
 _QUICK_ENTRIES = 8_000_000  # of the tables of an elimination that takes less time than a search
 _NODE_ENTRIES = 6000  # the same per node: sweeps over small cores, and what they leave, take less time still
-_NARROW_EDGE = 64  # mean entries of an edge, above which large cores are not narrow, and to find that out takes a while
+_NARROW_EDGE = 64  # mean entries of an edge, up to which sweeps and what they leave take less time
 
 
 def is_wide(core: Core, shape: KnownShape) -> bool:
@@ -66,7 +66,7 @@ def search_core(
         else:
             search.proven_infeasible = True
         return
-    if core.memory is None and not wide and (core.num_nodes <= FEW_NODES or _is_thin(core)):
+    if core.memory is None and not wide:
         kept = [np.arange(len(c)) for c in core.unary]
         if prove_narrow(search, core, kept, _most_entries(core)):
             return
@@ -196,7 +196,8 @@ def _close(search: Search, messages: Messages, count: int) -> None:
 
 def _most_entries(core: Core) -> int:
     """Of the tables of a core that is eliminated at once."""
-    return min(_QUICK_ENTRIES, _NODE_ENTRIES * core.num_nodes)
+    quick = core.num_nodes <= FEW_NODES or _is_thin(core)
+    return min(_QUICK_ENTRIES, _NODE_ENTRIES * core.num_nodes) if quick else _QUICK_ENTRIES
 
 
 def _is_thin(core: Core) -> bool:

@@ -43,7 +43,8 @@ _REMATS = ("remat2", "checkpoint", "remat")
 class FlatOp:
     """One equation after inlining: ``inputs`` are value ids or ``Literal``.
 
-    ``outputs`` are value ids, -1 when nothing uses the result; ``all_outputs`` keeps the ids, for their types.
+    ``outputs`` are value ids, -1 when nothing uses the result; ``all_outputs`` keeps the ids, for their types. ``like``: another
+    op of the same equation, of a function that is called several times.
     """
 
     primitive: Any
@@ -56,6 +57,7 @@ class FlatOp:
     has_effects: bool = False
     all_outputs: tuple[int, ...] = ()
     traceback: Any = None
+    like: FlatOp | None = field(default=None, init=False, repr=False, compare=False)
     _settings: tuple[Any, ...] | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -66,7 +68,9 @@ class FlatOp:
         """The parameters as a key; none of an op with bodies, which say the same. ``params`` must not change any more."""
         if self.bodies:
             return ()
-        if self._settings is None:
+        if self._settings is None and self.like is not None:
+            self._settings = self.like.settings
+        elif self._settings is None:
             self._settings = tuple((k, _setting(v)) for k, v in self.params.items() if k != "group")
         return self._settings
 
@@ -118,6 +122,7 @@ class _Builder:
         self.avals: list[Any] = []
         self.ops: list[FlatOp] = []
         self.constants: dict[int, Any] = {}
+        self.known: dict[int, tuple[str, str, FlatOp | None]] = {}  # of equations: a function may be called many times
 
     def new(self, aval: Any) -> int:
         self.avals.append(aval)
@@ -143,7 +148,7 @@ class _Builder:
 
         for eqn in jaxpr.eqns:
             inputs = [read(a) for a in eqn.invars]
-            own = name_scope_of(eqn)
+            line, own, first = self.known.get(id(eqn)) or (source_of(eqn), name_scope_of(eqn), None)
             inner_scope = f"{scope}/{own}" if scope and own else scope or own
             name = eqn.primitive.name
             if name in _CALLS or name == UNSTACK:
@@ -158,8 +163,9 @@ class _Builder:
                 results = self.linear_solve(eqn, inputs, inner_scope, source)
             else:
                 results = [self.new(v.aval) for v in eqn.outvars]
-                op = FlatOp(eqn.primitive, eqn.params, inputs, results, source_of(eqn) or source, inner_scope)
-                op.traceback = eqn.source_info.traceback
+                op = FlatOp(eqn.primitive, eqn.params, inputs, results, line or source, inner_scope)
+                op.traceback, op.like = eqn.source_info.traceback, first
+                self.known[id(eqn)] = line, own, first or op
                 op.bodies = [flatten(body, keep_boundaries=self.keep_boundaries) for body in _bodies(eqn)]
                 op.has_effects = bool(eqn.effects)  # prints and callbacks, also those inside of bodies
                 self.ops.append(op)

@@ -245,7 +245,9 @@ def _mirror(
     donated: list[bool],
 ) -> Program:
     """``about``: rule, name and FLOPs of ops by key."""
-    values = tuple(value_of(a) for a in flat.avals)
+    known = {id(aval): aval for aval in flat.avals}  # a function that is called many times has the same types
+    made = {number: value_of(aval) for number, aval in known.items()}
+    values = tuple([made[id(aval)] for aval in flat.avals])
     ops = []
     for op in flat.ops:
         rule, name, flops = about[keys[id(op)]]

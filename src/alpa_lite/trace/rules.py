@@ -7,11 +7,9 @@ On top of Shardy's factors it is stated here how partial results of a reduction 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
-
-import jax
 
 from alpa_lite._jax_compat import Literal, annotate_sharding_rules, lower_many
 from alpa_lite.core.rule import FactorKind, OpShardingRule
@@ -91,26 +89,19 @@ def _ask_shardy(ops: list[tuple[FlatOp, FlatJaxpr]]) -> list[OpShardingRule]:
     """Shardy's composed rules, operands in the order of the op's non-literal inputs."""
     if not ops:
         return []
-    functions = [_caller(op) for op, _ in ops]
-    arguments = [[_struct(flat.avals[i]) for i in op.inputs if not isinstance(i, Literal)] for op, flat in ops]
-    module = annotate_sharding_rules(lower_many(functions, arguments))
+    equations = [
+        (
+            op.primitive,
+            op.params,
+            [i if isinstance(i, Literal) else flat.avals[i] for i in op.inputs],
+            [flat.avals[o] for o in op.all_outputs],
+        )
+        for op, flat in ops
+    ]
+    module = annotate_sharding_rules(lower_many(equations))
     names = called_functions(module)
     assert len(names) == len(ops), f"asked for {len(ops)} rules, the module has {len(names)} calls"
     return compose_rules(module, names)
-
-
-def _struct(aval: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
-
-
-def _caller(op: FlatOp) -> Callable[..., Any]:
-    """A function of the non-literal inputs that binds the op's primitive."""
-
-    def call(*args: Any) -> Any:
-        it = iter(args)
-        return op.primitive.bind(*(i.val if isinstance(i, Literal) else next(it) for i in op.inputs), **op.params)
-
-    return call
 
 
 def _finish(op: FlatOp, flat: FlatJaxpr, rule: OpShardingRule) -> OpShardingRule:

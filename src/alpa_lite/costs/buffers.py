@@ -4,7 +4,8 @@ Instructions run breadth first (``BFSScheduler`` in ``xla/service/hlo_memory_sch
 first in, first out, each once its operands exist. A buffer lives until its last reader has run; a loop may write over an
 operand of the same size that dies there. Buffers are placed largest first (``xla/service/buffer_assignment.cc``): results of
 the step have memory of their own, in which temporaries lie while it is unused, and everything else shares one block, where
-gaps between buffers count (``GlobalDecreasingSizeBestFitHeap`` in ``xla/service/heap_simulator``).
+gaps between buffers count (``GlobalDecreasingSizeBestFitHeap`` in ``xla/service/heap_simulator``). Results in the memory of
+donated arguments take none, but for what a loop stacks up while the argument is still read: that is moved there in the end.
 """
 
 from __future__ import annotations
@@ -39,15 +40,18 @@ class SharedBlock:
     alive: tuple[Buffer, ...]
 
 
-def temporaries(graph: InstructionGraph, donated: frozenset[int] = frozenset()) -> SharedBlock:
+def temporaries(
+    graph: InstructionGraph, donated: frozenset[int] = frozenset(), moved: frozenset[int] = frozenset()
+) -> SharedBlock:
     """Run the graph in time and place all that is neither argument nor result.
 
     Args:
         graph: the step.
         donated: positions among its outputs that lie in an argument's memory.
+        moved: those of them that are made elsewhere.
     """
     buffers: list[Buffer] = []
-    _Run(graph, buffers, donated).run(0)
+    _Run(graph, buffers, donated, moved).run(0)
     shared = _outside_results(sorted(buffers, key=lambda b: (-b.size_bytes, not b.result, b.lo - b.hi)))
     times = max((b.hi for b in shared), default=1)
     _, time = peak_usage([b.lo for b in shared], [b.hi for b in shared], [b.size_bytes for b in shared], times)
@@ -58,8 +62,14 @@ def temporaries(graph: InstructionGraph, donated: frozenset[int] = frozenset()) 
 class _Run:
     """One region in time. ``donated`` is None for a body, whose results lie in buffers outside."""
 
-    def __init__(self, graph: InstructionGraph, buffers: list[Buffer], donated: frozenset[int] | None) -> None:
-        self.graph, self.buffers, self.donated = graph, buffers, donated
+    def __init__(
+        self,
+        graph: InstructionGraph,
+        buffers: list[Buffer],
+        donated: frozenset[int] | None,
+        moved: frozenset[int] = frozenset(),
+    ) -> None:
+        self.graph, self.buffers, self.donated, self.moved = graph, buffers, donated, moved
         self.nodes = graph.instructions
         self.fusions = fuse(graph)
         self.start: dict[int, int] = {}
@@ -80,9 +90,9 @@ class _Run:
             if self.nodes[root].traits.held or not size:
                 continue
             position = outputs.get(root, -1)
-            if position >= 0 and (position in self.donated if self.donated is not None else self.in_place(root, free)):
+            if position >= 0 and position not in self.moved and self.is_elsewhere(root, position, free):
                 continue
-            result = position >= 0 and self.donated is not None
+            result = position >= 0 and self.donated is not None and position not in self.donated
             branches = [o for o in self.fusions[root].reads if self.nodes[o].bodies]  # they write their result
             lo = min([lo, *(self.start[o] for o in branches)])
             self.buffers.append(Buffer(self.nodes[root], lo, max(free[root], lo + 1), size, result))
@@ -115,6 +125,10 @@ class _Run:
                     taken.add(o)
                     free[o] = self.start[root]
                     break
+
+    def is_elsewhere(self, root: int, position: int, free: dict[int, int]) -> bool:
+        """Whether a result lies in an argument's memory, or in a buffer outside the body."""
+        return position in self.donated if self.donated is not None else self.in_place(root, free)
 
     def in_place(self, root: int, free: dict[int, int]) -> bool:
         """Whether a body can write a result straight to where it goes: its last value is not read any more."""

@@ -46,7 +46,8 @@ class Order(StrEnum):
 class Interval(NamedTuple):
     """A temporary: alive at times [lo, hi). ``region`` is the path prefix of its program ("" outer, "12.0." a body).
 
-    ``copy``: a second buffer of the value, whatever becomes of the first.
+    ``copy``: a second buffer of the value, whatever becomes of the first. ``updated``: a loop's state, written over that of the
+    iteration before if nothing converts it (XLA:GPU).
     """
 
     region: str
@@ -54,6 +55,7 @@ class Interval(NamedTuple):
     lo: int
     hi: int
     copy: bool = False
+    updated: bool = False
 
 
 @dataclass(eq=False, slots=True)
@@ -181,16 +183,20 @@ def _live(
     out: Timeline,
     facts: Facts,
     stacked: frozenset[int] = frozenset(),
+    carried: tuple[tuple[int, int], ...] = (),
 ) -> None:
-    """Intervals of one region that runs during [lo, hi). ``stacked``: results that XLA:GPU writes out as they are made."""
-    lives = facts.of(_lives, program, gpu=not out.order.on_cpu, stacked=stacked, outer=not prefix)
+    """Intervals of one region that runs during [lo, hi).
+
+    ``stacked``: results that XLA:GPU writes out as they are made; ``carried``: (argument, result) of a loop's state.
+    """
+    lives = facts.of(_lives, program, gpu=not out.order.on_cpu, stacked=stacked, outer=not prefix, carried=carried)
     paths = _paths(program, prefix, facts)
     begin = np.array([out.start[path] for path in paths], dtype=np.int64)
     end = np.array([out.end[path] for path in paths], dtype=np.int64)
     last = np.full(len(program.values), -1, dtype=np.int64)
     last[lives.results] = hi
-    loops, carried = lives.carried
-    np.maximum.at(last, carried, begin[loops])  # a loop goes on in the buffer that its carry starts in
+    loops, begun = lives.begun
+    np.maximum.at(last, begun, begin[loops])  # a loop goes on in the buffer that its carry starts in
     # A fused result is computed where it is read, and a view is its operand's buffer: operands must last until then.
     reader_end = np.where(lives.reuses, begin, end)
     for passing, passed, reading, read in lives.steps:
@@ -205,15 +211,19 @@ def _live(
     # What a scan stacks up is written into a buffer of zeros, which depends on nothing.
     made = np.where(stacks & out.fills_early, lo, begin[makers])
     gone = np.maximum(last[stored], begin[makers] + 1)
-    rows = zip(repeat(prefix), stored.tolist(), made.tolist(), gone.tolist(), strict=False)
-    intervals = map(Interval._make, ((*row, False) for row in rows))
+    updates, old, new = lives.updates
+    updated = np.isin(stored, new[last[old] <= begin[updates]])  # nobody reads the old state later
+    rows = zip(
+        repeat(prefix), stored.tolist(), made.tolist(), gone.tolist(), repeat(False), updated.tolist(), strict=False
+    )
+    intervals = map(Interval._make, rows)
     done = 0
     for index, before, bodies in lives.bodies:
         out.intervals += islice(intervals, before - done)
         done = before
-        for b, (body, written) in enumerate(bodies):
+        for b, (body, written, state) in enumerate(bodies):
             path = f"{paths[index]}.{b}."
-            _live(body, path, int(begin[index]) + 1, int(end[index]), out, facts, written)
+            _live(body, path, int(begin[index]) + 1, int(end[index]), out, facts, written, state)
     out.intervals += intervals
     if not out.order.on_cpu:
         copies = [(index, program.ops[index].outputs[0]) for index in facts.of(reordering_ops, program)]
@@ -226,6 +236,9 @@ def _live(
         out.last_read.update(zip(lives.keys, last[lives.known].tolist(), strict=True))
 
 
+_Body = tuple[Program, frozenset[int], tuple[tuple[int, int], ...]]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Lives:
     """What the ops of a region do to the lives of values, whenever they run; pairs of arrays go together.
@@ -235,66 +248,79 @@ class _Lives:
         reuses: per op, whether its result may lie where a dying operand did.
         steps: (ops, results that they pass on; ops, values that must last until these are done), readers before what they
             read: a result is passed on if it is computed where it is read, or is a view.
-        carried: (loops, values that must last until they begin).
+        begun: (loops, values that must last until they begin).
         stored: (ops, results with buffers, whether a loop stacks them up), in the order of the ops.
+        updates: (ops, a loop's state, the next one), where an op may write the next over the last.
         bodies: of loops and branches: op, how many of ``stored`` come before, and each body with the results that are written
-            out as they are made.
+            out as they are made and with its (argument, result) pairs of state.
         known: values that are ever read or are results; ``keys``: the same as tensors of the whole program.
     """
 
     results: np.ndarray
     reuses: np.ndarray
     steps: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]]
-    carried: tuple[np.ndarray, np.ndarray]
+    begun: tuple[np.ndarray, np.ndarray]
     stored: tuple[np.ndarray, np.ndarray, np.ndarray]
-    bodies: list[tuple[int, int, list[tuple[Program, frozenset[int]]]]]
+    updates: tuple[np.ndarray, np.ndarray, np.ndarray]
+    bodies: list[tuple[int, int, list[_Body]]]
     known: np.ndarray
     keys: list[tuple[str, int]]
 
 
-def _lives(program: Program, *, gpu: bool, stacked: frozenset[int], outer: bool) -> _Lives:
-    """Of a region; ``outer``: of the whole program, whose results have buffers of their own."""
+def _lives(
+    program: Program, *, gpu: bool, stacked: frozenset[int], outer: bool, carried: tuple[tuple[int, int], ...]
+) -> _Lives:
+    """Of a region; ``outer``: of the whole program, whose results have buffers of their own. The rest as of ``_live``."""
     fused = fused_values(program, gpu=gpu, stacked=stacked)
     outside = {*program.inputs, *program.constants, *(program.outputs if outer else ())}
     passed: list[list[int]] = []
     reads: list[list[int]] = []
-    carried: list[tuple[int, int]] = []
+    begun: list[tuple[int, int]] = []
     stored: list[tuple[int, int, bool]] = []
-    bodies: list[tuple[int, int, list[tuple[Program, frozenset[int]]]]] = []
+    bodies: list[tuple[int, int, list[_Body]]] = []
     for index, op in enumerate(program.ops):
         first, behind, view = op.num_consts, op.num_consts + op.num_carry, is_view(op)
         if op.bodies:
-            bodies.append(
-                (index, len(stored), [(body, _written(op, body) if gpu else frozenset()) for body in op.bodies])
-            )
+            bodies.append((index, len(stored), [_body(op, body, gpu=gpu) for body in op.bodies]))
         passed.append([o for o in op.outputs if o >= 0 and (fused[o] or view)])
         reads.append([i for i in (*op.inputs[:first], *op.inputs[behind:]) if i >= 0])
-        carried += [(index, i) for i in op.inputs[first:behind] if i >= 0]
+        begun += [(index, i) for i in op.inputs[first:behind] if i >= 0]
         stored += [
             (index, o, op.primitive == "scan" and position >= op.num_carry)
             for position, o in enumerate(op.outputs)
             if not (o < 0 or fused[o] or o in outside or view)
         ]
     results = [v for v in program.outputs if v >= 0 and v not in stacked]
-    known = sorted({*results, *(i for values in reads for i in values), *(i for _, i in carried)})
+    known = sorted({*results, *(i for values in reads for i in values), *(i for _, i in begun)})
     columns = np.array(stored, dtype=np.int64).reshape(-1, 3).T
+    reuses = overwriting_ops(program, fused, gpu=gpu)
+    before = {new: old for old, new in carried}
+    updates = [
+        (index, before[o], o)
+        for index, op in enumerate(program.ops)
+        for o in op.outputs
+        if gpu and reuses[index] and o in before and before[o] in op.inputs
+    ]
+    update = np.array(updates, dtype=np.int64).reshape(-1, 3).T
     return _Lives(
         results=np.array(results, dtype=np.int64),
-        reuses=np.array(overwriting_ops(program, fused, gpu=gpu), dtype=bool),
+        reuses=np.array(reuses, dtype=bool),
         steps=_in_steps(passed, reads, len(program.values)),
-        carried=_columns(carried),
+        begun=_columns(begun),
         stored=(columns[0], columns[1], columns[2] > 0),
+        updates=(update[0], update[1], update[2]),
         bodies=bodies,
         known=np.array(known, dtype=np.int64),
         keys=[("", v) for v in known],
     )
 
 
-def _written(op: Op, body: Program) -> frozenset[int]:
-    """Results of a loop's body that XLA:GPU writes out as they are made."""
-    if op.primitive != "scan":
-        return frozenset()
-    return frozenset(body.outputs[op.num_carry :]) - {*body.outputs[: op.num_carry], *body.inputs, -1}
+def _body(op: Op, body: Program, *, gpu: bool) -> _Body:
+    """Of a loop or branch; for XLA:GPU with the results that it writes out as they are made, and with the state of a scan."""
+    if op.primitive != "scan" or not gpu:
+        return body, frozenset(), ()
+    written = frozenset(body.outputs[op.num_carry :]) - {*body.outputs[: op.num_carry], *body.inputs, -1}
+    return body, written, tuple(zip(body.inputs[op.num_consts :], body.outputs[: op.num_carry], strict=False))
 
 
 def _in_steps(

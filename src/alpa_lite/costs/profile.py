@@ -108,7 +108,8 @@ def memory_profile(
             conversions=conversions,
             barriers_copy=barriers_copy,
         )
-        block = temporaries(graph, donated_results(program))
+        stacked = frozenset(a.result for a in overwritten_arguments(program) if a.stacked)
+        block = temporaries(graph, donated_results(program), stacked)
         peak, time, alive = base + block.size_bytes, block.time, _blocktensors_of(block, shapes)
     else:
         facts = Facts(program) if facts is None else facts
@@ -209,6 +210,8 @@ def _stored(
         if tensor is None:
             continue
         spec, lo, hi = decisions[tensor.op].results[tensor.result], interval.lo, interval.hi
+        if interval.updated and key not in converted:
+            continue
         if key in converted:
             if (*key, spec) in unstored:
                 continue
@@ -282,17 +285,18 @@ def _turned(facts: Facts, line: Timeline, conversions: Sequence[Conversion]) -> 
 def _saved_arguments(facts: Facts, line: Timeline, mesh: DeviceMesh, in_specs: Sequence[ShardingSpec]) -> list[Stored]:
     """Copies of donated arguments that are overwritten before their last reader has run.
 
-    Not where collectives overlap: there XLA:GPU has been seen to order the readers first.
+    Where collectives overlap only if a loop is both: XLA:GPU has been seen to order other readers first.
     """
-    if line.fills_early:
-        return []
     program, saved = facts.program, []
-    for position, maker, readers in facts.of(overwritten_arguments, program):
-        value = program.inputs[position]
-        overwritten, end = line.end[maker], line.last_read.get(("", value), 0)
+    for argument in facts.of(overwritten_arguments, program):
+        if line.fills_early and not argument.row_by_row:
+            continue
+        value = program.inputs[argument.position]
+        overwritten = (line.start if argument.row_by_row else line.end)[argument.maker]
+        end = line.last_read.get(("", value), 0)
         if overwritten < end:
-            size = _bytes(program, value, in_specs[position], mesh)
-            first = min(line.start[reader] for reader in readers)
+            size = _bytes(program, value, in_specs[argument.position], mesh)
+            first = min(line.start[reader] for reader in argument.readers)
             saved.append(Stored(first, end, size, ShardingSpec(()), f"%{value} saved", "temporaries"))
     return saved
 

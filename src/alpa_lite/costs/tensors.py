@@ -73,13 +73,36 @@ def takers_of(program: Program) -> list[bool]:
     return [takes_producers(op) for _, _, op in program.walk()]
 
 
-def overwritten_arguments(program: Program) -> list[tuple[int, str, list[str]]]:
-    """Donated arguments by position, each with the op that makes what lies there afterwards, and with those that read it."""
-    maker = {o: str(index) for index, op in enumerate(program.ops) for o in op.outputs if o >= 0}
+class Overwritten(NamedTuple):
+    """A donated argument that is read, and what lies in its memory afterwards.
+
+    Attributes:
+        position, result: of the argument and of the result.
+        maker, readers: paths of the ops that make the result and that read the argument.
+        stacked: whether the maker is a loop that stacks the result up, in a buffer that is there before it starts.
+    """
+
+    position: int
+    result: int
+    maker: str
+    readers: list[str]
+    stacked: bool
+
+    @property
+    def row_by_row(self) -> bool:
+        """Whether a loop reads the one while it stacks up the other."""
+        return self.stacked and self.maker in self.readers
+
+
+def overwritten_arguments(program: Program) -> list[Overwritten]:
+    """The donated arguments that some op reads before another, or the same one, makes what lies there afterwards."""
+    makers = {o: index for index, op in enumerate(program.ops) for o in op.outputs if o >= 0}
     readers = readers_of(program)
     found = []
     for position, result in program.aliases:
         value, made = program.inputs[position], program.outputs[result]
-        if program.donated and program.donated[position] and made in maker and value != made and value in readers:
-            found.append((position, maker[made], [str(index) for index in readers[value]]))
+        if program.donated and program.donated[position] and made in makers and value != made and value in readers:
+            maker = program.ops[makers[made]]
+            stacked = maker.primitive == "scan" and made in maker.outputs[maker.num_carry :]
+            found.append(Overwritten(position, result, str(makers[made]), list(map(str, readers[value])), stacked))
     return found

@@ -255,7 +255,7 @@ class Pricer:
             out.append(self.usage(port, lo, timeline.num_times, node.shape, itemsize, node.specs))
         for interval in timeline.intervals:
             link = links.get((interval.region, interval.value))
-            if link is None:
+            if link is None or interval.updated:
                 continue
             end, lo, hi = link.producer, interval.lo, interval.hi
             if link.copy >= 0:

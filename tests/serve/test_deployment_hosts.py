@@ -59,6 +59,23 @@ def port(ray_session: None, files: tuple[Path, Path]) -> Iterator[int]:
     deployment.stop()
 
 
+def test_stages_on_hosts_of_their_own(ray_session: None) -> None:
+    """Before the server of the other tests."""
+    from alpa_lite.serve import deployment
+
+    made = target()
+    with al.serve.Engine(made.model, made.params, **SIZES) as engine:
+        expected = engine.generate(PROMPTS, max_tokens=12)
+    port = free_port()
+    deployment.start(target, al.serve.ServerSettings(port=port, cluster="2x1:cpu", num_stages=2, **SIZES))
+    try:
+        for prompt, tokens in zip(PROMPTS, expected, strict=True):
+            status, raw = ask(port, prompt)
+            assert (status, json.loads(raw)["tokens"]) == (200, tokens)
+    finally:
+        deployment.stop()
+
+
 def test_answers_come_from_the_checkpoint_on_two_hosts(port: int, expected: list[list[int]]) -> None:
     for prompt, tokens in zip(PROMPTS, expected, strict=True):
         status, raw = ask(port, prompt)

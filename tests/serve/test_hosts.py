@@ -144,9 +144,49 @@ def test_parameters_that_differ_between_hosts_are_refused(ray_session: None, lay
         al.serve.Engine(MODEL, other_params, layout, executor=WATCHED, **SIZES)
 
 
+@pytest.fixture(scope="module")
+def staged(ray_session: None, engine: al.serve.Engine) -> Iterator[al.serve.Engine]:
+    """Two stages of two hosts with a device each: four actors, in two jobs. After the other tests, whose actors have ended."""
+    engine.close()
+    cluster = al.Cluster.parse("4x1:cpu")
+    with al.serve.Engine(MODEL, params, executor=WATCHED, cluster=cluster, num_stages=2, **SIZES) as made:
+        made.warm_up()
+        yield made
+
+
+def test_stages_on_hosts_of_their_own_say_what_one_process_says(staged: al.serve.Engine) -> None:
+    """Each stage has its layers' parameters alone, and slots are served in four groups."""
+    drawn = [al.serve.Sampling(temperature=0.5 * (n % 2), seed=n) for n in range(len(prompts()))]
+    answers = staged.generate(prompts(), max_tokens=10, sampling=drawn)
+    with al.serve.Engine(MODEL, params(), num_stages=2, **SIZES) as local:
+        assert local.generate(prompts(), max_tokens=10, sampling=drawn) == answers
+    assert staged.programs.num_groups == 4
+    assert set(staged.plans) == {f"{k}/{name}" for k in (0, 1) for name in ("decode", "prefill_8", "prefill_16")}
+    first, second = staged.params
+    assert "embed" in first and "head" in second and "embed" not in second
+    assert len({pid for _, pid in staged.programs.places} | {os.getpid()}) == 5
+
+
+def test_a_stage_that_is_killed_under_load(staged: al.serve.Engine) -> None:
+    expected = staged.generate(prompts(), max_tokens=10)
+    requests = [staged.submit(prompt, max_tokens=10) for prompt in prompts() * 2]
+    next(iter(requests[0]))
+    os.kill(staged.programs.places[2][1], signal.SIGKILL)
+    lost = 0
+    for request, tokens in zip(requests, expected * 2, strict=True):
+        try:
+            assert list(request.result(BACK_S)) == tokens
+        except EngineLost:
+            lost += 1
+    assert 1 <= lost <= SIZES["slots"]
+    assert staged.generate(prompts(), max_tokens=10) == expected
+
+
 def test_what_cannot_be(ray_session: None, layout: Any) -> None:
-    with pytest.raises(ServeError, match="num_stages=2 was given with an executor"):
-        al.serve.Engine(MODEL, params, executor="ray", num_stages=2, **SIZES)
+    with pytest.raises(ServeError, match=r"num_stages=3 was given for the cluster 2x2:cpu; .*test_hosts"):
+        al.serve.Engine(MODEL, params, executor="ray", cluster=al.Cluster.parse("2x2:cpu"), num_stages=3, **SIZES)
+    with pytest.raises(ServeError, match=r"1 layouts were given for num_stages=2; .*test_hosts"):
+        al.serve.Engine(MODEL, params, [layout], executor="ray", num_stages=2, **SIZES)
     with pytest.raises(al.AlpaLiteError, match="executor='rays' was given"):
         al.serve.Engine(MODEL, params, executor="rays", **SIZES)
     with pytest.raises(ClusterError, match="the plan needs"):

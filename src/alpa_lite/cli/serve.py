@@ -50,6 +50,10 @@ def serve(
             "--cluster", help="HOSTSxDEVICES:DEVICE; left out, the layout's, or all devices of the engine's process"
         ),
     ] = "",
+    num_stages: Annotated[
+        int,
+        typer.Option("--num-stages", help="parts into which the model is cut, each on its part of devices or hosts"),
+    ] = 1,
     layout: Annotated[
         Path | None, typer.Option("--layout", help="a file of al.SharedLayout.save; left out, the graphs are planned")
     ] = None,
@@ -86,6 +90,7 @@ def serve(
             timeout_s=timeout_s,
             drain_s=drain_s,
             cluster=cluster,
+            num_stages=num_stages,
             layout=None if layout is None else str(layout.resolve()),
             checkpoint=None if checkpoint is None else str(checkpoint.resolve()),
             checkpoint_path=checkpoint_path,

@@ -57,6 +57,7 @@ class ServerSettings:
         drain_s: how long requests may go on for when the server ends.
         cluster: "HOSTSxDEVICES:DEVICE", of several hosts an actor on each; "" = the layout's, or all devices of the engine's
             process.
+        num_stages: parts of the model, each on its part of the devices or hosts (``Engine``).
         layout: a file of ``SharedLayout.save``; None plans the graphs.
         checkpoint: a folder of checkpoints in place of the target's own parameters, of which only the shapes are looked at then.
         checkpoint_path: of the parameters in the state there.
@@ -75,6 +76,7 @@ class ServerSettings:
     timeout_s: float = 300.0
     drain_s: float = 30.0
     cluster: str = ""
+    num_stages: int = 1
     layout: str | None = None
     checkpoint: str | None = None
     checkpoint_path: str = "params"
@@ -127,6 +129,7 @@ class EngineActor:
             # By name it gets the room of an engine that died.
             executor=RayExecutor(name=APPLICATION) if hosted else "local",
             cluster=cluster if hosted else None,
+            num_stages=settings.num_stages,
             slots=settings.slots,
             max_length=settings.max_length,
             buckets=settings.buckets,

@@ -20,7 +20,7 @@ from alpa_lite.plan.files import as_path
 from alpa_lite.plan.plan import Plan
 from alpa_lite.serve.layout import plan_graphs
 from alpa_lite.serve.model_graphs import Model, check_sizes, graphs
-from alpa_lite.serve.pipeline import Pipeline, cut_as_planned, cut_by_model
+from alpa_lite.serve.pipeline import Pipeline, cut_as_planned, cut_by_model, groups_of, parts_of
 from alpa_lite.serve.programs import Programs
 from alpa_lite.serve.request import Request
 from alpa_lite.serve.sampling import Sampling
@@ -59,8 +59,8 @@ class Engine:
         executor: "local": the devices of this process; "ray" or ``al.RayExecutor(...)``: those of a Ray cluster, one actor per
             host of the layout's mesh (``serve/hosts.py``).
         cluster: that is planned for without a layout; None = the devices of this process, or of the Ray cluster.
-        num_stages: parts into which the model is cut, each on its part of the devices (``al.serve.StagedModel``); then
-            ``layout`` is one layout per stage.
+        num_stages: parts into which the model is cut, each on its part of the devices or of the cluster
+            (``al.serve.StagedModel``); then ``layout`` is one layout per stage.
         queue_limit: requests that may wait; None = 4 times ``slots``.
         prefills_per_step: prompts that are taken in between two tokens of those that run: with more, requests start sooner, with
             fewer, tokens come more evenly.
@@ -327,30 +327,66 @@ def _runner(
             raise ServeError(
                 f"a layout of {planned} stages was given with "
                 f"{f'num_stages={num_stages}' if settings is None else 'an executor'}. Its stages share out the devices of this "
-                f"process. At {user_line()}. Leave the other one out."
+                f"process. At {user_line()}. Leave the other one out; a model with split(num_stages) is served on several hosts "
+                "with num_stages and an executor alone."
             )
         return cut_as_planned(model, params, layout.plans, **sizes)
+    if num_stages > 1 and layout is not None and not isinstance(layout, Sequence):
+        raise ServeError(
+            f"num_stages={num_stages} was given with a layout of one mesh. A model that is cut takes one layout per stage. "
+            f"At {user_line()}. Give a list of them, or plan with al.PlanOptions(num_stages={num_stages})."
+        )
+    layouts = None if layout is None else [one.plans for one in (layout if isinstance(layout, Sequence) else [layout])]
+    if layouts is not None and len(layouts) != num_stages:
+        raise ServeError(
+            f"{len(layouts)} layouts were given for num_stages={num_stages}; each stage has one. At {user_line()}. Correct one "
+            "of them."
+        )
+    if settings is not None:
+        return _on_hosts(model, params, layouts, cluster, num_stages, settings, **sizes)
     if num_stages > 1:
-        if layout is not None and not isinstance(layout, Sequence):
+        if cluster is not None:
             raise ServeError(
-                f"num_stages={num_stages} was given with a layout of one mesh. A model that is cut takes one layout per stage. "
-                f"At {user_line()}. Give a list of them, or plan with al.PlanOptions(num_stages={num_stages})."
+                f"num_stages={num_stages} was given with a cluster. Without an executor stages share out the devices of this "
+                f'process. At {user_line()}. Leave one of them out, or add executor="ray".'
             )
-        if settings is not None or cluster is not None:
-            raise ServeError(
-                f"num_stages={num_stages} was given with {'an executor' if settings is not None else 'a cluster'}. Stages share "
-                f"out the devices of this process. At {user_line()}. Leave one of them out."
-            )
-        layouts = None if layout is None else [one.plans for one in layout]
         return cut_by_model(model, params, num_stages=num_stages, layouts=layouts, **sizes)
     made = graphs(model, shapes_of(params), **sizes)
-    if settings is None:
-        return Programs(model, params, made, plan_graphs(made, cluster) if layout is None else layout.plans, **sizes)
+    return Programs(model, params, made, plan_graphs(made, cluster) if layouts is None else layouts[0], **sizes)
+
+
+def _on_hosts(
+    model: Any,
+    params: Any,
+    layouts: Sequence[Mapping[str, Plan]] | None,
+    cluster: Cluster | None,
+    num_stages: int,
+    settings: RayExecutor,
+    *,
+    slots: int,
+    **sizes: Any,
+) -> Hosts:
     from alpa_lite.executor.ray.cluster import ray_cluster
     from alpa_lite.serve.hosts import Hosts
 
-    plans = plan_graphs(made, cluster or ray_cluster(settings.address)) if layout is None else layout.plans
-    return Hosts(model, params, made, plans, settings, **sizes)
+    groups = groups_of(num_stages, slots) if num_stages > 1 else 1
+    sizes["slots"] = slots // groups
+    own = None if layouts is not None else _stage_cluster(cluster or ray_cluster(settings.address), num_stages)
+    parts = list(parts_of(model, params, num_stages, layouts, own, **sizes))
+    return Hosts(parts, settings, **sizes, num_groups=groups)
+
+
+def _stage_cluster(cluster: Cluster, num_stages: int) -> Cluster:
+    """The part of each stage: hosts, or devices of one host."""
+    hosts, devices = cluster.num_hosts, cluster.devices_per_host
+    if hosts % num_stages == 0:
+        return replace(cluster, num_hosts=hosts // num_stages)
+    if num_stages % hosts == 0 and devices % (num_stages // hosts) == 0:
+        return replace(cluster, num_hosts=1, devices_per_host=devices // (num_stages // hosts))
+    raise ServeError(
+        f"num_stages={num_stages} was given for the cluster {cluster}; each stage gets as many hosts, or as many devices of one. "
+        f"At {user_line()}. Take a divisor."
+    )
 
 
 def _keep_compiled(folder: str) -> None:

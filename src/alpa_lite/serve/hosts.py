@@ -1,7 +1,9 @@
-"""A model on the devices of several hosts: an actor of Ray per host runs the programs, the scheduler stays with the engine.
+"""A model on the devices of several hosts: an actor of Ray per stage and host runs the programs, the scheduler stays here.
 
-In: a model and plans of one mesh. The actors are one ``jax.distributed`` job. All are asked the same in the same order, and the
-first one says which tokens came. When one is lost, all are ended: what was in a slot is gone, and new ones load the parameters.
+In: a model and plans of one mesh, or of one mesh per stage. The actors of a stage are one ``jax.distributed`` job. All are asked
+the same in the same order, and the first one answers; what one stage makes goes to the actors of the next as an object of Ray,
+and stages work on different groups of slots at the same time (``serve/pipeline.py``). When an actor is lost, all are ended: what
+was in a slot is gone, and new ones load the parameters.
 """
 
 from __future__ import annotations
@@ -22,13 +24,14 @@ from alpa_lite.cluster.cluster import Cluster
 from alpa_lite.errors import EngineLost, ServeError, WorkerLost, user_line
 from alpa_lite.executor.ray.group import ActorGroup
 from alpa_lite.executor.ray.settings import RayExecutor
-from alpa_lite.executor.sites import sites_of
+from alpa_lite.executor.sites import Site, sites_of
 from alpa_lite.executor.worker import Progress
 from alpa_lite.plan.encode import encode_plan
 from alpa_lite.plan.load import read_plan
 from alpa_lite.plan.plan import Plan
-from alpa_lite.serve.model_graphs import DECODE, Graph, Model, graphs
-from alpa_lite.serve.programs import Programs, check_plans
+from alpa_lite.serve.model_graphs import DECODE, Model, graphs
+from alpa_lite.serve.pipeline import Part, in_turns
+from alpa_lite.serve.programs import Programs, check_plans, run_all
 from alpa_lite.serve.sampling import Rows
 from alpa_lite.serve.stored import StoredParams, shapes_of
 from alpa_lite.trace.paths import leaf_paths
@@ -38,36 +41,52 @@ _STARTS = 3  # of new actors, before the engine ends
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Charge:
-    """What every actor is given.
+    """What the actors of a stage are given.
 
     Attributes:
-        model, params: as for ``Engine``; arrays are on the host.
+        model, params, given: of the ``Part``; arrays are on the host.
         plans: graph -> plan as in a plan file.
-        sizes: slots, max_length and buckets.
+        sizes: slots of a group, max_length and buckets.
+        num_groups: of slots.
     """
 
     model: Model
     params: Any
+    given: Mapping[str, Any] | None
     plans: Mapping[str, bytes]
     sizes: Mapping[str, Any]
+    num_groups: int
 
 
 class HostPrograms:
-    """The part of one actor: ``Programs`` on a mesh of which this process has some devices."""
+    """The part of one actor: ``Programs`` on a mesh of which this process has some devices. Only the first process answers."""
 
     def __init__(self, process: int, charge: Charge) -> None:
         params = charge.params() if callable(charge.params) else charge.params
         self._digests = _digests(params) if callable(charge.params) else {}
-        made = graphs(charge.model, shapes_of(params), **charge.sizes)
+        made = graphs(charge.model, shapes_of(params), **charge.sizes, given=charge.given)
         plans = {name: replace(read_plan(data, name), trees=Trees()) for name, data in charge.plans.items()}
-        self._programs = Programs(charge.model, params, made, plans, **charge.sizes)
-        self._first, self._calls = process == 0, 0
+        self._programs = Programs(charge.model, params, made, plans, **charge.sizes, num_groups=charge.num_groups)
+        self._takes_prompts, self._first, self._calls = charge.given is None, process == 0, 0
 
-    def run(self, method: str, *args: Any) -> Any:
-        """A method of the programs; only the first process answers."""
+    def prefill(self, bucket: int, slot: int, length: int, x: np.ndarray, group: int, rows: Rows | None) -> Any:
+        """A prompt, or what the stage before made of it, into a slot of a group; ``rows``: of the last stage, which samples."""
+        if self._takes_prompts:
+            x = self._programs.padded(bucket, x)
+        return self._answer(self._programs.prefill_call(bucket, slot, length, x, group), rows)
+
+    def decode(self, x: np.ndarray, group: int, rows: Rows | None) -> Any:
+        """Tokens, or what the stage before made of them, for all slots of a group."""
+        return self._answer(self._programs.decode_call(x, group), rows)
+
+    def _answer(self, made: jax.Array, rows: Rows | None) -> Any:
         self._calls += 1
-        found = getattr(self._programs, method)(*args)
+        found = self._programs.fetched(made if rows is None else self._programs.sampled(made, rows))
         return found if self._first else None
+
+    def reset(self) -> None:
+        """Nothing is in any slot."""
+        self._programs.reset()
 
     def digests(self) -> dict[str, int]:
         """Of parameters that a function made here, by path."""
@@ -91,25 +110,56 @@ def _digests(params: Any) -> dict[str, int]:
 
 
 class ServingGroup(ActorGroup):
-    """The actors of an engine, with programs and parameters."""
+    """The actors of an engine, with programs and parameters; ``charges``: per stage."""
 
-    def __init__(self, plan: Plan, charge: Charge, settings: RayExecutor) -> None:
-        self._charge = charge
-        platform = Cluster.parse(plan.identity.cluster).device.platform
-        super().__init__(sites_of(plan), platform, jnp.result_type(float) == jnp.float64, settings)
+    def __init__(self, plans: Sequence[Plan], charges: Sequence[Charge], settings: RayExecutor) -> None:
+        self._charges = charges
+        self._sent: list[Any] = []
+        platform = Cluster.parse(plans[0].identity.cluster).device.platform
+        super().__init__(_sites(plans), platform, jnp.result_type(float) == jnp.float64, settings)
 
     def _give(self) -> None:
-        given = ray.put(self._charge)  # once, however many actors there are
-        each = zip(self.actors, self.sites, strict=True)
-        self.wait([actor.begin.remote(HostPrograms, site.process, given) for actor, site in each])
-        first, *others = self.wait([actor.call.remote("digests") for actor in self.actors])
-        for number, other in enumerate(others, 1):
+        given = [ray.put(charge) for charge in self._charges]  # once, however many actors there are
+        each = list(zip(self.actors, self.sites, strict=True))
+        self.wait([actor.begin.remote(HostPrograms, site.process, given[site.submesh]) for actor, site in each])
+        found = self.wait([actor.call.remote("digests") for actor in self.actors])
+        for site, other in zip(self.sites, found, strict=True):
+            first = found[site.number - site.process]
             if other != first:
                 path = next(path for path in first if first[path] != other.get(path))
                 raise ServeError(
-                    f"the function that makes the parameters made other values of {path!r} on host {number} than on host 0. All "
-                    f"hosts need the same ones. At {user_line()}. Give it a fixed key, or give arrays or al.serve.StoredParams."
+                    f"the function that makes the parameters made other values of {path!r} on host {site.process} than on host "
+                    f"0. All hosts need the same ones. At {user_line()}. Give it a fixed key, or give arrays or "
+                    "al.serve.StoredParams."
                 )
+
+    def send(self, stage: int, method: str, *args: Any) -> Any:
+        """Asks the actors of a stage, and waits for nothing; the first one's answer, to be given to others or to ``received``."""
+        self.check()
+        actors = [a for a, site in zip(self.actors, self.sites, strict=True) if site.submesh == stage]
+        first, *others = [actor.call.remote(method, *args) for actor in actors]
+        self._sent += others
+        return first
+
+    def received(self, answers: Sequence[Any]) -> list[Any]:
+        """What was sent for, when all have done their part of it."""
+        sent, self._sent = self._sent, []
+        return self.wait([*answers, *sent])[: len(answers)]
+
+
+def _sites(plans: Sequence[Plan]) -> tuple[Site, ...]:
+    """Of plans that lie side by side, each on hosts of its own (of which Ray may put several on a node that has room)."""
+    sites: list[Site] = []
+    hosts = 0
+    for submesh, plan in enumerate(plans):
+        first = len(sites)
+        own = sites_of(plan)
+        sites += [
+            replace(site, number=first + site.number, submesh=submesh, stages=(submesh,), host=hosts + site.host)
+            for site in own
+        ]
+        hosts += Cluster.parse(plan.identity.cluster).num_hosts
+    return tuple(sites)
 
 
 class Hosts:
@@ -118,11 +168,11 @@ class Hosts:
     Where no request comes for 5 s, actors are asked whether they live.
 
     Args:
-        model: see ``model_graphs.Model``; it is pickled, as the actors are given it.
-        params: arrays, a function that makes them, or ``StoredParams``, of which each host reads what its devices hold.
-        graphs: of the model.
-        plans: one per graph, of one mesh.
+        parts: the stages of the model; models are pickled, as the actors are given them. Of ``StoredParams`` each host reads
+            what its devices hold.
         settings: how actors are started and watched.
+        slots: of a group.
+        num_groups: of slots.
 
     Raises:
         ServeError: the plans are not for these graphs.
@@ -133,57 +183,94 @@ class Hosts:
 
     def __init__(
         self,
-        model: Model,
-        params: Any,
-        graphs: Mapping[str, Graph],
-        plans: Mapping[str, Plan],
+        parts: Sequence[Part],
         settings: RayExecutor,
         *,
         slots: int,
         max_length: int,
         buckets: tuple[int, ...],
+        num_groups: int,
     ) -> None:
-        check_plans(graphs, plans)
-        if len(plans[DECODE].stages) > 1:
-            raise ServeError(
-                f"the plans have {len(plans[DECODE].stages)} stages. On several hosts an engine runs plans of one mesh. At "
-                f"{user_line()}. Plan with PlanOptions(num_stages=1), or serve them on the devices of one process."
-            )
-        self.slots, self.buckets, self.plans = slots, buckets, plans
-        self.vocab_size = plans[DECODE].outputs[0].value.shape[-1]
-        self.params = graphs[DECODE][1][0]
+        for part in parts:
+            check_plans(part.graphs, part.plans, num_groups)
+        self.parts, self.buckets, self.num_groups, self.per_group = parts, buckets, num_groups, slots
+        self.slots = num_groups * slots
+        self.vocab_size = parts[-1].plans[DECODE].outputs[0].value.shape[-1]
         self._settings = settings
-        self._charge = Charge(
-            model=model,
-            params=params if isinstance(params, StoredParams) or callable(params) else jax.device_get(params),
-            plans={name: encode_plan(plans[name]) for name in graphs},
-            sizes={"slots": slots, "max_length": max_length, "buckets": buckets},
-        )
+        self._charges = [
+            Charge(
+                model=part.model,
+                params=part.params
+                if isinstance(part.params, StoredParams) or callable(part.params)
+                else jax.device_get(part.params),
+                given=part.given,
+                plans={name: encode_plan(part.plans[name]) for name in part.graphs},
+                sizes={"slots": slots, "max_length": max_length, "buckets": buckets},
+                num_groups=num_groups,
+            )
+            for part in parts
+        ]
         self._group = self._started()
+
+    @property
+    def plans(self) -> dict[str, Plan]:
+        """By graph; with several stages by stage and graph, "0/decode"."""
+        if len(self.parts) == 1:
+            return dict(self.parts[0].plans)
+        return {f"{k}/{name}": plan for k, part in enumerate(self.parts) for name, plan in part.plans.items()}
+
+    @property
+    def params(self) -> Any:
+        """Shapes alone; of several stages one tree each."""
+        shapes = tuple(part.graphs[DECODE][1][0] for part in self.parts)
+        return shapes[0] if len(shapes) == 1 else shapes
 
     def prefill(self, bucket: int, slot: int, prompt: np.ndarray, rows: Rows) -> int:
         """Puts a prompt into a slot; returns the token after it."""
-        return self._ask("prefill", bucket, slot, prompt, rows)
+        group, own = divmod(slot, self.per_group)
+
+        def through() -> np.ndarray:
+            x: Any = prompt
+            for stage in range(len(self.parts)):
+                x = self._group.send(stage, "prefill", bucket, own, prompt.size, x, group, self._rows(stage, rows))
+            return self._group.received([x])[0]
+
+        return int(self._lost_is_told(through)[0])
 
     def decode(self, tokens: np.ndarray, rows: Rows) -> Sequence[int]:
         """The token after ``tokens`` (slots,), for all slots."""
-        return self._ask("decode", tokens, rows)
+        n = self.per_group
+
+        def step(stage: int, group: int, x: Any) -> Any:
+            own = Rows(*(column[group * n : (group + 1) * n] for column in rows))
+            return self._group.send(stage, "decode", x, group, self._rows(stage, own))
+
+        def through() -> list[np.ndarray]:
+            return self._group.received(in_turns(list(tokens.reshape(self.num_groups, n)), len(self.parts), step))
+
+        return np.concatenate(self._lost_is_told(through)).tolist()
+
+    def _rows(self, stage: int, rows: Rows) -> Rows | None:
+        """For the last stage, which samples."""
+        return rows if stage == len(self.parts) - 1 else None
 
     def reset(self) -> None:
         """Nothing is in any slot. Where an actor was lost there are new ones, with their programs compiled."""
         if not self._group.lost:
             try:
-                return self._ask("reset")
+                self._lost_is_told(lambda: self._group.each("reset", lambda site: ()))
+                return
             except EngineLost:
                 pass
         for _ in range(_STARTS - 1):
             with contextlib.suppress(EngineLost, WorkerLost):  # what took an actor may take one that starts, too
-                return self._start_again()
-        return self._start_again()
+                self._start_again()
+                return
+        self._start_again()
 
     def _start_again(self) -> None:
         self._group = self._started()
-        self._ask("warm_up")
+        self.warm_up()
 
     def check(self) -> None:
         """Finds actors that died when nothing was asked of them, so that no request need find them."""
@@ -193,7 +280,7 @@ class Hosts:
 
     def warm_up(self) -> None:
         """Compiles every program by running it; nobody may be in a slot."""
-        self._ask("warm_up")
+        run_all(self)
 
     def close(self) -> None:
         """Ends the actors."""
@@ -209,10 +296,7 @@ class Hosts:
         return list(self._group.places)
 
     def _started(self) -> ServingGroup:
-        return ServingGroup(self.plans[DECODE], self._charge, self._settings)
-
-    def _ask(self, method: str, *args: Any) -> Any:
-        return self._lost_is_told(lambda: self._group.each("run", lambda site: (method, *args))[0])
+        return ServingGroup([part.plans[DECODE] for part in self.parts], self._charges, self._settings)
 
     def _lost_is_told(self, ask: Callable[[], Any]) -> Any:
         try:

@@ -7,8 +7,8 @@ two stages goes from devices to devices. With G groups and S stages a step takes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import jax
@@ -19,7 +19,7 @@ from alpa_lite.errors import ServeError, user_line
 from alpa_lite.executor.calibrate import local_cluster
 from alpa_lite.plan.plan import Plan
 from alpa_lite.serve.layout import plan_graphs
-from alpa_lite.serve.model_graphs import DECODE, Model, graphs
+from alpa_lite.serve.model_graphs import DECODE, Graph, Model, graphs
 from alpa_lite.serve.programs import Programs, run_all
 from alpa_lite.serve.sampling import Rows
 from alpa_lite.serve.stored import StoredParams, shapes_of
@@ -91,12 +91,8 @@ class Pipeline:
 
     def _decoded(self, tokens: np.ndarray) -> list[jax.Array]:
         """Logits of each group; nothing is waited for."""
-        x: list[Any] = list(tokens.reshape(self.num_groups, self.per_group))
-        for turn in range(self.num_groups + len(self.stages) - 1):
-            for number, stage in enumerate(self.stages):
-                if 0 <= (group := turn - number) < self.num_groups:
-                    x[group] = stage.decode_call(x[group], group)
-        return x
+        given = list(tokens.reshape(self.num_groups, self.per_group))
+        return in_turns(given, len(self.stages), lambda stage, group, x: self.stages[stage].decode_call(x, group))
 
     @property
     def vocab_size(self) -> int:
@@ -143,22 +139,69 @@ def cut_by_model(
         ServeError: it cannot be cut so.
     """
     each = _devices_of_stage(num_stages)
-    groups = _num_groups(num_stages, slots) if num_groups is None else num_groups
+    groups = groups_of(num_stages, slots) if num_groups is None else num_groups
     if slots % groups:
         raise ServeError(
             f"{slots} slots were given in num_groups={groups}; groups are of one size. At {user_line()}. Change one of them."
         )
     sizes: dict[str, Any] = {"slots": slots // groups, "max_length": max_length, "buckets": buckets}
     stages: list[Programs] = []
-    given = None
-    for number, (part, pick) in enumerate(_parts(model, num_stages)):
-        own = _picked(params, pick)
-        made = graphs(part, shapes_of(own), **sizes, given=given)
-        plans = layouts[number] if layouts is not None else plan_graphs(made, _cluster(each))
+    cluster = _cluster(each) if layouts is None else None
+    for number, part in enumerate(parts_of(model, params, num_stages, layouts, cluster, **sizes)):
         devices = jax.devices()[number * each : (number + 1) * each]
-        stages.append(Programs(part, own, made, plans, **sizes, num_groups=groups, devices=devices))
-        given = {name: jax.eval_shape(fn, *args)[0] for name, (fn, args) in made.items()}
+        made = Programs(part.model, part.params, part.graphs, part.plans, **sizes, num_groups=groups, devices=devices)
+        stages.append(made)
     return Pipeline(stages)
+
+
+def in_turns(given: list[Any], num_stages: int, step: Callable[[int, int, Any], Any]) -> list[Any]:
+    """What the last stage makes of each group, from what the first one is given; ``step`` is given (stage, group, what lies
+    between), and waits for nothing. While a stage has a group, the one before has the next."""
+    x = list(given)
+    for turn in range(len(x) + num_stages - 1):
+        for stage in range(num_stages):
+            if 0 <= (group := turn - stage) < len(x):
+                x[group] = step(stage, group, x[group])
+    return x
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A stage of a model.
+
+    Attributes:
+        model, params: its own; as for ``Engine``.
+        given: graph -> what it takes in place of tokens; None for the first.
+        graphs, plans: by name.
+    """
+
+    model: Model
+    params: Any
+    given: Mapping[str, Any] | None
+    graphs: Mapping[str, Graph]
+    plans: Mapping[str, Plan]
+
+
+def parts_of(
+    model: Any,
+    params: Any,
+    num_stages: int,
+    layouts: Sequence[Mapping[str, Plan]] | None,
+    cluster: Cluster | None,
+    **sizes: Any,
+) -> Iterator[Part]:
+    """The stages of a model, planned for a cluster each where there are no layouts; one stage is the model itself.
+
+    Raises:
+        ServeError: it cannot be cut so.
+    """
+    given = None
+    for number, (part, pick) in enumerate(_parts(model, num_stages) if num_stages > 1 else [(model, None)]):
+        own = params if pick is None else _picked(params, pick)
+        made = graphs(part, shapes_of(own), **sizes, given=given)
+        plans = plan_graphs(made, cluster) if layouts is None else layouts[number]
+        yield Part(model=part, params=own, given=given, graphs=made, plans=plans)
+        given = {name: jax.eval_shape(fn, *args)[0] for name, (fn, args) in made.items()}
 
 
 def cut_as_planned(
@@ -193,8 +236,8 @@ def _cluster(num_devices: int) -> Cluster:
     return replace(local_cluster(False), devices_per_host=num_devices)
 
 
-def _num_groups(num_stages: int, slots: int) -> int:
-    """The largest number up to twice the stages that divides the slots."""
+def groups_of(num_stages: int, slots: int) -> int:
+    """How many groups the slots go in: the largest number up to twice the stages that divides the slots."""
     return max(count for count in range(1, 2 * num_stages + 1) if slots % count == 0)
 
 
@@ -213,4 +256,6 @@ def _parts(model: Any, num_stages: int) -> Sequence[tuple[Model, Callable[[Any],
 
 
 def _picked(params: Any, pick: Callable[[Any], Any]) -> Any:
-    return replace(params, shapes=pick(params.shapes)) if isinstance(params, StoredParams) else pick(params)
+    if isinstance(params, StoredParams):
+        return replace(params, shapes=pick(params.shapes))
+    return (lambda: pick(params())) if callable(params) else pick(params)

@@ -84,6 +84,7 @@ class Programs:
         }
         self._whole = NamedSharding(meshes[decode.outputs[0].stage], PartitionSpec())  # where logits are
         self._sample = jax.jit(sample, in_shardings=(None, self._whole), out_shardings=self._whole)
+        self._gather = jax.jit(lambda x: x, out_shardings=self._whole)
         self._runs: dict[str, Any] = {}
         self._numbers: dict[tuple[str, int, int], jax.Array] = {}
         self.compile_s: dict[str, float] = {}  # per program, its first call
@@ -145,6 +146,10 @@ class Programs:
     def sampled(self, logits: jax.Array, rows: Rows) -> jax.Array:
         """The next tokens, on the devices."""
         return self._sample(logits, rows)
+
+    def fetched(self, x: jax.Array) -> np.ndarray:
+        """On the host, of all processes that have a part of it; all of them call this."""
+        return np.asarray(x if x.is_fully_addressable else self._gather(x))
 
     def _put(self, x: Any, sharding: NamedSharding) -> Any:
         """What comes from the host is left to the jitted call, which is faster than putting it there before. All else is on the

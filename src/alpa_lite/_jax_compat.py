@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax._src import distributed, xla_bridge
-from jax._src.core import ShapedArray, Tracer, closed_call_p, new_jaxpr_eqn
+from jax._src.core import ShapedArray, Tracer, new_jaxpr_eqn
 from jax._src.interpreters import pxla
 from jax._src.sharding_impls import ShardingContext
 from jax.api_util import debug_info
@@ -379,6 +379,7 @@ def lower_many(equations: Sequence[tuple[Primitive, dict[str, Any], Sequence[Any
     given: list[Var] = []
     made: list[Var] = []
     calls = []
+    (template,) = jax.make_jaxpr(jax.jit(lambda x: x))(0.0).eqns  # of a call with one operand and one result
     origin = debug_info("rules", lower_many, (equations,), {})._replace(arg_names=None, result_paths=None)
     for primitive, params, operands, results in equations:
         atoms = [o if isinstance(o, Literal) else Var(o) for o in operands]
@@ -386,8 +387,13 @@ def lower_many(equations: Sequence[tuple[Primitive, dict[str, Any], Sequence[Any
         outputs = [Var(aval) for aval in results]
         inner = Jaxpr([], inputs, outputs, [new_jaxpr_eqn(atoms, outputs, primitive, params, set())], debug_info=origin)
         outer_inputs, outer_outputs = [Var(v.aval) for v in inputs], [Var(v.aval) for v in outputs]
-        called = {"call_jaxpr": ClosedJaxpr(inner, [])}
-        calls.append(new_jaxpr_eqn(outer_inputs, outer_outputs, closed_call_p, called, set()))
+        each = {"in_": len(inputs), "donated_": len(inputs), "out_": len(outputs)}
+        called = {
+            key: next((value * n for start, n in each.items() if key.startswith(start)), value)
+            for key, value in template.params.items()
+        }
+        called["jaxpr"] = ClosedJaxpr(inner, [])
+        calls.append(new_jaxpr_eqn(outer_inputs, outer_outputs, template.primitive, called, set()))
         given += outer_inputs
         made += outer_outputs
     jaxpr: Any = ClosedJaxpr(Jaxpr([], given, made, calls, debug_info=origin), [])

@@ -18,7 +18,8 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && { echo $$p; break; }; done)
 UV := $(shell command -v uv 2>/dev/null)
 BIN := $(VENV)/bin
-PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+# Files in order: the last ones are many short tests, so that no worker waits long for the other.
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 # What `make test` selects (pyproject.toml), less the tests that take seconds each.
 QUICK := not medium and not slow and not ray and not gpu
 

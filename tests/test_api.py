@@ -164,6 +164,7 @@ def test_planning_a_parallelized_function_inherits_its_settings():
     assert plan.identity.cluster == "1x8:h100-sxm"
 
 
+@pytest.mark.medium
 def test_an_error_names_the_line_where_what_is_wrong_was_given():
     """Of settings of a call, its own line; of pins that it takes over, the line that gave them."""
     given = jax.eval_shape(init, jax.random.key(0)), *shapes(batch())

@@ -90,6 +90,7 @@ def test_equals_brute_force(counts, offers, monkeypatch):
     assert any(price > 0.2 for price in layout.price.values())
 
 
+@pytest.mark.medium
 def test_a_budget_holds_on_every_stage():
     """Too little for what is cheapest, on the stage of the larger matrix alone."""
     graphs = {name: graph for name, graph in three_graphs().items() if name != "product"}
@@ -107,6 +108,7 @@ def test_a_budget_holds_on_every_stage():
     assert free.objective < min(sums) and layout.objective <= 1.001 * min(sums)
 
 
+@pytest.mark.medium
 def test_meshes_are_searched_for_all_graphs(monkeypatch):
     """Matrices that four devices on one axis cannot split."""
     monkeypatch.setattr(shared_stages._StagedSearch, "own_layouts", lambda self, cut: None)
@@ -128,6 +130,7 @@ def engine_graphs(params: Any, buckets: tuple[int, ...] = (8, 16)) -> dict[str, 
     return al.serve.graphs(MODEL, params, slots=4, max_length=32, buckets=buckets)
 
 
+@pytest.mark.medium
 def test_all_graphs_have_the_same_stages(tmp_path):
     graphs = engine_graphs(jax.eval_shape(MODEL.init_params, jax.random.key(0)))
     layout = al.plan_shared(

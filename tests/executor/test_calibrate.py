@@ -123,6 +123,7 @@ def test_hosts_with_different_numbers_of_devices_are_refused(monkeypatch):
         local_cluster()
 
 
+@pytest.mark.medium
 def test_calibrated_local_cluster_carries_the_record(record, monkeypatch):
     monkeypatch.setattr(calibrate, "measure", lambda: record)
     assert local_cluster(calibrate=True).calibration == record

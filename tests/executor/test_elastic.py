@@ -43,6 +43,7 @@ def test_a_long_horizon_takes_the_faster_plan_and_a_short_one_that_moves_less() 
         assert one.plan.identity.cluster == "1x4:cpu"
 
 
+@pytest.mark.medium
 def test_bytes_of_a_state_count_each_tile_once_per_process() -> None:
     """One process on a mesh holds everything once, replicated or split; two processes hold what is replicated twice."""
     local, _ = steps(cluster="1x4:cpu", options=al.PlanOptions(num_stages=1, num_microbatches=4))

@@ -167,7 +167,8 @@ def test_stages_on_hosts_of_their_own_say_what_one_process_says(staged: al.serve
     assert len({pid for _, pid in staged.programs.places} | {os.getpid()}) == 5
 
 
-@pytest.mark.parametrize("number", [0, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [0, 3])
 def test_a_stage_that_is_killed_under_load(staged: al.serve.Engine, number: int) -> None:
     """The first actor of the first stage, whose values others wait for; the second one of the last, which tells nobody."""
     expected = staged.generate(prompts(), max_tokens=10)

@@ -165,6 +165,7 @@ def test_a_cancelled_request_leaves_the_queue_at_once_and_its_slot_with_the_next
     assert second.result() == () and second.finish_reason == "cancelled"
 
 
+@pytest.mark.medium
 def test_a_deadline_ends_a_request_while_the_model_is_busy() -> None:
     """For readers of all kinds; the step goes on."""
 

@@ -15,7 +15,8 @@ from tests.compiling import QUICK_COMPILE
 
 NAMES = sorted(EXAMPLES)
 # All but one take seconds to compile.
-COMPILED = [pytest.param(name, marks=[] if name == "mlp" else [pytest.mark.medium]) for name in NAMES]
+_MARKS = {"mlp": [], "resnet18": [pytest.mark.medium, pytest.mark.slow]}
+COMPILED = [pytest.param(name, marks=_MARKS.get(name, [pytest.mark.medium])) for name in NAMES]
 
 
 @cache

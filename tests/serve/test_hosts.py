@@ -72,6 +72,7 @@ def test_the_parameters_lie_once_over_all_hosts(engine: al.serve.Engine, layout:
     assert per_device == [planned] * 4
 
 
+@pytest.mark.slow
 def test_an_actor_that_is_killed_under_load(engine: al.serve.Engine, expected: list[list[int]]) -> None:
     """What runs ends with an error that is a 503, what waits is served by new actors, and no answer is wrong."""
     earlier = engine.programs.places
@@ -154,6 +155,7 @@ def staged(ray_session: None, engine: al.serve.Engine) -> Iterator[al.serve.Engi
         yield made
 
 
+@pytest.mark.slow
 def test_stages_on_hosts_of_their_own_say_what_one_process_says(staged: al.serve.Engine) -> None:
     """Each stage has its layers' parameters alone, and slots are served in four groups."""
     drawn = [al.serve.Sampling(temperature=0.5 * (n % 2), seed=n) for n in range(len(prompts()))]

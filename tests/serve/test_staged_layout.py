@@ -84,6 +84,7 @@ def test_answers_are_those_of_one_mesh_and_parameters_lie_once(name: str, slots:
         assert [id(leaf) for leaf in jax.tree.leaves(engine.params)] == before
 
 
+@pytest.mark.slow
 def test_from_a_file_and_a_checkpoint_of_another_plan(tmp_path: Path) -> None:
     """Rows of stacked parameters are read where they shall lie."""
     model, params = model_and_params("llama")
@@ -114,6 +115,7 @@ def test_what_does_not_fit_is_refused() -> None:
         al.serve.Engine(model, params, one_mesh, num_stages=2, **SIZES)
 
 
+@pytest.mark.slow
 def test_caches_of_all_groups_count() -> None:
     model, params = model_and_params("gpt")
     options = al.PlanOptions(num_stages=2, memory_budget_bytes=600_000)

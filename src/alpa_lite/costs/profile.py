@@ -32,6 +32,7 @@ from alpa_lite.costs.split_matmul import (
 from alpa_lite.costs.tensors import (
     MadeTensor,
     category_of,
+    donated_results,
     overwritten_arguments,
     products_of,
     reads_of,
@@ -140,11 +141,6 @@ def _peak(
     sizes += [t.whole_bytes for t in workspace]
     peak, time = peak_usage([t.lo for t in everything], [t.hi for t in everything], sizes, num_times, base)
     return peak, time, [(t, s) for t, s in zip(everything, sizes, strict=True) if t.lo <= time < t.hi and s]
-
-
-def donated_results(program: Program) -> frozenset[int]:
-    """Positions of the results that lie in the memory of a donated argument."""
-    return frozenset(o for i, o in program.aliases if program.donated and program.donated[i])
 
 
 def step_totals(

@@ -73,6 +73,11 @@ def takers_of(program: Program) -> list[bool]:
     return [takes_producers(op) for _, _, op in program.walk()]
 
 
+def donated_results(program: Program) -> frozenset[int]:
+    """Positions of the results that lie in the memory of a donated argument."""
+    return frozenset(o for i, o in program.aliases if program.donated and program.donated[i])
+
+
 class Overwritten(NamedTuple):
     """A donated argument that is read, and what lies in its memory afterwards.
 

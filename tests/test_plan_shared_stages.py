@@ -200,24 +200,42 @@ def test_graphs_run_on_one_copy(monkeypatch):
 
 @given(st.data())
 def test_the_best_cut_is_that_of_brute_force(data):
-    layers = data.draw(st.integers(1, 7))
-    stages = data.draw(st.integers(1, layers))
-    prices = data.draw(
-        st.lists(st.lists(st.integers(0, 9), min_size=layers, max_size=layers), min_size=stages, max_size=stages)
-    )
+    layers, kinds = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 3))
+    stages = data.draw(st.integers(1, min(4, layers)))
+    sizes = data.draw(st.lists(st.integers(1, 4), min_size=kinds, max_size=kinds))
+    price = st.integers(0, 9) | st.just(np.inf)
+    row = st.lists(price, min_size=layers, max_size=layers)
+    prices = data.draw(st.lists(row, min_size=kinds, max_size=kinds))
     pinned = data.draw(st.dictionaries(st.integers(0, layers - 1), st.integers(0, stages - 1), max_size=2))
-    best = None
+    holds = data.draw(st.lists(st.integers(0, 9), min_size=layers, max_size=layers))
+    budget = data.draw(st.sampled_from([5, 15, np.inf]))
+    known = data.draw(st.lists(st.integers(0, kinds - 1), min_size=stages, max_size=stages) | st.none())
+    devices = data.draw(st.integers(1, 8)) if known is None else sum(sizes[m] for m in known)
+
+    def cost(cut: Any, on: Any) -> tuple[float, float]:
+        runs = [[k for k in range(layers) if cut[k] == s] for s in range(stages)]
+        if any(sum(holds[k] for k in run) > budget * sizes[m] for run, m in zip(runs, on, strict=True)):
+            return np.inf, np.inf
+        sums = [sum(prices[m][k] for k in run) for run, m in zip(runs, on, strict=True)]
+        return max(sums), sum(sums)
+
+    best = np.inf, np.inf
     for ends in itertools.combinations(range(1, layers), stages - 1):
         edges = (0, *ends, layers)
         cut = tuple(s for s in range(stages) for _ in range(edges[s], edges[s + 1]))
         if all(cut[layer] == stage for layer, stage in pinned.items()):
-            cost = max(sum(prices[s][k] for k in range(layers) if cut[k] == s) for s in range(stages))
-            best = cost if best is None else min(best, cost)
-    found = best_cut([[float(p) for p in row] for row in prices], pinned)
-    assert (found is None) == (best is None)
+            for on in itertools.product(range(kinds), repeat=stages) if known is None else [known]:
+                if sum(sizes[m] for m in on) == devices:
+                    best = min(best, cost(cut, on))
+    found = best_cut(
+        prices, sizes, devices, pinned, num_stages=stages, submeshes=known, holds=holds, budget=budget
+    )  # fmt: skip
+    assert (found is None) == (best[0] == np.inf)
     if found is not None:
-        assert all(found[layer] == stage for layer, stage in pinned.items())
-        assert max(sum(prices[s][k] for k in range(layers) if found[k] == s) for s in range(stages)) == best
+        cut, on = found
+        assert all(cut[layer] == stage for layer, stage in pinned.items())
+        assert known is None or list(on) == known
+        assert sum(sizes[m] for m in on) == devices and cost(cut, on) == best
 
 
 def chain(params: Any, x: Any) -> Any:
@@ -233,16 +251,47 @@ WIDE, NARROW = (KERNELS, shape(4096, 256)), (KERNELS, shape(2, 256))
 def test_the_cut_is_for_all_graphs():
     """The last layers are dear in one graph alone, which is called most; with equal layers stages are halves."""
 
-    def late(params: Any, x: Any) -> Any:
-        return chain(params[3:], jnp.tile(chain(params[:3], x), (1024, 1)))
-
     def stages(weight: float) -> list[int]:
-        graphs = {"even": (chain, WIDE), "late": (late, NARROW)}
+        graphs = {"even": (chain, WIDE), "late": (dear(1024), NARROW)}
         layout = al.plan_shared(graphs, shared="0", weights={"late": weight}, cluster=CLUSTER, options=TWO)
         return [layout.parameter_layout[f"0/{i}"][0] for i in range(4)]
 
     assert stages(1e-3) == [0, 0, 1, 1]
     assert stages(1e3) == [0, 0, 0, 1]
+
+
+def dear(rows: int) -> Any:
+    """A chain whose last layer has so many times the rows of the others."""
+    return lambda params, x: chain(params[3:], jnp.tile(chain(params[:3], x), (rows, 1)))
+
+
+def searched(graphs: dict[str, Any], budget: float | None = None, **weights: float) -> list[tuple[Any, int]]:
+    """Of three stages the submesh and the number of layers."""
+    options = al.PlanOptions(num_stages=3, submeshes="auto", memory_budget_bytes=budget)
+    layout = al.plan_shared(graphs, shared="0", weights=weights, cluster=CLUSTER, options=options)
+    assert not list(layout.faults()) and all(price >= 0 for price in layout.price.values())
+    stages = [stage for stage, _ in layout.parameter_layout.values()]
+    return [(s.submesh, stages.count(n)) for n, s in enumerate(next(iter(layout.plans.values())).stages)]
+
+
+def test_submeshes_are_searched_for_all_graphs():
+    graphs = {"even": (chain, WIDE), "late": (dear(2**16), NARROW)}
+    assert sorted(searched(graphs, late=1e-3)) == [((1, 1), 1), ((1, 1), 1), ((1, 2), 2)]
+    assert searched(graphs, late=1e3) == [((1, 1), 1), ((1, 1), 2), ((1, 2), 1)]
+
+
+def test_searched_submeshes_have_room_for_what_is_shared():
+    """A table of 64 MiB that costs little, and a dear layer of 8 MiB: within 40 MiB the table has the two devices."""
+
+    def looked_up(params: Any, x: jax.Array) -> jax.Array:
+        x = al.layer_boundary(params[0][x])
+        x = al.layer_boundary(jnp.tanh(x @ params[1]))
+        return jnp.tanh(jnp.tile(x, (1024, 1)) @ params[2])
+
+    params = shape(2**14, 2048), shape(2048, 2048), shape(2048, 2048)
+    graphs = {"looked_up": (looked_up, (params, shape(2, dtype=jnp.int32)))}
+    assert [submesh for submesh, _ in searched(graphs)] == [(1, 1), (1, 1), (1, 2)]
+    assert [submesh for submesh, _ in searched(graphs, 40 * 2**20)] == [(1, 2), (1, 1), (1, 1)]
 
 
 def test_where_training_has_them():
@@ -303,8 +352,13 @@ def bounded(params: Any, x: Any) -> Any:
             r"'other', cut as 'one'.*2 layers and 'one' has 4|'0/1' for stage 1, and both are in layer 0",
         ),
         ({"one": (chain, WIDE)}, {"num_microbatches": 2}, AlpaLiteError, "stages with several microbatches"),
-        ({"one": (chain, WIDE)}, {"submeshes": "auto"}, AlpaLiteError, "submeshes='auto'"),
         ({"one": (chain, WIDE)}, {"num_stages": 3}, LayerError, "equal submeshes"),
+        (
+            {"one": (chain, WIDE)},
+            {"submeshes": "auto", "memory_budget_bytes": 1e5},
+            MemoryBudgetError,
+            "the graph 'one': no cut of 4 layers into 2 stages.*has room for the shared leaves.*97.7 KiB",
+        ),
         ({"one": (chain, WIDE)}, {"memory_budget_bytes": 1000}, MemoryBudgetError, "the graph 'one'"),
     ],
 )

@@ -108,6 +108,13 @@ def test_equal_costs_go_to_the_fewest_stages_and_then_to_the_first():
     assert two.stages == ((0, 0, 0, 0), (1, 3, 2, 0))
 
 
+def test_stages_that_cost_nothing():
+    """The bound without the pin is 0."""
+    cost_s = np.array([0.0, 1.0]).reshape(1, 1, 2, 1)
+    found = slice_stages(cost_s, np.ones_like(cost_s), (1, 1), 1, 4, stage_submeshes=(1,))
+    assert (found.stages, found.objective) == (((0, 0, 1, 0),), 4.0)
+
+
 def test_the_order_of_additions_does_not_decide():
     # 0.1 + 0.2 and 0.3 differ in the last bit; as sums of stages they are a tie, and the first in order wins.
     cost_s = np.full((3, 3, 1, 1), np.inf)

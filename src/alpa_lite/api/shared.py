@@ -60,7 +60,8 @@ def plan_shared(
         pins: path or glob -> ``PartitionSpec``, each for the graphs where it matches; or graph -> such. A pin of a shared leaf
             holds in all graphs.
         options, static_argnums, static_argnames, donate_argnums: as for ``plan``, of all graphs. The memory budget is each
-            graph's, shared leaves counted in each. With stages (``num_stages``, ``submeshes``) all graphs have the same ones.
+            graph's, shared leaves counted in each. With stages (``num_stages``; ``submeshes`` given or "auto") all graphs have
+            the same ones.
         follow, follow_like: as for ``plan``: what all graphs take where it lies, e.g. the parameters of a training step.
 
     Returns:

@@ -158,8 +158,8 @@ def weights_of(graphs: Mapping[str, Any], weights: Any, source: str) -> dict[str
 
 def check_options(options: PlanOptions, source: str) -> None:
     what = ""
-    if options.has_stages and (options.num_microbatches != 1 or options.submeshes == "auto" or options.num_chunks > 1):
-        what = "stages with several microbatches or chunks, or submeshes='auto'"
+    if options.has_stages and (options.num_microbatches != 1 or options.num_chunks > 1):
+        what = "stages with several microbatches or chunks"
     elif options.symbol is not None:
         what = "a symbolic mesh"
     elif options.num_microbatches == "auto":
@@ -167,7 +167,7 @@ def check_options(options: PlanOptions, source: str) -> None:
     if what:
         raise AlpaLiteError(
             f"al.plan_shared was given {what}. It plans graphs on one mesh of known size, all with the same number of "
-            f"microbatches, or on stages of known submeshes, with one. At {source}. Leave that option out."
+            f"microbatches, or on a known number of stages, with one. At {source}. Leave that option out."
         )
 
 

@@ -1,8 +1,9 @@
 """``plan_shared`` with stages: the same layers, stages and submeshes for all graphs, and one layout of what they share on each.
 
-1. Every graph is planned alone, with a cut of its own: its own optimum.
+1. Every graph is planned alone, with a cut, and where they are searched submeshes, of its own: its own optimum.
 2. The graph that counts most is cut into layers; the others are cut so that each layer reads the same shared leaves.
-3. Layers are joined to stages by what they cost all graphs together (``planner/joint_stages.py``).
+3. Layers are joined to stages, on submeshes that are given or searched, by what they cost all graphs together
+   (``planner/joint_stages.py``).
 4. Stage by stage, the joint problem of all graphs gives mesh and layout of the shared leaves.
 5. Every graph is planned as a pipeline with these meshes and layouts fixed. Unless the bound says that nothing is better, so are,
    as far as they can win, the layouts of each graph's own plan for these stages.
@@ -21,11 +22,20 @@ from alpa_lite.api.shared_graphs import SharedGraph, named
 from alpa_lite.api.shared_layout import SharedLayout
 from alpa_lite.cluster.cluster import Cluster
 from alpa_lite.errors import AlpaLiteError, LayerError, MemoryBudgetError, PinError
+from alpa_lite.interop import admissible_submeshes
 from alpa_lite.intraop.strategies import KnownStrategies
 from alpa_lite.plan.leaf_rows import rows_path, split_path
 from alpa_lite.plan.pins import ResolvedPins
 from alpa_lite.plan.plan import Plan
-from alpa_lite.planner.joint_stages import GraphStages, LeafKey, StageLayout, best_cut, layer_prices, stage_layout
+from alpa_lite.planner.joint_stages import (
+    GraphStages,
+    LeafKey,
+    StageLayout,
+    best_cut,
+    layer_bytes,
+    layer_prices,
+    stage_layout,
+)
 from alpa_lite.planner.options import PlanOptions
 from alpa_lite.planner.pinned_stages import check_stage_pins
 from alpa_lite.planner.pipeline import plan_pipeline
@@ -36,6 +46,7 @@ from alpa_lite.trace.auto_layers import LayerCuts
 from alpa_lite.trace.layers import Layered
 from alpa_lite.trace.program import Traced
 from alpa_lite.trace.staged import StagedStep, layers_of, layers_reading, staged_step
+from alpa_lite.units import format_bytes
 
 _ORIGIN = "the shared layout"
 _CLOSE = 1e-3  # of the sum: nothing so much better is looked for where the bound says that there is nothing
@@ -113,6 +124,8 @@ class _LayeredGraph:
             cut = replace(cut, mesh_shapes=tuple(stage.mesh.shape for stage in layout))
         request = self.graph.request
         options = request.options
+        if options.submeshes == "auto":
+            options = replace(options, submeshes=cut.submeshes)
         if layout:
             options = replace(options, mesh_shape=None, stage_mesh_shapes=cut.mesh_shapes)
         with named(f"the graph {self.graph.name!r} in the stages that it would share"):
@@ -140,7 +153,32 @@ class _StagedSearch:
     def run(self) -> SharedLayout:
         for graph in self.graphs:
             with named(f"the graph {graph.name!r}"):
-                graph.own = graph.request.plan(graph.args, {}, self.cluster)[1]
+                graph.own = self.own(graph)
+        lower = self.search()
+        costs = [plan.objective for plan in self.plans]
+        order = sorted(self.layered[0].paths, key=lambda key: (key[0], key[1] or (0, 0)))
+        return SharedLayout(
+            plans={g.name: plan for g, plan in zip(self.graphs, self.plans, strict=True)},
+            weights={g.name: g.weight for g in self.graphs},
+            own={g.name: min(g.best().objective, cost) for g, cost in zip(self.graphs, costs, strict=True)},
+            lower_bound=min(lower, self.total),
+            shared={g.graph.name: tuple(g.paths[key] for key in order) for g in self.layered},
+        )
+
+    def own(self, graph: SharedGraph) -> Plan:
+        """The plan of a graph alone."""
+        if self.options.submeshes != "auto":
+            return graph.request.plan(graph.args, {}, self.cluster)[1]
+        alone = _StagedSearch([graph], self.cluster, self.options, self.source)
+        alone.search()
+        return alone.plans[0]
+
+    def importance(self, graph: SharedGraph) -> float:
+        """How much of the sum a graph is; of one that is planned alone nothing is known."""
+        return graph.weight * graph.best().objective if len(self.graphs) > 1 else graph.weight
+
+    def search(self) -> float:
+        """Finds the plans; returns what no layout of their stages costs less than."""
         self.layered = self.layers()
         self.owner = self.owners()
         cut = self.cut()
@@ -153,16 +191,7 @@ class _StagedSearch:
             raise self.refused or PinError(
                 f"no layout of the shared leaves keeps all pins on these stages. At {self.source}. Take pins away."
             )
-        lower += self.sent()
-        costs = [plan.objective for plan in self.plans]
-        order = sorted(self.layered[0].paths, key=lambda key: (key[0], key[1] or (0, 0)))
-        return SharedLayout(
-            plans={g.name: plan for g, plan in zip(self.graphs, self.plans, strict=True)},
-            weights={g.name: g.weight for g in self.graphs},
-            own={g.name: min(g.best().objective, cost) for g, cost in zip(self.graphs, costs, strict=True)},
-            lower_bound=min(lower, self.total),
-            shared={g.graph.name: tuple(g.paths[key] for key in order) for g in self.layered},
-        )
+        return lower + self.sent()
 
     # -- the cut -------------------------------------------------------------------------------------------------------
 
@@ -172,7 +201,7 @@ class _StagedSearch:
         Raises:
             LayerError: they cannot be cut so.
         """
-        lead = max(self.graphs, key=lambda g: (g.weight * g.best().objective, -self.graphs.index(g)))
+        lead = max(self.graphs, key=lambda g: (self.importance(g), -self.graphs.index(g)))
         count = self.options.stage_count
         assert count is not None
         known = lead.request.homes(lead.args, {})  # where parameters lie, if they are followed
@@ -226,26 +255,52 @@ class _StagedSearch:
         return {key: found.get(key, 0) for key in self.layered[0].paths}
 
     def cut(self) -> StageCut:
-        submeshes = given_submeshes(self.options, self.cluster, self.source)
-        shapes = given_mesh_shapes(self.options, submeshes, self.source)
-        number = self.layered[0].layered.num_layers
-        empty = StageCut(stage_of_layer=tuple(range(len(submeshes))), submeshes=submeshes, mesh_shapes=shapes)
-        if self.options.stage_layers is not None:
-            return replace(
-                empty, stage_of_layer=tuple(s for s, n in enumerate(self.options.stage_layers) for _ in range(n))
-            )
+        """Layers to stages on submeshes.
+
+        Raises:
+            PinError, MemoryBudgetError: no cut keeps the pins, or the budget.
+        """
+        options, cluster = self.options, self.cluster
+        count, number = options.stage_count, self.layered[0].layered.num_layers
+        assert count is not None
+        on: list[int] | None = None  # per stage the number of its submesh
+        if options.submeshes == "auto":
+            every = admissible_submeshes(cluster.num_hosts, cluster.devices_per_host)
+            choices: list[tuple[tuple[int, int], tuple[int, ...] | None]] = [(submesh, None) for submesh in every]
+        else:
+            submeshes = given_submeshes(options, cluster, self.source)
+            stages = list(zip(submeshes, given_mesh_shapes(options, submeshes, self.source), strict=True))
+            choices = list(dict.fromkeys(stages))
+            on = [choices.index(stage) for stage in stages]
+
+        def made(stage_of_layer: Sequence[int], on: Sequence[int]) -> StageCut:
+            submeshes, shapes = zip(*(choices[i] for i in on), strict=True)
+            return StageCut(stage_of_layer=tuple(stage_of_layer), submeshes=submeshes, mesh_shapes=shapes)
+
+        if on is not None and options.stage_layers is not None:
+            return made([s for s, n in enumerate(options.stage_layers) for _ in range(n)], on)
         pinned = self.pinned()
-        if number == len(submeshes):
-            return empty
+        if on is not None and number == count:
+            return made(range(number), on)
         single = [graph.stages(graph.staged(range(number), self.owner)) for graph in self.layered]
-        clusters = [empty.cluster_of(stage, self.cluster) for stage in range(len(submeshes))]
-        found = best_cut(layer_prices(single, clusters, shapes), pinned)
-        if found is None:
-            raise PinError(
-                f"no cut of {number} layers into {len(submeshes)} stages keeps the pins of all graphs. At {self.source}. Take "
-                "pins away, or give other submeshes."
+        clusters = [replace(cluster, num_hosts=hosts, devices_per_host=devices) for (hosts, devices), _ in choices]
+        prices = layer_prices(single, clusters, [shape for _, shape in choices])
+        sizes = [part.num_devices for part in clusters]
+        settings: Any = {"num_stages": count, "submeshes": on}
+        budget, holds = budget_bytes(cluster, options), layer_bytes(single)
+        found = best_cut(prices, sizes, cluster.num_devices, pinned, **settings, holds=holds, budget=budget)
+        if found is not None:
+            return made(*found)
+        what = f"no cut of {number} layers into {count} stages of {cluster}"
+        if best_cut(prices, sizes, cluster.num_devices, pinned, **settings) is not None:
+            raise MemoryBudgetError(
+                f"{what} has room for the shared leaves of each stage within {format_bytes(budget)} per device. At "
+                f"{self.source}. Raise memory_budget_bytes, take more devices, or fewer stages."
             )
-        return replace(empty, stage_of_layer=found)
+        raise PinError(
+            f"{what} keeps the pins of all graphs. At {self.source}. Take pins away, or give other submeshes or another number "
+            "of stages."
+        )
 
     def pinned(self) -> dict[int, int]:
         """Layers that ``al.pin_stage``, or parameters that are followed, put on stages."""
@@ -304,7 +359,7 @@ class _StagedSearch:
         """
         costs = list(least or [-math.inf] * len(self.graphs))
         plans: dict[int, Plan] = {}
-        for number in sorted(range(len(costs)), key=lambda i: -self.graphs[i].weight * self.graphs[i].best().objective):
+        for number in sorted(range(len(costs)), key=lambda i: -self.importance(self.graphs[i])):
             if not self.weighted(costs) < self.total:
                 return True
             try:

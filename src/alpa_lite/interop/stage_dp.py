@@ -76,7 +76,8 @@ def best_within(problem: SliceProblem, cells: Cells, limits: Limits) -> Slicing 
         if turn == 1 and len(problem.stage_counts) == 1:
             counted = best_toll(counted, limits)
         bound_s = counted.bound_s
-        most_s = min(bound_s + share * abs(least_s), raised(limits.sum_s))
+        near_s = share * abs(least_s) if share < math.inf else math.inf  # the bound may be 0
+        most_s = min(bound_s + near_s, raised(limits.sum_s))
         arcs = _arcs(cells, counted, most_s)
         found = None if arcs is None else _fewest_seconds(problem, cells, cost_s, arcs)
         if arcs is not None and found is not None and found[0] <= most_s:

@@ -3,15 +3,16 @@
 The layers of the graphs are the same ones: layer k of each reads the same shared leaves, so that where layers lie says where
 parameters lie. A stage of all graphs is one joint problem (``joint.py``) on one submesh.
 
-Formulation of the cut, for graphs g with weights w_g, layers k, stages s on submeshes of d_s devices::
+Formulation of the cut, for graphs g with weights w_g, layers k, stages s on submeshes m(s), which are given or searched::
 
-    minimise   max over s of  sum over k in s of  p(k, s)
-    where      p(k, s) = min over meshes of the submesh of the joint problem's sum_g w_g * cost_g(layer k)
-    such that  stages are contiguous layers, each has one, and layers that are pinned lie on their stage
+    minimise   max over s of  sum over k in s of  p(k, m(s)), and of equals the sum over all s
+    where      p(k, m) = min over meshes of m of the joint problem's sum_g w_g * cost_g(layer k)
+    such that  stages are contiguous layers, each has one, layers that are pinned lie on their stage, the submeshes have all
+               devices, and what a stage's shared leaves hold at least fits its devices
 
 The largest sum is what the busiest stage works per unit of traffic: where calls follow one another through the stages, it sets
 the pace. What a run of layers costs is the sum of its layers, as where stages of a training step are searched; equal layers are
-priced once.
+priced once. The search is that of ``interop``, asked for so many calls that the busiest stage is nearly all that counts.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+
+import numpy as np
 
 from alpa_lite.cluster.cluster import Cluster
 from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.core.spec import ShardingSpec
-from alpa_lite.errors import LayerError, PinError
+from alpa_lite.errors import LayerError, PinError, SlicingError
+from alpa_lite.interop import slice_stages
 from alpa_lite.intraop.strategies import KnownStrategies
 from alpa_lite.plan.pins import ResolvedPins
 from alpa_lite.planner.joint import JointAnswer, solve_jointly
@@ -34,6 +37,8 @@ from alpa_lite.planner.plan_step import mesh_candidates, mesh_task
 from alpa_lite.planner.stage_pins import stage_pins
 from alpa_lite.planner.stage_reuse import content_key
 from alpa_lite.trace.staged import StagedStep
+
+_CALLS = 1 << 20  # that follow one another
 
 LeafKey = tuple[int, tuple[int, int] | None]
 """A shared leaf, by its number, and rows of it; None for all."""
@@ -134,11 +139,11 @@ def stage_layout(
 def layer_prices(
     graphs: Sequence[GraphStages], submeshes: Sequence[Cluster], shapes: Sequence[tuple[int, ...] | None]
 ) -> list[list[float]]:
-    """Per stage and layer the weighted sum of what the graphs cost there; inf where pins keep a layer from a mesh.
+    """Per submesh and layer the weighted sum of what the graphs cost there; inf where pins keep a layer from a mesh.
 
     Args:
         graphs: with every layer a stage of its own.
-        submeshes, shapes: of the stages that are to be.
+        submeshes, shapes: of what the stages may lie on.
     """
     known: dict[object, float] = {}
     layers = range(graphs[0].step.num_stages)
@@ -165,29 +170,61 @@ def _content(graph: GraphStages, layer: int) -> object:
     return content_key(program, stage_pins(graph.pins, part, program)), shared
 
 
-def best_cut(prices: Sequence[Sequence[float]], pinned: Mapping[int, int]) -> tuple[int, ...] | None:
-    """The stage of each layer; None if no cut keeps the pins.
+def layer_bytes(graphs: Sequence[GraphStages]) -> list[int]:
+    """Per layer, what its shared leaves hold on all devices together, each on one of them; ``graphs`` as of ``layer_prices``."""
+    first = graphs[0]
+    return [
+        sum(program.values[program.inputs[i]].size_bytes for i in first.shared(layer).values())
+        for layer, program in enumerate(first.step.programs)
+    ]
 
-    best[s][j] = min over i < j of max(best[s - 1][i], prices[s] of layers i to j - 1), with layers before j in stages up to s;
-    between equals the first.
+
+def best_cut(
+    prices: Sequence[Sequence[float]],
+    sizes: Sequence[int],
+    num_devices: int,
+    pinned: Mapping[int, int],
+    *,
+    num_stages: int,
+    submeshes: Sequence[int] | None = None,
+    holds: Sequence[int] | None = None,
+    budget: float = math.inf,
+) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """The stage of each layer, and the number of the submesh of each stage; None if there is no such cut.
 
     Args:
-        prices: per stage, of every layer.
+        prices: per submesh, of every layer.
+        sizes: devices of each submesh.
+        num_devices: of all stages together.
         pinned: layer -> its stage.
+        num_stages: how many.
+        submeshes: per stage the number of its submesh, where they are known.
+        holds: bytes that each layer holds at least, on all devices of its submesh together.
+        budget: bytes of one device.
     """
-    count = len(prices[0])
-    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}  # end of the stages so far -> (largest sum, ends)
-    for stage, own in enumerate(prices):
-        further: dict[int, tuple[float, tuple[int, ...]]] = {}
-        for start, (most, ends) in best.items():
-            total = 0.0
-            for end in range(start + 1, count + 1):
-                if pinned.get(end - 1, stage) != stage:
-                    break
-                total += own[end - 1]
-                further[end] = min(further.get(end, (math.inf, (count,))), (max(most, total), (*ends, end)))
-        best = {end: found for end, found in further.items() if math.isfinite(found[0])}
-    if count not in best:
+    given, room = np.array(prices, dtype=np.float64), budget * np.array(sizes, dtype=np.float64)
+    barred, held = np.isinf(given), np.zeros((1, given.shape[1])) if holds is None else np.array([holds])
+    costs = np.maximum(_of_runs(np.where(barred, 0.0, given)), 0.0)
+    forbidden = (_of_runs(barred) > 0) | (_of_runs(held) > room[:, None, None])
+    cost_s = np.moveaxis(np.where(forbidden, np.inf, costs), 0, 2)[..., None]
+    try:
+        found = slice_stages(
+            cost_s,
+            np.full(cost_s.shape, num_stages),
+            sizes,
+            num_devices,
+            _CALLS,
+            num_stages=num_stages,
+            layer_stage=pinned,
+            stage_submeshes=submeshes,
+        )
+    except SlicingError:
         return None
-    starts = (0, *best[count][1])
-    return tuple(s for s, (a, b) in enumerate(pairwise(starts)) for _ in range(a, b))
+    stages = tuple(stage for stage, (first, last, *_) in enumerate(found.stages) for _ in range(first, last + 1))
+    return stages, tuple(stage[2] for stage in found.stages)
+
+
+def _of_runs(layers: np.ndarray) -> np.ndarray:
+    """(submesh, layer) -> (submesh, first, last): sums over runs of layers; what ends before it begins is no run."""
+    before = np.concatenate([np.zeros((len(layers), 1)), np.cumsum(layers, axis=1)], axis=1)
+    return np.asarray(before[:, None, 1:] - before[:, :-1, None])

@@ -353,6 +353,7 @@ def bounded(params: Any, x: Any) -> Any:
         ),
         ({"one": (chain, WIDE)}, {"num_microbatches": 2}, AlpaLiteError, "stages with several microbatches"),
         ({"one": (chain, WIDE)}, {"num_stages": 3}, LayerError, "equal submeshes"),
+        ({"one": (chain, WIDE)}, {"num_stages": 5, "submeshes": "auto"}, LayerError, "num_stages=5 was given for the 4 devices"),
         (
             {"one": (chain, WIDE)},
             {"submeshes": "auto", "memory_budget_bytes": 1e5},

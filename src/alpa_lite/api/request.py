@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from alpa_lite._version import __version__
+from alpa_lite.api.asked import check_cluster, check_stages_asked, check_symbolic
 from alpa_lite.api.bound import JIT_SETTINGS, LAYER_STARTS, Parallelized, Trees, plain
 from alpa_lite.api.follow import (
     Followed,
@@ -26,7 +27,7 @@ from alpa_lite.api.given import argnames, argnums, checked_options
 from alpa_lite.cluster.cluster import Cluster as ClusterData
 from alpa_lite.cluster.symbolic import SymbolicCluster
 from alpa_lite.core.program import Program
-from alpa_lite.errors import AlpaLiteError, LayerError, MemoryBudgetError, MicrobatchError, user_line
+from alpa_lite.errors import MemoryBudgetError, MicrobatchError, user_line
 from alpa_lite.plan.leaf_rows import split_path
 from alpa_lite.plan.pins import Dims, ResolvedPins
 from alpa_lite.plan.plan import Plan
@@ -36,8 +37,8 @@ from alpa_lite.planner.padded import plan_with_padding
 from alpa_lite.planner.pipeline import plan_pipeline
 from alpa_lite.planner.plan_step import KnownTasks, Versions, mesh_task, plan_step
 from alpa_lite.planner.remat import plan_recomputing
-from alpa_lite.planner.searched import SEARCHED_SCHEDULES, SearchTask, is_searched, plan_with_stages_searched
-from alpa_lite.planner.stage_cut import StageCut, asked_schedule, given_cut, given_submeshes, one_stage
+from alpa_lite.planner.searched import SearchTask, is_searched, plan_with_stages_searched
+from alpa_lite.planner.stage_cut import StageCut, asked_schedule, given_cut, one_stage
 from alpa_lite.planner.stage_layers import layers_asked, searched_layers
 from alpa_lite.planner.stage_pins import pins_of_parts
 from alpa_lite.planner.stage_remat import plan_with_remat
@@ -169,8 +170,8 @@ class Request:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], cluster: ClusterData, *, search: bool = True
     ) -> tuple[Traced, Plan]:
         """The traced step and its plan; without ``search`` the number of stages is not searched."""
-        self._check(cluster)
-        self._check_stages(cluster)
+        check_cluster(self.options, cluster, self.source)
+        check_stages_asked(self.options, cluster, self.source)
         if self.follow is not None and not isinstance(self.follow, Followed):
             return self.following(cluster).plan(args, kwargs, cluster, search=search)
         if self.options.num_microbatches == "auto":
@@ -285,7 +286,7 @@ class Request:
         self, traced: Traced, args: tuple[Any, ...], cluster: ClusterData, tasks: KnownTasks
     ) -> tuple[Traced, Plan]:
         """The plan of a step on one mesh that was traced; ``tasks`` as of ``plan_step``."""
-        self._check(cluster)
+        check_cluster(self.options, cluster, self.source)
         with _told(self.options.verbose) as progress:
             found, made = self._on_one_mesh(args, {}, cluster, progress, traced, tasks)
         return found, self.finished(made, found)
@@ -385,22 +386,7 @@ class Request:
 
     @collector_paused()
     def symbolic_plan(self, args: tuple[Any, ...], kwargs: dict[str, Any], cluster: SymbolicCluster) -> SymbolicPlan:
-        if self.options.symbol != cluster.name:
-            raise AlpaLiteError(
-                f"mesh_shape={self.options.mesh_shape} was given for the symbolic cluster '{cluster}'. One of its sizes must be "
-                f"the name {cluster.name!r}. At {self.source}. Give PlanOptions(mesh_shape=({cluster.name!r},)), or "
-                f"({cluster.name!r}, 2) with an axis of fixed size beside it."
-            )
-        if self.follow is not None:
-            raise AlpaLiteError(
-                f"follow was given for the symbolic cluster '{cluster}'. What is followed lies on a mesh of known size. At "
-                f"{self.source}. Give a cluster of devices, or pins in place of follow."
-            )
-        if self.options.remat not in ("auto", "none"):
-            raise AlpaLiteError(
-                f"remat={self.options.remat!r} was given for the symbolic cluster '{cluster}'. There the plan recomputes what "
-                f"jax.checkpoint says. At {self.source}. Leave remat out, and wrap layers in jax.checkpoint."
-            )
+        check_symbolic(self.options, self.follow, cluster, self.source)
         traced = self.trace(args, kwargs)
         pins, notes = self._pins_and_notes(traced, args, kwargs)
         task = SymbolicTask(
@@ -412,59 +398,6 @@ class Request:
             source=self.source,
         )
         return SymbolicPlan(task)
-
-    def _check(self, cluster: ClusterData) -> None:
-        """Refuse what is no cluster, and names where devices are needed."""
-        if isinstance(cluster, SymbolicCluster):
-            raise AlpaLiteError(
-                f"the cluster '{cluster}' is symbolic, and this needs devices. A number of workers must be chosen before a "
-                f"step runs. At {self.source}. Plan with al.plan(..., cluster=...), choose with "
-                f"plan.specialize({cluster.name}=8), and run that with al.parallelize(fn, plan=...)."
-            )
-        if not isinstance(cluster, ClusterData):
-            raise AlpaLiteError(
-                f"cluster={cluster!r} is no cluster. It must be an al.Cluster. At {self.source}. Give "
-                "al.Cluster.parse('1x8:h100-sxm'), or al.Cluster.local() for the devices of this process."
-            )
-        if self.options.symbol is not None:
-            raise AlpaLiteError(
-                f"mesh_shape={self.options.mesh_shape} holds the name {self.options.symbol!r}, and the cluster {cluster} has a "
-                f"known number of devices. Sizes must be numbers there. At {self.source}. Give numbers, e.g. "
-                f"mesh_shape=({cluster.num_devices},), or a cluster=al.Cluster.symbolic({self.options.symbol!r}, ...)."
-            )
-
-    def _check_stages(self, cluster: ClusterData) -> None:
-        if self.options.has_stages and self.options.num_microbatches == "auto":
-            raise AlpaLiteError(
-                f"num_stages={self.options.num_stages} and num_microbatches='auto' were given. With several stages the number "
-                f"must be known. At {self.source}. Give num_microbatches, e.g. 4 times the number of stages."
-            )
-        if self.options.has_stages and self.options.submeshes == "auto":
-            self._check_searched(cluster)
-        elif self.options.stage_count is not None:
-            given_submeshes(self.options, cluster, self.source)
-        elif self.options.schedule not in SEARCHED_SCHEDULES:
-            raise AlpaLiteError(
-                f"schedule={self.options.schedule!r} was given without a number of stages. The search for one knows "
-                f"{', '.join(map(repr, SEARCHED_SCHEDULES))}. At {self.source}. Give num_stages=... beside it."
-            )
-
-    def _check_searched(self, cluster: ClusterData) -> None:
-        """Refuse what a search of submeshes for so many stages does not know."""
-        options, count = self.options, self.options.stage_count
-        assert count is not None
-        if count > cluster.num_devices:
-            raise LayerError(
-                f"num_stages={count} was given for the {cluster.num_devices} devices of {cluster}. A stage has at least one. At "
-                f"{self.source}. Ask for at most {cluster.num_devices} stages."
-            )
-        if not is_searched(options, cluster):
-            raise AlpaLiteError(
-                f"submeshes='auto' was given with num_microbatches={options.num_microbatches}, schedule={options.schedule!r} and "
-                f"costs={options.costs!r}. The search needs at least 2 microbatches, a schedule of "
-                f"{', '.join(map(repr, SEARCHED_SCHEDULES))}, and costs in seconds. At {self.source}. Change these, or give "
-                "submeshes=((hosts, devices per host), ...)."
-            )
 
     def _pins_and_notes(
         self, traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any], *, fixed: bool = True

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from alpa_lite.api.asked import check_stage_count
 from alpa_lite.api.bound import LAYER_STARTS
 from alpa_lite.api.request import VERSIONS
 from alpa_lite.api.shared_graphs import SharedGraph, named
@@ -141,6 +142,8 @@ def plan_shared_stages(
     graphs: Sequence[SharedGraph], cluster: Cluster, options: PlanOptions, source: str
 ) -> SharedLayout:
     """The layout of several graphs on stages; arguments as of ``plan_shared``, checked, requests with the stages asked for."""
+    if options.submeshes == "auto":
+        check_stage_count(options, cluster, source)
     return _StagedSearch(graphs, cluster, options, source).run()
 
 

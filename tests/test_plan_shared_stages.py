@@ -248,8 +248,9 @@ KERNELS = [shape(256, 256)] * 4
 WIDE, NARROW = (KERNELS, shape(4096, 256)), (KERNELS, shape(2, 256))
 
 
-def test_the_cut_is_for_all_graphs():
+def test_the_cut_is_for_all_graphs(monkeypatch):
     """The last layers are dear in one graph alone, which is called most; with equal layers stages are halves."""
+    monkeypatch.setattr(shared_stages._StagedSearch, "own_cuts", lambda self: ())
 
     def stages(weight: float) -> list[int]:
         graphs = {"even": (chain, WIDE), "late": (dear(1024), NARROW)}
@@ -265,6 +266,32 @@ def dear(rows: int) -> Any:
     return lambda params, x: chain(params[3:], jnp.tile(chain(params[:3], x), (rows, 1)))
 
 
+NARROWING = [shape(a, b) for a, b in itertools.pairwise((4096, 4096, 64, 64, 4096))]
+CUT_OTHERWISE = {
+    "by what crosses": ({"big": (chain, (NARROWING, shape(8192, 4096))), "small": (chain, (NARROWING, shape(2, 4096)))},
+                        {"small": 1000.0}),
+    "by a dear layer": ({"even": (chain, WIDE), "late": (dear(1024), NARROW)}, {"late": 1e3}),
+    "by the other": ({"even": (chain, WIDE), "late": (dear(1024), NARROW)}, {"late": 1e-3}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("options", [TWO, al.PlanOptions(num_stages=2, submeshes="auto")], ids=["equal", "searched"])
+@pytest.mark.parametrize("case", CUT_OTHERWISE)
+def test_never_dearer_than_with_the_stages_of_one_graph(case, options):
+    """With the stages and layouts of any graph's own plan as pins, all together cost as much or more."""
+    graphs, weights = CUT_OTHERWISE[case]
+    settings = {"shared": "0", "weights": weights, "cluster": CLUSTER}
+    layout = al.plan_shared(graphs, options=options, **settings)
+    assert not list(layout.faults())
+    for name, graph in graphs.items():
+        own = al.plan_shared({name: graph}, shared="0", cluster=CLUSTER, options=options).plans[name]
+        if options is TWO:
+            own = min(own, al.plan(graph[0], *graph[1], cluster=CLUSTER, options=options), key=lambda p: p.objective)
+        as_own = al.plan_shared(graphs, follow=own, **settings)
+        assert layout.objective <= as_own.objective * (1 + 1e-9), name
+    assert all(price >= 0 for price in layout.price.values())
+
+
 def searched(graphs: dict[str, Any], budget: float | None = None, **weights: float) -> list[tuple[Any, int]]:
     """Of three stages the submesh and the number of layers."""
     options = al.PlanOptions(num_stages=3, submeshes="auto", memory_budget_bytes=budget)
@@ -274,7 +301,8 @@ def searched(graphs: dict[str, Any], budget: float | None = None, **weights: flo
     return [(s.submesh, stages.count(n)) for n, s in enumerate(next(iter(layout.plans.values())).stages)]
 
 
-def test_submeshes_are_searched_for_all_graphs():
+def test_submeshes_are_searched_for_all_graphs(monkeypatch):
+    monkeypatch.setattr(shared_stages._StagedSearch, "own_cuts", lambda self: ())
     graphs = {"even": (chain, WIDE), "late": (dear(2**16), NARROW)}
     assert sorted(searched(graphs, late=1e-3)) == [((1, 1), 1), ((1, 1), 1), ((1, 2), 2)]
     assert searched(graphs, late=1e3) == [((1, 1), 1), ((1, 1), 2), ((1, 2), 1)]
@@ -353,7 +381,12 @@ def bounded(params: Any, x: Any) -> Any:
         ),
         ({"one": (chain, WIDE)}, {"num_microbatches": 2}, AlpaLiteError, "stages with several microbatches"),
         ({"one": (chain, WIDE)}, {"num_stages": 3}, LayerError, "equal submeshes"),
-        ({"one": (chain, WIDE)}, {"num_stages": 5, "submeshes": "auto"}, LayerError, "num_stages=5 was given for the 4 devices"),
+        (
+            {"one": (chain, WIDE)},
+            {"num_stages": 5, "submeshes": "auto"},
+            LayerError,
+            "num_stages=5 was given for the 4 devices",
+        ),
         (
             {"one": (chain, WIDE)},
             {"submeshes": "auto", "memory_budget_bytes": 1e5},

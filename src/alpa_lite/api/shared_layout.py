@@ -196,8 +196,8 @@ class SharedLayout:
         unit = self._first.unit
         total = format_cost(self.objective, unit)
         stages = self._first.stages
-        place = f"{self.mesh}" if len(stages) == 1 else f"{len(stages)} stages"
-        yield f"Shared layout of {len(self.plans)} graphs on {place}: {total} weighted, gap {self.gap:.2%}"
+        place, bound = (f"{self.mesh}", "") if len(stages) == 1 else (f"{len(stages)} stages", " for these stages")
+        yield f"Shared layout of {len(self.plans)} graphs on {place}: {total} weighted, gap {self.gap:.2%}{bound}"
         rows: list[tuple[str, ...]] = [("graph", "weight", "cost", "own optimum", "price of sharing", "gap", "peak")]
         for name, plan in self.plans.items():
             costs = (format_cost(cost, unit) for cost in (plan.objective, self.own[name]))

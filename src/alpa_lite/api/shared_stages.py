@@ -7,12 +7,15 @@
 4. Stage by stage, the joint problem of all graphs gives mesh and layout of the shared leaves.
 5. Every graph is planned as a pipeline with these meshes and layouts fixed. Unless the bound says that nothing is better, so are,
    as far as they can win, the layouts of each graph's own plan for these stages.
+6. Where the plan of a graph alone has the shared leaves on other stages, all graphs are planned with that plan's stages and
+   layouts, and if this is cheaper, 4 and 5 follow there: sharing never costs more than with any graph's own plan as pins.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -80,9 +83,7 @@ class _LayeredGraph:
         starts: list[int] = []
         traced, pins, notes = graph.request.layered(graph.args, {}, layers, homes, starts)
         assert traced.layered is not None
-        number = {graph.paths[leaf]: i for i, leaf in enumerate(graph.leaves)}
-        paths = [split_path(path) if path not in number else (path, None) for path in traced.program.input_paths]
-        keys = {i: (number[path], rows) for i, (path, rows) in enumerate(paths) if path in number}
+        keys = _leaf_keys(graph, traced.program.input_paths)
         layered = layers_of(traced.layered)
         return cls(graph, tuple(starts), traced, pins, notes, layered, keys)
 
@@ -117,6 +118,15 @@ class _LayeredGraph:
             strategies=self.strategies,
         )
 
+    def layout_of(self, plan: Plan) -> list[StageLayout]:
+        """How a plan of this graph has the shared leaves on each of its stages."""
+        keys = _leaf_keys(self.graph, [leaf.path for leaf in plan.inputs])
+        made = []
+        for number, stage in enumerate(plan.stages):
+            specs = {key: plan.inputs[i].spec for i, key in keys.items() if plan.inputs[i].stage == number}
+            made.append(StageLayout(mesh=stage.mesh, specs=specs, objective=math.nan, lower_bound=-math.inf))
+        return made
+
     def plan(self, step: StagedStep, cut: StageCut, cluster: Cluster, layout: Sequence[StageLayout] = ()) -> Plan:
         """As a pipeline, the shared leaves where the layout has them."""
         specs = {key: spec for stage in layout for key, spec in stage.specs.items()}
@@ -148,8 +158,18 @@ def plan_shared_stages(
 
 
 class _StagedSearch:
-    def __init__(self, graphs: Sequence[SharedGraph], cluster: Cluster, options: PlanOptions, source: str) -> None:
+    """``homes``: the stage of each shared leaf, where that is given; it goes before what is followed."""
+
+    def __init__(
+        self,
+        graphs: Sequence[SharedGraph],
+        cluster: Cluster,
+        options: PlanOptions,
+        source: str,
+        homes: Mapping[LeafKey, int] | None = None,
+    ) -> None:
         self.graphs, self.cluster, self.options, self.source = graphs, cluster, options, source
+        self.given = homes or {}
         self.total, self.plans = math.inf, list[Plan]()
         self.refused: AlpaLiteError | None = None
 
@@ -158,6 +178,12 @@ class _StagedSearch:
             with named(f"the graph {graph.name!r}"):
                 graph.own = self.own(graph)
         lower = self.search()
+        for graph, other in self.own_cuts():
+            with suppress(LayerError, MemoryBudgetError, PinError):  # not all graphs can be cut so
+                other.total = self.total
+                bound = other.search(graph)
+                if other.plans:
+                    lower, self.total, self.plans, self.layered = bound, other.total, other.plans, other.layered
         costs = [plan.objective for plan in self.plans]
         order = sorted(self.layered[0].paths, key=lambda key: (key[0], key[1] or (0, 0)))
         return SharedLayout(
@@ -180,12 +206,41 @@ class _StagedSearch:
         """How much of the sum a graph is; of one that is planned alone nothing is known."""
         return graph.weight * graph.best().objective if len(self.graphs) > 1 else graph.weight
 
-    def search(self) -> float:
-        """Finds the plans; returns what no layout of their stages costs less than."""
+    def own_cuts(self) -> Iterator[tuple[SharedGraph, _StagedSearch]]:
+        """Graphs whose own plans have the shared leaves on other stages, what counts most first, and searches with these."""
+        if self.options.stage_layers is not None or any(g.request.follow is not None for g in self.graphs):
+            return
+        seen = [_stages_of(self.graphs[0], self.plans[0])]
+        for graph in sorted(self.graphs, key=self.importance, reverse=True):
+            found = _stages_of(graph, graph.best())
+            if found not in seen:
+                seen.append(found)
+                homes, submeshes = found
+                options = self.options
+                if options.submeshes == "auto":
+                    options = replace(options, submeshes=submeshes)
+                yield graph, _StagedSearch(self.graphs, self.cluster, options, self.source, homes)
+
+    def homes(self, graph: SharedGraph) -> dict[str, int]:
+        """Path of a shared leaf of a graph, or of rows of it, -> the stage on which it must lie."""
+        if not self.given:
+            return graph.request.homes(graph.args, {})
+        return {_leaf_path(graph, key): stage for key, stage in self.given.items()}
+
+    def search(self, own: SharedGraph | None = None) -> float:
+        """Finds the plans; returns what no layout of their stages costs less than.
+
+        With ``own`` that graph's own layout is planned first; unless it is cheaper than what is known, there are no plans.
+        """
         self.layered = self.layers()
         self.owner = self.owners()
         cut = self.cut()
         self.steps = [graph.staged(cut.stage_of_layer, self.owner) for graph in self.layered]
+        if own is not None:
+            layered = self.layered[self.graphs.index(own)]
+            self.offer(cut, layered.layout_of(own.best()), [0.0] * len(self.graphs))
+            if not self.plans:
+                return -math.inf
         stages = [graph.stages(step) for graph, step in zip(self.layered, self.steps, strict=True)]
         lower = self.joint(stages, cut)
         if lower + self.sent() < (1 - _CLOSE) * self.total:
@@ -207,7 +262,7 @@ class _StagedSearch:
         lead = max(self.graphs, key=lambda g: (self.importance(g), -self.graphs.index(g)))
         count = self.options.stage_count
         assert count is not None
-        known = lead.request.homes(lead.args, {})  # where parameters lie, if they are followed
+        known = self.homes(lead)  # where parameters lie, if they are followed
         if self.options.stage_layers is not None:
             first = _LayeredGraph.of(lead, layer_cuts(sum(self.options.stage_layers)), {})
         elif known:
@@ -231,8 +286,7 @@ class _StagedSearch:
             if graph is lead:
                 found.append(first)
                 continue
-            paths = [(graph.paths[graph.leaves[i]], rows, layer) for (i, rows), layer in homes.items()]
-            here = {path if rows is None else rows_path(path, *rows): layer for path, rows, layer in paths}
+            here = {_leaf_path(graph, key): layer for key, layer in homes.items()}
             with named(f"the graph {graph.name!r}, cut as {lead.name!r}"):
                 own = _LayeredGraph.of(graph, layer_cuts(number), here)
                 pins = layers_of(
@@ -309,7 +363,7 @@ class _StagedSearch:
         """Layers that ``al.pin_stage``, or parameters that are followed, put on stages."""
         found = {}
         for graph in self.layered:
-            homes = graph.graph.request.homes(graph.graph.args, {})
+            homes = self.homes(graph.graph)
             paths = graph.traced.program.input_paths
             layered = layers_of(_flat(graph), [(homes[p], p) if p in homes else None for p in paths])
             count = self.options.stage_count
@@ -347,18 +401,12 @@ class _StagedSearch:
         """Offers how each graph alone would have the shared leaves on these stages."""
         alone = [g.plan(step, cut, self.cluster) for g, step in zip(self.layered, self.steps, strict=True)]
         for graph, plan in zip(self.layered, alone, strict=True):
-            leaves = {leaf.path: leaf for leaf in plan.inputs}
-            layout = []
-            for number, stage in enumerate(plan.stages):
-                own = {key: leaves[path] for key, path in graph.paths.items() if leaves[path].stage == number}
-                specs = {key: leaf.spec for key, leaf in own.items()}
-                layout.append(StageLayout(mesh=stage.mesh, specs=specs, objective=math.nan, lower_bound=-math.inf))
-            self.offer(cut, layout, [p.objective for p in alone])
+            self.offer(cut, graph.layout_of(plan), [p.objective for p in alone])
 
     def offer(self, cut: StageCut, layout: Sequence[StageLayout], least: Sequence[float] = ()) -> bool:
         """Plans all graphs in a layout, unless it cannot win; whether all have plans, as far as that was looked at.
 
-        ``least``: what the graphs cost alone on these stages.
+        ``least``: what the graphs cost at least on these stages.
         """
         costs = list(least or [-math.inf] * len(self.graphs))
         plans: dict[int, Plan] = {}
@@ -377,6 +425,34 @@ class _StagedSearch:
 
     def weighted(self, costs: Sequence[float]) -> float:
         return math.fsum(g.weight * cost for g, cost in zip(self.graphs, costs, strict=True))
+
+
+def _leaf_keys(graph: SharedGraph, paths: Sequence[str]) -> dict[int, LeafKey]:
+    """Position of a shared leaf, or part of one, among arguments with these paths -> its key."""
+    number = {graph.paths[leaf]: i for i, leaf in enumerate(graph.leaves)}
+    parts = [split_path(path) if path not in number else (path, None) for path in paths]
+    return {i: (number[path], rows) for i, (path, rows) in enumerate(parts) if path in number}
+
+
+def _leaf_path(graph: SharedGraph, key: LeafKey) -> str:
+    """The inverse of ``_leaf_keys``."""
+    leaf, rows = key
+    path = graph.shared[leaf]
+    return path if rows is None else rows_path(path, *rows)
+
+
+def _stages_of(graph: SharedGraph, plan: Plan) -> tuple[dict[LeafKey, int], tuple[tuple[int, int], ...]]:
+    """The stage of each shared leaf in a plan of a graph, neighbouring rows on one stage together, and the stages' submeshes."""
+    keys = _leaf_keys(graph, [leaf.path for leaf in plan.inputs])
+    rows = sorted((key[0], key[1] or (0, 0), key[1] is None, plan.inputs[i].stage) for i, key in keys.items())
+    found: list[tuple[LeafKey, int]] = []
+    for leaf, (start, stop), whole, stage in rows:
+        (last, before), its = found[-1] if found else ((-1, None), -1)
+        if not whole and before is not None and (last, before[1], its) == (leaf, start, stage):
+            found[-1] = (leaf, (before[0], stop)), stage
+        else:
+            found.append(((leaf, None if whole else (start, stop)), stage))
+    return dict(found), tuple(stage.submesh for stage in plan.stages)
 
 
 def _flat(graph: _LayeredGraph) -> Any:

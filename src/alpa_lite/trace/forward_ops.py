@@ -228,11 +228,15 @@ class ForwardOps:
     def flops(self) -> list[float]:
         """Per op; nothing for what no result needs."""
         found: dict[int, float] = {}
+        known: dict[tuple[Any, ...], float] = {}  # of equal equations, as copies of a layer have
         for i, eqn in enumerate(self.jaxpr.eqns):
-            needed = any(v in self.kinds.needed for v in eqn.outvars)
-            count = eqn.params["length"] if self.over_layers(eqn) else 1
-            alone = flatten(ClosedJaxpr(jaxpr_part(self.jaxpr, i, i + 1), ())) if needed else None
-            found[i] = total_flops(alone) / count if alone else 0.0
+            if not any(v in self.kinds.needed for v in eqn.outvars):
+                found[i] = 0.0
+                continue
+            key = eqn.primitive, *map(id, eqn.params.values()), *(str(a.aval) for a in (*eqn.invars, *eqn.outvars))
+            if key not in known:
+                known[key] = total_flops(flatten(ClosedJaxpr(jaxpr_part(self.jaxpr, i, i + 1), ())))
+            found[i] = known[key] / (eqn.params["length"] if self.over_layers(eqn) else 1)
         return [found[u.eqn] for u in self.units]
 
     @cached_property

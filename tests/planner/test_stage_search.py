@@ -102,7 +102,8 @@ def test_memory_forces_stages():
     budget = 0.55 * plan(num_stages=1).memory.peak
     found = searched(budget)
     assert found.memory.peak <= budget
-    assert found.objective <= cheapest(memory_budget_bytes=budget) * 1.02
+    # One mesh for all layers costs twice as much there, and its proofs take minutes.
+    assert found.objective <= cheapest(memory_budget_bytes=budget, time_limit_s=1.0) * 1.02
     assert len(found.stages) > 1
 
 

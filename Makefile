@@ -1,7 +1,7 @@
 # Needs only make and a Python >= 3.11. Every target runs in its own virtual environment, made with uv where it is
 # installed and with venv + pip otherwise, and remade only when pyproject.toml changes.
 #
-#   make demo        train a small GPT on 8 virtual devices, with its plan
+#   make demo        train a small GPT and a small Llama on 8 virtual devices, with their plans, and serve them
 #   make test        all but the slow tests: minutes
 #   make test-all    also the slow ones, and those that need a GPU where one is present
 #   make check       format, lint, types, import contract, and the tests that take no seconds, until the first failure:
@@ -40,7 +40,7 @@ help:
 $(VENV)/.installed: pyproject.toml
 	@test -n "$(PYTHON)" || { echo "no Python >= 3.11 found; name one: make PYTHON=/path/to/python3.11 ..."; exit 1; }
 	$(MAKE_VENV)
-	$(INSTALL) -e ".[dev,examples,plots,ray,checkpoint,serve]"
+	$(INSTALL) -e ".[dev,examples,plots,ray,checkpoint,serve,load]"
 	@touch $@
 
 $(VENV)/.installed-docs: $(VENV)/.installed

@@ -30,6 +30,7 @@ BENCHMARKS = (
     "plan_shared",
     "serve_engine",
     "serve_http",
+    "serve_load",
     "serve_recovery",
     "ray_step",
     "ray_transport",

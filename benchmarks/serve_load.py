@@ -1,8 +1,9 @@
 """A server under load by Locust for 60 s (``--seconds N``): some 30 requests per second of users that read, stream, read slowly,
 leave, come 120 at once, and make mistakes (``serve_load_users.py``). ``--steady``: 24 per second, without those who come at once.
 
-Every answer is checked against an engine in this process, every mistake against its status. Memory and open files of the engine
-and of the process for HTTP are sampled every 2 s at least; the slopes are least squares over what follows the first third.
+Every answer is checked against an engine in this process, every mistake against its status. Memory and open files of the engine,
+of the process for HTTP and of Ray Serve's proxy are sampled every 2 s at least; the slopes are least squares over what follows
+the first third.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ TOKEN, BODY_BYTES = "secret", 4096
 NUM_PROMPTS = 32
 USERS = Path(__file__).with_name("serve_load_users.py")
 NUM_USERS, STEADY = 26, ("Reader", "Streamer", "SlowReader", "Leaver", "Mistaken")
+AFTER_S = 3.0  # until connections are closed on both sides
 PROCESSES = {"engine": "ray::EngineActor", "HTTP": "ray::ServeReplica", "proxy": "ray::ProxyActor"}
 
 
@@ -77,13 +79,16 @@ def load(seconds: float, steady: bool = False) -> list[Row]:
             known.write_text(
                 json.dumps({"token": TOKEN, "body_bytes": BODY_BYTES, "longest": longest, "pairs": expected()})
             )
-            stats, samples = _run(known, port, seconds, STEADY if steady else ())
-        return [*_counted(stats, seconds), *_grown(samples), *_left(port)]
+            stats, samples, files = _run(known, port, seconds, STEADY if steady else ())
+        return [*_counted(stats, seconds), *_grown(samples), *_open(samples, files), *_left(port)]
     finally:
         deployment.stop()
 
 
-def _run(known: Path, port: int, seconds: float, users: Sequence[str]) -> tuple[list[dict[str, Any]], np.ndarray]:
+def _run(
+    known: Path, port: int, seconds: float, users: Sequence[str]
+) -> tuple[list[dict[str, Any]], np.ndarray, Sequence[float]]:
+    """Locust's statistics, samples while it ran, and open files once its users are gone."""
     command = [
         sys.executable,
         "-m",
@@ -107,8 +112,9 @@ def _run(known: Path, port: int, seconds: float, users: Sequence[str]) -> tuple[
         while locust.poll() is None:
             samples.append([time.monotonic() - start_s, *held(pids)])
             time.sleep(max(2.0, seconds / 300))
+        time.sleep(AFTER_S)
         out.seek(0)
-        return json.load(out), np.asarray(samples)
+        return json.load(out), np.asarray(samples), held(pids)[len(pids) :]
 
 
 def _counted(stats: list[dict[str, Any]], seconds: float) -> list[Row]:
@@ -160,6 +166,22 @@ def _grown(samples: np.ndarray) -> list[Row]:
             target="no growth",
         )
         for case, unit, column in zip(cases, units, samples.T[1:], strict=True)
+    ]
+
+
+def _open(samples: np.ndarray, files: Sequence[float]) -> list[Row]:
+    """Connections are files: none stays open once the users are gone. Some things are opened with the first request."""
+    before = samples[0, 1 + len(PROCESSES) :]
+    return [
+        Row(
+            benchmark="serve_load",
+            case=f"{who}, open files left",
+            value=float(after - first),
+            unit="files",
+            against=f"{first:.0f} before the first user, {after:.0f} after the last",
+            target="a few",
+        )
+        for who, first, after in zip(PROCESSES, before, files, strict=True)
     ]
 
 

@@ -145,6 +145,7 @@ class Mistaken(_User):
     def err(self) -> None:
         name, body, headers, status = next(self.mistakes)
         with self.post(body, name, headers=headers) as got:
+            got.request_meta["name"] += f", {got.status_code}"
             if got.status_code == status:
                 got.success()
             else:

@@ -2,7 +2,8 @@
 
 Plans the step as two stages of 2x2 devices each, with two parameters pinned, prints the plan, trains both runs on the
 same batches from the same start, and leaves the plan, the losses and their plot in ``out/demo/``. Then the parameters are
-loaded from the checkpoint into the layout of a serving engine, which continues some Python.
+loaded from the checkpoint into the layout of a serving engine, which continues some Python. At last a byte-level Llama learns the
+same and is served under one layout that is planned for all its graphs (``examples/serve.py``).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import jax
 from matplotlib.figure import Figure
 
 import alpa_lite as al
-from examples import gpt_linen
+from examples import gpt_linen, serve
 from examples.corpus import load_corpus
 from examples.example import NUM_DEVICES, Example, use_virtual_devices
 from examples.serving_models import GPT
@@ -32,7 +33,7 @@ from examples.serving_models import GPT
 P = jax.sharding.PartitionSpec
 
 OUT = Path("out/demo")
-NUM_STEPS = 200
+NUM_STEPS, NUM_LLAMA_STEPS = 200, 60
 PRINT_EVERY = 10
 PINS = {
     "0/params/block0/up/kernel": P(None, "model"),
@@ -118,8 +119,10 @@ def continue_python(checkpoints: Path) -> list[str]:
     return answers
 
 
-def run(out: Path = OUT, num_steps: int = NUM_STEPS) -> Losses:
-    """The whole demo; returns the losses."""
+def run(
+    out: Path = OUT, num_steps: int = NUM_STEPS, num_llama_steps: int = NUM_LLAMA_STEPS
+) -> tuple[Losses, list[float]]:
+    """The whole demo; returns the losses of the GPT's two runs, and those of the Llama."""
     start_s = time.perf_counter()
     example = gpt_linen.make("demo")
     print(
@@ -141,14 +144,16 @@ def run(out: Path = OUT, num_steps: int = NUM_STEPS) -> Losses:
     print(f"wrote {', '.join(str(out / name) for name in ('plan.json', 'losses.json', 'loss.png'))}")
     step.save(out / "checkpoints", state, step=num_steps)
     continue_python(out / "checkpoints")
+    params, llama_losses = serve.train(num_llama_steps)
+    serve.serve(params)
     print(f"{time.perf_counter() - start_s:.0f} s in all")
-    return losses
+    return losses, llama_losses
 
 
 def main() -> None:
     use_virtual_devices()
-    losses = run()
-    if losses.planned[-1] > 0.8 * losses.planned[0]:
+    losses, llama_losses = run()
+    if any(found[-1] > 0.8 * found[0] for found in (losses.planned, llama_losses)):
         raise SystemExit("the loss did not fall")
 
 

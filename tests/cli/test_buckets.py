@@ -25,6 +25,8 @@ def test_it_prints_the_advice_and_the_option_for_the_server(tmp_path: Path) -> N
     assert run(file, "-k", 3, "--multiple", 128).endswith("--buckets 128,1024\n")
     assert run(file, "-k", 3, "--program-tokens", 1e6).endswith("--buckets 1000\n")
     assert run(file, "-k", 3, "--program-tokens-per-token", 10).endswith("--buckets 15,1000\n")
+    assert run(file, "-k", 3, "--program-bytes", 8e9, "--memory-bytes", 80e9).endswith("--buckets 100,1000\n")
+    assert "both must be given" in run(file, "--program-bytes", 8e9, code=2)
 
 
 @pytest.mark.parametrize(

@@ -25,9 +25,15 @@ def cost_of(buckets: tuple[int, ...], lengths: list[int], fixed: float, per_toke
     st.sampled_from([1, 3, 8]),
     st.sampled_from([0.0, 3.0, 25.0]),
     st.sampled_from([0.0, 0.5]),
+    st.sampled_from([0.0, 0.02, 0.3]),
 )
-def test_no_set_of_sizes_is_cheaper(lengths: list[int], k: int, multiple: int, fixed: float, per_token: float) -> None:
-    found = propose_buckets(lengths, k, multiple=multiple, program_tokens=fixed, program_tokens_per_token=per_token)
+def test_no_set_of_sizes_is_cheaper(
+    lengths: list[int], k: int, multiple: int, fixed: float, per_token: float, share: float
+) -> None:
+    """``share``: of the memory that a program keeps, which costs that share of all tokens."""
+    prices = {"program_tokens": fixed, "program_tokens_per_token": per_token}
+    found = propose_buckets(lengths, k, multiple=multiple, **prices, program_bytes=share * 16e9, memory_bytes=16e9)
+    fixed += share * sum(lengths)
     # All sizes up to the first that holds every request, whether such a length occurs or not.
     sizes = range(multiple, -(-max(lengths) // multiple) * multiple + 1, multiple)
     every = [c for n in range(1, k + 1) for c in combinations(sizes, n) if c[-1] >= max(lengths)]
@@ -47,6 +53,18 @@ def test_the_smallest_bucket_that_holds_a_prompt() -> None:
 def test_as_many_buckets_as_lengths_waste_nothing() -> None:
     assert propose_buckets([5, 9, 9, 30], k=8).buckets == (5, 9, 30)
     assert propose_buckets([5, 9, 9, 30], k=8).waste == 0
+
+
+def test_advice_is_the_same_for_an_hour_and_for_a_day() -> None:
+    """Shares of memory and of work, which do not depend on how many requests were looked at, nor on units."""
+    lengths = [12, 15, 100, 900, 1000]
+    buckets = [
+        propose_buckets(many, 3, program_bytes=share * memory, memory_bytes=memory).buckets
+        for share in (0.0, 0.05, 0.1, 2.0)
+        for many, memory in ((lengths, 80e9), (lengths * 24, 80e9), (lengths, 16.0))
+    ]
+    assert buckets == [(15, 100, 1000)] * 6 + [(100, 1000)] * 3 + [(1000,)] * 3
+    assert propose_buckets(lengths, 3, program_bytes=1e9, memory_bytes=80e9).cost == pytest.approx(103 + 3 * 2027 / 80)
 
 
 def test_many_lengths_take_no_time() -> None:
@@ -75,6 +93,22 @@ def test_it_prints_what_each_bucket_wastes() -> None:
         ([3], {"k": 0}, "k=0 was given; it must be a whole number from 1"),
         ([3], {"k": 1, "multiple": 0}, "multiple=0 was given"),
         ([3], {"k": 1, "program_tokens": -1.0}, r"program_tokens=-1\.0 and .* must be numbers from 0.*test_buckets"),
+        (
+            [3],
+            {"k": 1, "program_bytes": 5e7},
+            r"program_bytes=50000000\.0 and memory_bytes=None were given; .*both must be given.*test_buckets.*e\.g\. program_b",
+        ),
+        (
+            [3],
+            {"k": 1, "program_bytes": -1, "memory_bytes": 8e9},
+            r"program_bytes=-1 .*the first must be a number from 0",
+        ),
+        (
+            [3],
+            {"k": 1, "program_bytes": 5e7, "memory_bytes": 0},
+            r"memory_bytes=0 were given; .*the second one above 0",
+        ),
+        ([3], {"k": 1, "memory_bytes": float("inf")}, r"memory_bytes=inf were given"),
     ],
 )
 def test_bad_input_is_refused(lengths: list[int], settings: dict, match: str) -> None:

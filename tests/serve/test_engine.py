@@ -1,11 +1,16 @@
-"""The engine with the examples' models on 8 virtual devices: right answers, parameters that never move, clean ends."""
+"""The engine with the examples' models on 8 virtual devices: right answers, parameters that never move, clean ends.
+
+Small models are planned with all parameters whole on every device, where much holds by itself. So layouts are pinned here.
+"""
 
 from __future__ import annotations
 
 import gc
+import math
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache, partial
@@ -15,17 +20,38 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import alpa_lite as al
 from alpa_lite.errors import EngineClosed, RequestError, ServeError
 from alpa_lite.serve.layout import plan_graphs
-from examples.serving_models import MODELS
+from examples.serving_models import GPT, MODELS
 from tests.compiling import QUICK_COMPILE
 
 pytestmark = pytest.mark.medium  # each model's programs take seconds to compile
 
 SIZES = {"slots": 4, "max_length": 32, "buckets": (4, 8, 16, 24)}  # with decode, 5 graphs
 NAMES = sorted(MODELS)
+PINS = {
+    "gpt": {
+        "0/**/query/kernel": P(None, "y"),
+        "0/**/up/kernel": P(None, "y"),
+        "0/**/down/kernel": P("y"),
+        "0/head/kernel": P("x", "y"),
+        "0/tokens/embedding": P("y"),
+        "1/*/key": P(None, None, "y"),
+        "1/*/value": P(None, None, "y"),
+    },
+    "llama": {
+        "0/blocks/up/kernel": P(None, None, "y"),
+        "0/blocks/down/kernel": P(None, "y"),
+        "0/head/kernel": P("x", "y"),
+        "0/embed/embedding": P("y"),
+        "1/*/key": P(None, None, "y"),
+        "1/*/value": P(None, None, "y"),
+    },
+}
+TWO_AXES = al.PlanOptions(mesh_shape=(2, 4), axis_names=("x", "y"))
 
 
 @cache
@@ -48,6 +74,31 @@ def unsharded(name: str) -> Any:
     return logits
 
 
+def split_layout(name: str, model: Any, params: Any, sizes: dict[str, Any], **settings: Any) -> al.SharedLayout:
+    """A joint layout in which parameters and the heads of the cache are split."""
+    given = {"shared": ("0", "1"), "options": TWO_AXES, "pins": PINS[name], "donate_argnums": 1, **settings}
+    return al.plan_shared(al.serve.graphs(model, params, **sizes), cluster=al.Cluster.local(), **given)
+
+
+@cache
+def pinned(name: str) -> al.SharedLayout:
+    return split_layout(name, *model_and_params(name), SIZES)
+
+
+def split(tree: Any) -> list[str]:
+    """Paths of the leaves of which devices hold a part."""
+    return [
+        jax.tree_util.keystr(path, simple=True, separator="/")
+        for path, x in jax.tree_util.tree_leaves_with_path(tree)
+        if x.sharding.shard_shape(x.shape) != x.shape
+    ]
+
+
+def assert_split(engine: al.serve.Engine) -> None:
+    """Parameters and the cache, so that what is said of where they lie says something."""
+    assert split(engine.params) and split(engine.programs.cache)
+
+
 class Given:
     """A layout, as ``al.plan_shared`` gives it."""
 
@@ -55,12 +106,15 @@ class Given:
         self.plans = plans
 
 
-@pytest.fixture(scope="module", params=NAMES)
+@pytest.fixture(scope="module", params=[*NAMES, "gpt, not pinned"])
 def engine(request: pytest.FixtureRequest) -> Iterator[al.serve.Engine]:
-    model, params = model_and_params(request.param)
-    with al.serve.Engine(model, params, **SIZES) as made:
-        made.name = request.param
+    name = request.param.split(",")[0]
+    layout = pinned(name) if name == request.param else None
+    with al.serve.Engine(*model_and_params(name), layout, **SIZES) as made:
+        made.name = name
         made.warm_up()
+        if layout is not None:
+            assert_split(made)
         yield made
 
 
@@ -164,21 +218,58 @@ def test_a_cache_beyond_the_memory_budget_is_refused_when_planning() -> None:
         al.plan(fn, *args, cluster=al.Cluster.parse("1x8:cpu"), donate_argnums=1, options=options)
 
 
-def test_parameters_are_on_the_devices_once_for_five_graphs() -> None:
+def test_each_device_holds_its_part_of_the_parameters_once_for_five_graphs() -> None:
     model, params = model_and_params("gpt")
-    host = jax.tree.map(np.asarray, params)
+    host = jax.tree.map(np.array, params)  # np.asarray is a view of the buffer on the first device
     shapes = {x.shape for x in jax.tree.leaves(host)} - {(4,)}
 
-    def live_bytes() -> int:
+    def live_bytes() -> Counter[int]:
+        """By device; what several arrays are views of counts once."""
         gc.collect()
-        return sum(x.nbytes for x in jax.live_arrays() if x.shape in shapes)
+        shards = [s for x in jax.live_arrays() if x.shape in shapes for s in x.addressable_shards]
+        buffers = {(s.device.id, s.data.unsafe_buffer_pointer()): s.data.nbytes for s in shards}
+        found: Counter[int] = Counter()
+        for (device, _), size_bytes in buffers.items():
+            found[device] += size_bytes
+        return found
 
     before = live_bytes()
-    with al.serve.Engine(model, host, **SIZES) as engine:
+    with al.serve.Engine(model, host, pinned("gpt"), **SIZES) as engine:
+        assert_split(engine)
+        where = pointers(engine.params)
         engine.warm_up()
-        own = sum(x.nbytes for x in jax.tree.leaves(engine.params))
-        assert live_bytes() - before == own == sum(x.nbytes for x in jax.tree.leaves(host))
         assert len(engine.programs.compile_s) == 5
+        plan = engine.plans["decode"]
+        leaves = [leaf for leaf in plan.inputs if leaf.path.startswith("0/")]
+        own = sum(
+            math.prod(leaf.spec.local_shape(leaf.value.shape, plan.mesh)) * leaf.value.itemsize for leaf in leaves
+        )
+        assert own < sum(x.nbytes for x in jax.tree.leaves(host)) < 8 * own, "some are split, and some are whole"
+        for _ in range(2):
+            found = live_bytes()
+            assert {device: found[device] - before[device] for device in range(8)} == dict.fromkeys(range(8), own)
+            for bucket in SIZES["buckets"]:
+                engine.programs.prefill_logits(bucket, 1, np.ones(bucket, np.int32))
+                engine.programs.decode_logits(np.ones(SIZES["slots"], np.int32))
+            assert pointers(engine.params) == where, "other buffers"
+
+
+def test_programs_are_compiled_when_first_used(caplog: pytest.LogCaptureFixture) -> None:
+    def compiled() -> int:
+        return sum("Finished XLA compilation of jit(step)" in record.getMessage() for record in caplog.records)
+
+    before = jax.config.jax_log_compiles
+    jax.config.update("jax_log_compiles", True)  # in every thread
+    try:
+        with al.serve.Engine(*model_and_params("gpt"), pinned("gpt"), **SIZES) as engine:
+            assert compiled() == len(engine.programs.compile_s) == 0
+            engine.generate(prompts_of(6), max_tokens=3)
+            assert set(engine.programs.compile_s) == {"prefill_8", "decode"}
+            assert compiled() == 2
+            engine.generate(prompts_of(5, 8), max_tokens=3)
+            assert compiled() == 2
+    finally:
+        jax.config.update("jax_log_compiles", before)
 
 
 def test_sampling_depends_on_the_seed_and_not_on_who_else_is_there(engine: al.serve.Engine) -> None:
@@ -261,6 +352,87 @@ def test_layouts_that_are_not_of_this_model_are_refused() -> None:
         make(Given(plans | {"decode": moved}), **SIZES)
 
 
+def test_buckets_and_cache_of_a_layout_of_the_parameters_alone(tmp_path: Any) -> None:
+    """What a user writes: buckets are those of the layout, and the cache lies as ``decode`` has it."""
+    model, params = model_and_params("gpt")
+    pins = {path: spec for path, spec in PINS["gpt"].items() if path.startswith("0/")}
+    pins |= {"3": P(None, "x"), "out/0": P(None, "y")}  # tokens of prompts, and logits
+    sizes, weights = SIZES | {"buckets": (8, 24)}, {"decode": 100.0}
+    made = split_layout("gpt", model, params, sizes, shared="0", weights=weights, pins=pins, donate_argnums=())
+    made.save(tmp_path / "layout.json")
+    layout = al.SharedLayout.load(tmp_path / "layout.json")
+    given = {name: lies(plan, "1") for name, plan in layout.plans.items()}
+    again = {name for name in given if given[name] != given["decode"]}
+    assert again, "the cache lies in one layout by itself"
+    with al.serve.Engine(model, params, layout=layout, slots=4, max_length=32) as engine:
+        assert engine.buckets == sizes["buckets"]
+        assert_split(engine)
+        for name, plan in engine.plans.items():
+            assert (lies(plan, "0"), lies(plan, "1")) == (lies(layout.plans["decode"], "0"), given["decode"])
+            assert (plan == layout.plans[name]) == (name not in again)
+            noted = [note for note in plan.notes if 'al.plan_shared(graphs, shared=("0", "1"), ...)' in note]
+            assert len(noted) == (name in again) and all(f"{name!r} was planned again" in note for note in noted)
+            assert plan.specs_by_path["out/0"] == P(None, "y")
+            assert name == "decode" or plan.specs_by_path["3"] == P(None, "x")
+        prompts = prompts_of(1, 8, 13, 24)
+        for prompt, tokens in zip(prompts, engine.generate(prompts, max_tokens=6), strict=True):
+            assert_greedy("gpt", prompt, tokens)
+    tight = {
+        name: replace(plan, options=(*plan.options, ("memory_budget_bytes", 1e4))) for name, plan in made.plans.items()
+    }
+    with pytest.raises(
+        ServeError,
+        match=r"(?s)the cache lies otherwise for 'prefill_\d+' than for 'decode', .*budget.*test_engine.*shared=\(\"0\", \"1\"\)",
+    ):
+        al.serve.Engine(model, params, Given(tight), slots=4, max_length=32)
+
+
+def lies(plan: al.Plan, argument: str) -> dict[str, str]:
+    return {leaf.path: str(leaf.spec) for leaf in plan.inputs if leaf.path.startswith(f"{argument}/")}
+
+
+def test_layouts_without_the_buckets_that_an_engine_needs_are_refused() -> None:
+    model, params = model_and_params("gpt")
+    plans = pinned("gpt").plans
+    make = partial(al.serve.Engine, model, params, slots=4)
+    others = {"encode": plans["decode"], "prefill_04": plans["prefill_4"], "decode": plans["decode"]}
+    with pytest.raises(
+        ServeError,
+        match=r"plans for 'encode', 'prefill_04', 'decode', and none to take a prompt in.*test_engine.*buckets=",
+    ):
+        make(layout=Given(others), max_length=32)
+    with pytest.raises(ServeError, match=r"a plan for 'prefill_24', and max_length=16 was given.*test_engine"):
+        make(layout=Given(plans), max_length=16)
+    with make(layout=Given(plans | others), max_length=32) as engine:  # what it has no use for is left alone
+        assert engine.buckets == SIZES["buckets"]
+
+
+class OtherDecode(GPT):
+    def decode(self, params: Any, cache: Any, tokens: Any) -> Any:
+        logits, cache = super().decode(params, cache, tokens)
+        return 2 * logits + jnp.sin(logits), cache
+
+
+class OtherPrefill(GPT):
+    def prefill(self, params: Any, cache: Any, tokens: Any, lengths: Any) -> Any:
+        logits, cache = super().prefill(params, cache, tokens, lengths)
+        return jnp.sin(logits), cache
+
+
+@pytest.mark.parametrize("shared", ["0", ("0", "1")])
+def test_a_layout_of_another_model_with_the_same_shapes_is_refused(shared: Any) -> None:
+    """At once, not by each request."""
+    model, params = model_and_params("gpt")
+    layout = split_layout("gpt", model, params, SIZES, shared=shared, pins=None)
+    for other, graph in ((OtherDecode, "decode"), (OtherPrefill, "prefill_4")):
+        with pytest.raises(
+            ServeError,
+            match=rf"the layout is of another model, as its plan of '{graph}' shows: .* ops were planned, .*test_engine.*"
+            r"Plan the graphs of this model",
+        ):
+            al.serve.Engine(other(model.config), params, layout, **SIZES)
+
+
 def test_tokens_lie_as_their_plan_has_them() -> None:
     model, params = model_and_params("llama")
     graphs = al.serve.graphs(model, params, **SIZES)
@@ -335,7 +507,7 @@ import jax
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_platforms", "cpu")
 import alpa_lite as al
-from examples.serving_models import MODELS
+from examples.serving_models import GPT, MODELS
 hits = []
 jax.monitoring.register_event_listener(lambda event, **_: hits.append(event.rsplit("/", 1)[-1]))
 model = MODELS["llama"]("small")

@@ -10,8 +10,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import alpa_lite as al
 from alpa_lite.errors import ClusterError, EngineClosed, EngineLost, ServeError
@@ -37,11 +39,20 @@ def prompts() -> list[np.ndarray]:
 
 @pytest.fixture(scope="module")
 def layout() -> Any:
-    """Of two hosts with two devices each; every one of them works."""
+    """Of two hosts with two devices each; every one of them works. Parameters are split over hosts, and over devices of one."""
     graphs = al.serve.graphs(MODEL, jax.eval_shape(params), **SIZES)
-    options = al.PlanOptions(mesh_shape=(2, 2))
     return al.plan_shared(
-        graphs, shared=("0", "1"), cluster=al.Cluster.parse("2x2:cpu"), donate_argnums=1, options=options
+        graphs,
+        shared=("0", "1"),
+        cluster=al.Cluster.parse("2x2:cpu"),
+        donate_argnums=1,
+        options=al.PlanOptions(mesh_shape=(2, 2), axis_names=("x", "y")),
+        pins={
+            "0/blocks/up/kernel": P(None, None, "y"),
+            "0/blocks/down/kernel": P(None, "y"),
+            "0/head/kernel": P("x", "y"),
+            "0/embed/embedding": P("x"),
+        },
     )
 
 
@@ -70,6 +81,8 @@ def test_the_parameters_lie_once_over_all_hosts(engine: al.serve.Engine, layout:
     leaves = [leaf for leaf in layout.plans["decode"].inputs if leaf.path.startswith("0/")]
     planned = sum(4 * math.prod(leaf.spec.local_shape(leaf.value.shape, layout.mesh)) for leaf in leaves)
     assert per_device == [planned] * 4
+    whole = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(params)))
+    assert planned < whole < 4 * planned, "some are split, and some are whole"
 
 
 @pytest.mark.slow
@@ -187,11 +200,21 @@ def test_a_stage_that_is_killed_under_load(staged: al.serve.Engine, number: int)
     assert staged.generate(prompts(), max_tokens=10) == expected
 
 
+class Louder(Llama):
+    def decode(self, params: Any, cache: Any, tokens: Any) -> Any:
+        logits, cache = super().decode(params, cache, tokens)
+        return logits + jnp.sin(logits), cache
+
+
 def test_what_cannot_be(ray_session: None, layout: Any) -> None:
     with pytest.raises(ServeError, match=r"num_stages=3 was given for the cluster 2x2:cpu; .*test_hosts"):
         al.serve.Engine(MODEL, params, executor="ray", cluster=al.Cluster.parse("2x2:cpu"), num_stages=3, **SIZES)
     with pytest.raises(ServeError, match=r"1 layouts were given for num_stages=2; .*test_hosts"):
         al.serve.Engine(MODEL, params, [layout], executor="ray", num_stages=2, **SIZES)
+    with pytest.raises(
+        ServeError, match=r"of another model, as its plan of 'decode' shows: .* were planned.*test_hosts"
+    ):
+        al.serve.Engine(Louder(MODEL.config), params, layout, executor=WATCHED, **SIZES)
     with pytest.raises(al.AlpaLiteError, match="executor='rays' was given"):
         al.serve.Engine(MODEL, params, executor="rays", **SIZES)
     with pytest.raises(ClusterError, match="the plan needs"):

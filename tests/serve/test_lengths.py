@@ -1,6 +1,7 @@
 """Acceptance table of alpa #550, the row "serve variable lengths on one parameter copy": buckets 1, 128, 512 and 2048.
 
-Logits at sampled lengths from 1 to 2048 equal the unsharded model's, in every bucket and as decoding goes on.
+Logits at sampled lengths from 1 to 2048 equal the unsharded model's, in every bucket and as decoding goes on, with parameters
+and cache split over the devices.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import pytest
 import alpa_lite as al
 from examples.serving_models import MODELS
 from tests.compiling import QUICK_COMPILE
+from tests.serve.test_engine import assert_split, pointers, split_layout
 
 pytestmark = pytest.mark.slow
 LONGEST, STEPS = 2048, 8
@@ -27,15 +29,19 @@ def model_of(name: str) -> Any:
     return replace(model, config=replace(model.config, seq_len=LONGEST + STEPS))
 
 
-@pytest.mark.parametrize("name", sorted(MODELS))
-def test_logits_and_greedy_tokens_at_all_lengths(name: str) -> None:
+@pytest.mark.parametrize(("name", "pinned"), [("gpt", True), ("llama", True), ("gpt", False)])
+def test_logits_and_greedy_tokens_at_all_lengths(name: str, pinned: bool) -> None:
     model = model_of(name)
     params = jax.jit(model.init_params, compiler_options=QUICK_COMPILE)(jax.random.key(0))
     # After each token, by the training model on one device. One text for all lengths: a prompt is its beginning.
     text = np.random.default_rng(0).integers(0, model.vocab_size, LONGEST + STEPS).astype(np.int32)
     expected = np.asarray(jax.jit(model.logits)(params, text[None]))[0]
     slots = 4
-    with al.serve.Engine(model, params, slots=slots, max_length=LONGEST + STEPS, buckets=BUCKETS) as engine:
+    sizes = {"slots": slots, "max_length": LONGEST + STEPS, "buckets": BUCKETS}
+    layout = split_layout(name, model, params, sizes) if pinned else None
+    with al.serve.Engine(model, params, layout, **sizes) as engine:
+        if pinned:
+            assert_split(engine)
         programs, where = engine.programs, pointers(engine.params)
         for first in range(0, len(LENGTHS), slots):
             lengths = np.array([*LENGTHS[first : first + slots], *(1,) * slots])[:slots]
@@ -58,10 +64,6 @@ def test_logits_and_greedy_tokens_at_all_lengths(name: str) -> None:
             spec = layouts[0]["0/" + jax.tree_util.keystr(path, simple=True, separator="/")]
             assert leaf.sharding.is_equivalent_to(jax.sharding.NamedSharding(leaf.sharding.mesh, spec), leaf.ndim)
         assert pointers(engine.params) == where, "parameters were moved"
-
-
-def pointers(tree: Any) -> list[int]:
-    return [s.data.unsafe_buffer_pointer() for x in jax.tree.leaves(tree) for s in x.addressable_shards]
 
 
 def check(logits: np.ndarray, expected: np.ndarray) -> None:

@@ -9,15 +9,34 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import alpa_lite as al
 from alpa_lite.errors import ServeError
 from alpa_lite.serve.pipeline import Pipeline
-from examples.serving_models import MODELS
+from examples.serving_models import GPT, MODELS
 from tests.compiling import QUICK_COMPILE
 
 pytestmark = pytest.mark.medium
 SIZES: dict[str, Any] = {"slots": 4, "max_length": 32, "buckets": (8, 24)}
+PINS = {
+    "gpt": {
+        "0/**/up/kernel": P(None, "x"),
+        "0/**/down/kernel": P("x"),
+        "0/head/kernel": P(None, "x"),
+        "0/tokens/embedding": P("x"),
+        "1/*/key": P(None, None, "x"),
+        "1/*/value": P(None, None, "x"),
+    },
+    "llama": {
+        "0/blocks/up/kernel": P(None, None, "x"),
+        "0/blocks/down/kernel": P(None, "x"),
+        "0/head/kernel": P(None, "x"),
+        "0/embed/embedding": P("x"),
+        "1/*/key": P(None, None, "x"),
+        "1/*/value": P(None, None, "x"),
+    },
+}
 
 
 @cache
@@ -28,14 +47,19 @@ def model_and_params(name: str) -> tuple[Any, Any]:
 
 @cache
 def layout(name: str) -> Any:
+    """In which parameters and the cache are split over the devices of their stage."""
     model, params = model_and_params(name)
-    return al.plan_shared(
+    made = al.plan_shared(
         al.serve.graphs(model, params, **SIZES),
         shared=("0", "1"),
         cluster=al.Cluster.parse("1x4:cpu"),
         donate_argnums=1,
-        options=al.PlanOptions(num_stages=2),
+        pins=PINS[name],
+        options=al.PlanOptions(num_stages=2, mesh_shape=(2,), axis_names=("x",)),
     )
+    split = [(leaf.path[0], leaf.stage) for leaf in made.shared_leaves if any(leaf.spec.dims)]
+    assert set(split) == {("0", 0), ("0", 1), ("1", 0), ("1", 1)}
+    return made
 
 
 def prompts() -> list[np.ndarray]:
@@ -45,7 +69,7 @@ def prompts() -> list[np.ndarray]:
 
 @cache
 def expected(name: str) -> list[list[int]]:
-    """Of one mesh."""
+    """Of one mesh, as the engine plans it."""
     model, params = model_and_params(name)
     with al.serve.Engine(model, params, **SIZES) as engine:
         return engine.generate(prompts(), max_tokens=8)
@@ -97,6 +121,17 @@ def test_from_a_file_and_a_checkpoint_of_another_plan(tmp_path: Path) -> None:
         assert engine.generate(prompts(), max_tokens=8) == expected("llama")
 
 
+class Louder(GPT):
+    def decode(self, params: Any, cache: Any, tokens: Any) -> Any:
+        logits, cache = super().decode(params, cache, tokens)
+        return 2 * logits, cache
+
+
+class Shorter(GPT):
+    def prefill(self, params: Any, cache: Any, tokens: Any, lengths: Any) -> Any:
+        return jax.numpy.zeros((1, 256)), cache
+
+
 def test_what_does_not_fit_is_refused() -> None:
     model, params = model_and_params("gpt")
     planned = layout("gpt")
@@ -110,6 +145,18 @@ def test_what_does_not_fit_is_refused() -> None:
         with pytest.raises(ServeError, match=message):
             al.serve.Engine(model, params, planned, **SIZES | given)
     graphs = al.serve.graphs(model, params, **SIZES)
+    # Where cache and parameters are on different stages for different graphs, no graph can be planned again by itself.
+    options = al.PlanOptions(num_stages=2)
+    alone = al.plan_shared(graphs, shared="0", cluster=al.Cluster.parse("1x4:cpu"), donate_argnums=1, options=options)
+    with pytest.raises(
+        ServeError, match=r"the leaf of the cache '1/block0/key' lies as .*test_staged_layout.*shared=\(\"0\", \"1\"\)"
+    ):
+        al.serve.Engine(model, params, alone, **SIZES)
+    for other, shown in ((Louder, "connected or may be split"), (Shorter, "it has other layers")):
+        with pytest.raises(
+            ServeError, match=rf"of another model, as its plan of '.*' shows: .*{shown}.*test_staged_layout"
+        ):
+            al.serve.Engine(other(model.config), params, planned, **SIZES)
     one_mesh = al.plan_shared(graphs, shared=("0", "1"), cluster=al.Cluster.parse("1x2:cpu"), donate_argnums=1)
     with pytest.raises(ServeError, match=r"num_stages=2 was given with a layout of one mesh"):
         al.serve.Engine(model, params, one_mesh, num_stages=2, **SIZES)
@@ -117,6 +164,7 @@ def test_what_does_not_fit_is_refused() -> None:
 
 @pytest.mark.slow
 def test_caches_of_all_groups_count() -> None:
+    """Of a layout without pins."""
     model, params = model_and_params("gpt")
     options = al.PlanOptions(num_stages=2, memory_budget_bytes=600_000)
     tight = al.plan_shared(

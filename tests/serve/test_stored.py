@@ -17,6 +17,7 @@ import alpa_lite as al
 from alpa_lite.errors import CheckpointError
 from examples import gpt_linen
 from examples.serving_models import MODELS
+from tests.serve.test_engine import assert_split, split_layout
 
 pytestmark = pytest.mark.medium
 P = PartitionSpec
@@ -42,7 +43,9 @@ def test_a_model_is_served_from_the_checkpoint_of_a_training_plan(trained: tuple
     folder, params = trained
     model = MODELS["gpt"]("small")
     shapes = jax.eval_shape(model.init_params, jax.random.key(0))
-    with al.serve.Engine(model, al.serve.StoredParams(folder, shapes), **SIZES) as engine:
+    layout = split_layout("gpt", model, shapes, SIZES)
+    with al.serve.Engine(model, al.serve.StoredParams(folder, shapes), layout, **SIZES) as engine:
+        assert_split(engine)
         for (path, leaf), want in zip(
             jax.tree_util.tree_leaves_with_path(engine.params), jax.tree.leaves(params), strict=True
         ):
@@ -52,7 +55,7 @@ def test_a_model_is_served_from_the_checkpoint_of_a_training_plan(trained: tuple
             assert leaf.sharding.is_equivalent_to(NamedSharding(leaf.sharding.mesh, planned), leaf.ndim)
             assert np.array_equal(leaf, want)
         answer = engine.generate([[1, 2, 3]], max_tokens=5)
-    with al.serve.Engine(model, params, **SIZES) as engine:
+    with al.serve.Engine(model, params, **SIZES) as engine:  # in another layout
         assert engine.generate([[1, 2, 3]], max_tokens=5) == answer
 
 

@@ -22,8 +22,15 @@ def buckets(
     program_tokens_per_token: Annotated[
         float, typer.Option("--program-tokens-per-token", help="the same, per token of the bucket's size")
     ] = 0.0,
+    program_bytes: Annotated[
+        float, typer.Option("--program-bytes", help="memory that a compiled program keeps; needs --memory-bytes")
+    ] = 0.0,
+    memory_bytes: Annotated[
+        float | None,
+        typer.Option("--memory-bytes", help="of a device; a share of it costs as much as that share of all tokens"),
+    ] = None,
 ) -> None:
-    """Propose buckets that waste least on padding, and print what each of them wastes."""
+    """Propose buckets that waste least on padding and on compiled programs, and print what each of them wastes."""
     from alpa_lite.serve.buckets import propose_buckets
 
     try:
@@ -33,6 +40,8 @@ def buckets(
             multiple=multiple,
             program_tokens=program_tokens,
             program_tokens_per_token=program_tokens_per_token,
+            program_bytes=program_bytes,
+            memory_bytes=memory_bytes,
         )
     except AlpaLiteError as error:
         typer.echo(f"error: {error}", err=True)

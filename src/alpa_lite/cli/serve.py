@@ -43,6 +43,9 @@ def serve(
     ] = None,
     timeout_s: Annotated[float, typer.Option("--timeout", help="seconds that a request may take at most")] = 300.0,
     body_bytes: Annotated[int, typer.Option("--body-bytes", help="of the largest body")] = 2**20,
+    body_timeout_s: Annotated[
+        float, typer.Option("--body-timeout", help="seconds within which all of a body must come")
+    ] = 30.0,
     drain_s: Annotated[float, typer.Option("--drain", help="seconds that requests may go on for at the end")] = 30.0,
     cluster: Annotated[
         str,
@@ -87,6 +90,7 @@ def serve(
             compile_cache=None if compile_cache is None else str(compile_cache.resolve()),
             token=_token(token_file),
             body_bytes=body_bytes,
+            body_timeout_s=body_timeout_s,
             timeout_s=timeout_s,
             drain_s=drain_s,
             cluster=cluster,

@@ -5,9 +5,15 @@ In: lengths of requests, as seen. Out: at most k sizes that cost least. The cost
     sum over requests (size of its bucket - length)                          padding waste
     + sum over buckets (program_tokens + program_tokens_per_token * size)    memory of compiled programs
 
-where a request goes into the smallest bucket that holds it. Some optimal size is always a length that occurs (rounded up to
-``multiple``): a bucket may shrink to its longest request. So the problem is to cut the sorted sizes into at most k runs, and a
-dynamic program over (buckets used, last size covered) is exact.
+where a request goes into the smallest bucket that holds it. Bytes become tokens as shares: a program that keeps one percent of
+the memory counts as much as one percent more work,
+
+    program_tokens += tokens of all requests * program_bytes / memory_bytes
+
+so that the advice is the same for a day's requests and for an hour's.
+
+Some optimal size is always a length that occurs (rounded up to ``multiple``): a bucket may shrink to its longest request. So the
+problem is to cut the sorted sizes into at most k runs, and a dynamic program over (buckets used, last size covered) is exact.
 """
 
 from __future__ import annotations
@@ -70,6 +76,8 @@ def propose_buckets(
     multiple: int = 1,
     program_tokens: float = 0.0,
     program_tokens_per_token: float = 0.0,
+    program_bytes: float = 0.0,
+    memory_bytes: float | None = None,
 ) -> BucketAdvice:
     """At most ``k`` buckets that cost least for requests of these lengths. Exact.
 
@@ -78,7 +86,11 @@ def propose_buckets(
         k: how many programs there may be.
         multiple: sizes are multiples of this, e.g. 128 for matmul units.
         program_tokens: what a compiled program costs, whatever its size, in padded tokens: it must save more than that.
-        program_tokens_per_token: what it costs beside that per token of its size (its temporaries).
+        program_tokens_per_token: what it costs beside that per token of its size, where programs keep buffers of their own.
+        program_bytes: of memory that a compiled program keeps, whatever its size. Temporaries are not kept: there must be
+            room for those of the largest bucket, which is the same in any case.
+        memory_bytes: of the memory of which that is a share, e.g. of a device. A share of it costs as much as the same share
+            of the requests' tokens, beside ``program_tokens``.
 
     Raises:
         AlpaLiteError: a value is not allowed.
@@ -89,9 +101,11 @@ def propose_buckets(
     """
     given = list(lengths)
     _check(given, k, multiple, program_tokens, program_tokens_per_token)
+    _check_bytes(program_bytes, memory_bytes)
     rounded = np.ceil(np.asarray(given, np.float64) / multiple).astype(np.int64) * multiple
     sizes, counts = np.unique(rounded, return_counts=True)
-    fixed = program_tokens + program_tokens_per_token * sizes
+    share = program_bytes / memory_bytes if memory_bytes is not None else 0.0
+    fixed = program_tokens + share * sum(given) + program_tokens_per_token * sizes
     cuts = _cheapest_cuts(sizes, counts, fixed, min(k, sizes.size))
     buckets = tuple(int(sizes[i]) for i in cuts)
     index = np.searchsorted(np.asarray(buckets), given)
@@ -150,6 +164,19 @@ def _check(lengths: Sequence[int], k: int, multiple: int, *costs: float) -> None
             raise AlpaLiteError(
                 f"propose_buckets: {fault}. At {user_line()}. Correct it, e.g. propose_buckets([12, 80, 1000], k=2)."
             )
+
+
+def _check_bytes(program_bytes: float, memory_bytes: float | None) -> None:
+    if not 0 <= program_bytes < math.inf or not (memory_bytes is None or 0 < memory_bytes < math.inf):
+        fault = "the first must be a number from 0, the second one above 0"
+    elif memory_bytes is None and program_bytes:
+        fault = "bytes of a program count as a share of the memory, so both must be given"
+    else:
+        return
+    raise AlpaLiteError(
+        f"propose_buckets: program_bytes={program_bytes!r} and memory_bytes={memory_bytes!r} were given; {fault}. At "
+        f"{user_line()}. Correct it, e.g. program_bytes=50e6, memory_bytes=80e9 for a device of 80 GB."
+    )
 
 
 def _is_count(x: object) -> bool:

@@ -53,7 +53,8 @@ class ServerSettings:
         host, port: where it listens; loopback unless told otherwise.
         buckets, slots, max_length, queue_limit, compile_cache: of the engine.
         token: that requests must bring; None = none.
-        body_bytes, timeout_s: limits of a request.
+        body_bytes, body_timeout_s, timeout_s: limits of a request: size of its body, how long that may take to come, and how long
+            all of it may take.
         drain_s: how long requests may go on for when the server ends.
         cluster: "HOSTSxDEVICES:DEVICE", of several hosts an actor on each; "" = the layout's, or all devices of the engine's
             process.
@@ -73,6 +74,7 @@ class ServerSettings:
     compile_cache: str | None = None
     token: str | None = None
     body_bytes: int = 2**20
+    body_timeout_s: float = 30.0
     timeout_s: float = 300.0
     drain_s: float = 30.0
     cluster: str = ""
@@ -248,7 +250,12 @@ class HttpReplica:
         self._engine = engine.remote(make, settings)
         self._answers = _RemoteAnswers(self._engine)
         self._failure = ray.get(self._engine.check.remote())  # when it is there
-        self._service = HttpService(self._answers, token=settings.token, body_bytes=settings.body_bytes)
+        self._service = HttpService(
+            self._answers,
+            token=settings.token,
+            body_bytes=settings.body_bytes,
+            body_timeout_s=settings.body_timeout_s,
+        )
 
     async def __call__(self, request: Any) -> Any:
         return await self._service(request)

@@ -18,7 +18,7 @@ from alpa_lite.errors import RequestError, ServeError, user_line
 from alpa_lite.executor.ray.settings import RayExecutor
 from alpa_lite.plan.files import as_path
 from alpa_lite.plan.plan import Plan
-from alpa_lite.serve.layout import plan_graphs
+from alpa_lite.serve.layout import buckets_of, plans_of
 from alpa_lite.serve.model_graphs import Model, check_sizes, graphs
 from alpa_lite.serve.pipeline import Pipeline, cut_as_planned, cut_by_model, groups_of, parts_of
 from alpa_lite.serve.programs import Programs
@@ -51,11 +51,13 @@ class Engine:
         params: its parameters: arrays on the host or on devices; a function that makes them, on every host of theirs; or
             ``al.serve.StoredParams``: where they lie in a checkpoint.
         layout: of ``al.plan_shared``: plans of ``al.serve.graphs(model, params, ...)`` with the same sizes; None plans them for
-            the devices of this process. Plans with stages run on these; slots then go in groups of as many as were planned.
+            the devices of this process. Where only the parameters are shared, the cache lies as ``decode`` has it, and graphs
+            that have it elsewhere are planned again, which their plans note. Plans with stages run on these devices; slots then
+            go in groups of as many as were planned.
         slots: requests that are served at once.
         max_length: tokens of a request, prompt and answer together.
-        buckets: sizes to which prompts are padded, the largest being the longest prompt; None = powers of four from 32 and
-            ``max_length``.
+        buckets: sizes to which prompts are padded, the largest being the longest prompt; None = those that the layout has, or
+            without a layout powers of four from 32 and ``max_length``.
         executor: "local": the devices of this process; "ray" or ``al.RayExecutor(...)``: those of a Ray cluster, one actor per
             host of the layout's mesh (``serve/hosts.py``).
         cluster: that is planned for without a layout; None = the devices of this process, or of the Ray cluster.
@@ -94,7 +96,7 @@ class Engine:
         prefills_per_step: int = 4,
         compile_cache: str | PathLike[str] | None = None,
     ) -> None:
-        sizes = check_sizes(slots, max_length, default_buckets(max_length) if buckets is None else buckets)
+        sizes = check_sizes(slots, max_length, buckets_of(layout, max_length) if buckets is None else buckets)
         limit = 4 * slots if queue_limit is None else queue_limit
         for name, value in (
             ("num_stages", num_stages),
@@ -287,15 +289,6 @@ class Engine:
         self.close()
 
 
-def default_buckets(max_length: int) -> tuple[int, ...]:
-    """Powers of four from 32 below ``max_length``, and ``max_length``."""
-    found, size = [max_length] if isinstance(max_length, int) else [], 32
-    while found and size < max_length:
-        found.append(size)
-        size *= 4
-    return tuple(sorted(found))
-
-
 def _run(scheduler: Scheduler) -> None:
     # Prompts, tokens and settings of draws cross on purpose, also where the user has JAX watch for transfers.
     with jax.transfer_guard_host_to_device("allow"):
@@ -352,7 +345,7 @@ def _runner(
             )
         return cut_by_model(model, params, num_stages=num_stages, layouts=layouts, **sizes)
     made = graphs(model, shapes_of(params), **sizes)
-    return Programs(model, params, made, plan_graphs(made, cluster) if layouts is None else layouts[0], **sizes)
+    return Programs(model, params, made, plans_of(made, None if layouts is None else layouts[0], cluster), **sizes)
 
 
 def _on_hosts(

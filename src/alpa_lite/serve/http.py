@@ -15,6 +15,7 @@ An error is a JSON object, {"error": text}:
 400  not JSON, a field that is unknown, missing or out of range, a prompt longer than the largest bucket
 401  the bearer token is missing or wrong
 404  no such path; 405 the path has another method
+408  the body did not come within its time; the connection is closed
 413  the body is larger than allowed
 429  the queue is full; try again after the seconds of ``Retry-After``
 503  the engine has ended or was lost; as 429
@@ -67,10 +68,14 @@ class HttpService:
         backend: what answers.
         token: that requests must bring in "Authorization: Bearer ..."; None = none. /health needs none.
         body_bytes: of the largest body.
+        body_timeout_s: within which all of a body must come.
     """
 
-    def __init__(self, backend: Backend, *, token: str | None = None, body_bytes: int = 2**20) -> None:
-        self._backend, self._token, self._body_bytes = backend, token, body_bytes
+    def __init__(
+        self, backend: Backend, *, token: str | None = None, body_bytes: int = 2**20, body_timeout_s: float = 30.0
+    ) -> None:
+        self._backend, self._token = backend, token
+        self._body_bytes, self._body_timeout_s = body_bytes, body_timeout_s
 
     async def __call__(self, request: Request) -> Response:
         """The answer to any request."""
@@ -129,6 +134,18 @@ class HttpService:
             gone.cancel()
 
     async def _body(self, request: Request) -> bytes:
+        try:
+            async with asyncio.timeout(self._body_timeout_s):  # of the whole: a byte now and then is no progress
+                return await self._whole_body(request)
+        except TimeoutError:
+            raise _Refused(
+                408,
+                f"the body did not come within {self._body_timeout_s:g} s, which is the most that it may take. Send all of it at "
+                "once, on a new connection.",
+                Connection="close",  # else what still comes of it would keep the connection
+            ) from None
+
+    async def _whole_body(self, request: Request) -> bytes:
         limit, found = self._body_bytes, bytearray()
         too_large = f"the body is larger than {limit} bytes, which is the most that is taken. Send a shorter prompt."
         with contextlib.suppress(ValueError):

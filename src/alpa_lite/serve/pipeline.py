@@ -18,7 +18,7 @@ from alpa_lite.cluster.cluster import Cluster
 from alpa_lite.errors import ServeError, user_line
 from alpa_lite.executor.calibrate import local_cluster
 from alpa_lite.plan.plan import Plan
-from alpa_lite.serve.layout import plan_graphs
+from alpa_lite.serve.layout import plans_of
 from alpa_lite.serve.model_graphs import DECODE, Graph, Model, graphs
 from alpa_lite.serve.programs import Programs, run_all
 from alpa_lite.serve.sampling import Rows
@@ -199,7 +199,7 @@ def parts_of(
     for number, (part, pick) in enumerate(_parts(model, num_stages) if num_stages > 1 else [(model, None)]):
         own = params if pick is None else _picked(params, pick)
         made = graphs(part, shapes_of(own), **sizes, given=given)
-        plans = plan_graphs(made, cluster) if layouts is None else layouts[number]
+        plans = plans_of(made, None if layouts is None else layouts[number], cluster)
         yield Part(model=part, params=own, given=given, graphs=made, plans=plans)
         given = {name: jax.eval_shape(fn, *args)[0] for name, (fn, args) in made.items()}
 

@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from alpa_lite.api.bound import staged_for, traced_for
 from alpa_lite.cluster.cluster import Cluster
-from alpa_lite.errors import ServeError, user_line
+from alpa_lite.errors import LayerError, PlanFileError, ServeError, user_line
 from alpa_lite.executor.local import local_mesh, runnable, stage_meshes
 from alpa_lite.executor.pipeline import runnable_pipeline
 from alpa_lite.executor.places import creator, places_of
@@ -33,6 +33,7 @@ from alpa_lite.serve.model_graphs import DECODE, Graph, Model, prefill_name
 from alpa_lite.serve.sampling import Rows, Sampling, sample
 from alpa_lite.serve.scheduler import Runner
 from alpa_lite.serve.stored import from_host, placed
+from alpa_lite.trace.program import Traced
 from alpa_lite.units import format_bytes
 
 _SHARED = ("parameter", "leaf of the cache")  # arguments 0 and 1 of all graphs
@@ -70,7 +71,7 @@ class Programs:
     ) -> None:
         check_plans(graphs, plans, num_groups)
         self.slots, self.buckets, self.plans = slots, buckets, plans
-        self._graphs = graphs
+        self._graphs, self._traced = graphs, traced_graphs(graphs, plans)
         decode = plans[DECODE]
         self.vocab_size = decode.outputs[0].value.shape[-1]  # of the last stage, where there are several
         self._devices, meshes = devices, stage_meshes(decode, devices)
@@ -183,9 +184,7 @@ class Programs:
         return self._runs[name]
 
     def _lowered(self, name: str) -> Any:
-        fn, args = self._graphs[name]
-        plan = self.plans[name]
-        traced = traced_for(plan, fn, args, {})
+        plan, traced = self.plans[name], self._traced[name]
         if plan.pipeline is None:
             return runnable(traced, plan, (1,), local_mesh(plan.mesh, self._devices)).run
         return runnable_pipeline(traced, staged_for(plan, traced), plan, self._devices or jax.devices()).run
@@ -209,12 +208,36 @@ def check_plans(graphs: Mapping[str, Graph], plans: Mapping[str, Plan], num_grou
     Raises:
         ServeError: it is not so; the message names the graph and the leaf.
     """
+    check_types(graphs, plans)
+    first = plans[DECODE]
+    lies = {leaf.path: (leaf.spec, first.stages[leaf.stage]) for leaf in first.inputs}
+    for name in graphs:
+        plan = plans[name]
+        for leaf in (*arguments(plan, "0"), *arguments(plan, "1")):
+            stage = plan.stages[leaf.stage]
+            spec, other = lies.get(leaf.path, (None, stage))
+            if (leaf.spec, stage.mesh, stage.first_device) != (spec, other.mesh, other.first_device):
+                raise ServeError(
+                    f"the {_SHARED[int(leaf.path[0])]} {leaf.path!r} lies as {leaf.spec} on {_place(stage)} for {name!r} and "
+                    f"{'in other rows' if spec is None else f'as {spec} on {_place(other)}'} for {DECODE!r}. All graphs must "
+                    f"have it in one layout, or it would be moved between them. At {user_line()}. Plan them together: "
+                    'al.plan_shared(graphs, shared=("0", "1"), ...).'
+                )
+    if num_groups > 1:
+        _check_caches({name: plans[name] for name in graphs}, num_groups)
+
+
+def check_types(graphs: Mapping[str, Graph], plans: Mapping[str, Plan]) -> None:
+    """That there is a plan for each graph, of its arguments.
+
+    Raises:
+        ServeError: it is not so; the message names the graph and the leaf.
+    """
     if missing := [name for name in graphs if name not in plans]:
         raise ServeError(
             f"the layout has no plan for {', '.join(map(repr, missing))}; it has {', '.join(map(repr, plans))}. An engine needs "
             f"one for each of its graphs. At {user_line()}. Plan the graphs of al.serve.graphs(...), with the same buckets."
         )
-    first = plans[DECODE]
     for name, (_, args) in graphs.items():
         plan = plans[name]
         given = [(tuple(x.shape), str(jnp.dtype(x.dtype))) for x in jax.tree_util.tree_leaves(args)]
@@ -232,19 +255,25 @@ def check_plans(graphs: Mapping[str, Graph], plans: Mapping[str, Plan], num_grou
                 f"the layout is of another model or other sizes: in its plan of {name!r} {what}. Parameters, slots, max_length "
                 f"and buckets must be those that were planned. At {user_line()}. Plan the graphs of this model."
             )
-        lies = {leaf.path: (leaf.spec, first.stages[leaf.stage]) for leaf in first.inputs}
-        for leaf in (*arguments(plan, "0"), *arguments(plan, "1")):
-            stage = plan.stages[leaf.stage]
-            spec, other = lies.get(leaf.path, (None, stage))
-            if (leaf.spec, stage.mesh, stage.first_device) != (spec, other.mesh, other.first_device):
-                raise ServeError(
-                    f"the {_SHARED[int(leaf.path[0])]} {leaf.path!r} lies as {leaf.spec} on {_place(stage)} for {name!r} and "
-                    f"{'in other rows' if spec is None else f'as {spec} on {_place(other)}'} for {DECODE!r}. All graphs must "
-                    f"have it in one layout, or it would be moved between them. At {user_line()}. Plan them together: "
-                    'al.plan_shared(graphs, shared=("0", "1"), ...).'
-                )
-    if num_groups > 1:
-        _check_caches({name: plans[name] for name in graphs}, num_groups)
+
+
+def traced_graphs(graphs: Mapping[str, Graph], plans: Mapping[str, Plan]) -> dict[str, Traced]:
+    """The graphs as they are run, each checked to be what its plan was made of: shapes alone do not tell models apart.
+
+    Raises:
+        ServeError: one is another function; the message says where it differs.
+    """
+    found = {}
+    for name, (fn, args) in graphs.items():
+        try:
+            found[name] = traced_for(plans[name], fn, args, {})
+        except (LayerError, PlanFileError) as error:
+            other = "it has other layers" if isinstance(error, LayerError) else str(error).split(". ")[0]
+            raise ServeError(
+                f"the layout is of another model, as its plan of {name!r} shows: {other}. An engine runs exactly the functions "
+                f"that were planned. At {user_line()}. Plan the graphs of this model: al.serve.graphs(model, params, ...)."
+            ) from error
+    return found
 
 
 def arguments(plan: Plan, number: str) -> list[Leaf]:

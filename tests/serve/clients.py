@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
@@ -10,6 +11,7 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from benchmarks.ray_session import pids_below
@@ -24,26 +26,41 @@ def free_port() -> int:
         return listening.getsockname()[1]
 
 
-def ask(port: int, prompt: list[int], **headers: str) -> tuple[int, Any]:
-    link = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-    try:
-        link.request("POST", "/generate", json.dumps({"tokens": prompt, "max_tokens": 12}), headers)
-        got = link.getresponse()
+def ask(port: int, prompt: list[int], *, max_tokens: int = 12, **headers: str) -> tuple[int, Any]:
+    with begin(port, {"tokens": prompt, "max_tokens": max_tokens}, **headers) as got:
         return got.status, got.read()
-    finally:
-        link.close()
+
+
+@contextlib.contextmanager
+def begin(port: int, body: dict[str, Any], **headers: str) -> Iterator[http.client.HTTPResponse]:
+    """An answer of which only the head has been read."""
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60)) as link:
+        link.request("POST", "/generate", json.dumps(body), headers)
+        with link.getresponse() as got:  # which owns the socket where the server says that it closes it
+            yield got
+
+
+def streamed(port: int, prompt: list[int], max_tokens: int = 12) -> tuple[int, bytes]:
+    """As ``ask``, by events; one that says that the answer was cut short counts as its status."""
+    with begin(port, {"tokens": prompt, "max_tokens": max_tokens, "stream": True}) as got:
+        raw = got.read()
+    if got.status != 200:
+        return got.status, raw
+    end = raw.strip().rsplit(b"data: ", 1)[-1]
+    return json.loads(end).get("status", 200), end
 
 
 def kill_under_load(port: int, title: str, expected: list[list[int]]) -> None:
-    """Kills a process of that title: requests get the right tokens or 503, and soon they get tokens again."""
+    """Kills a process of that title: requests, whole or streamed, get the right tokens or 503, and soon they get tokens again."""
     answers: list[tuple[float, int, bytes, int]] = []
     ended = threading.Event()
 
     def client(k: int) -> None:
         while not ended.is_set():
             try:
-                status, raw = ask(port, PROMPTS[k])
-            except OSError as error:  # a connection that is refused or cut is no answer, and must not stay so
+                status, raw = (streamed if k % 2 else ask)(port, PROMPTS[k])
+            except (OSError, http.client.HTTPException) as error:
+                # A connection that is refused or cut is no answer, and must not stay so.
                 status, raw = 0, str(error).encode()
             answers.append((time.monotonic(), status, raw, k))
             time.sleep(0.01 if status == 200 else 0.2)

@@ -8,7 +8,10 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +23,13 @@ from alpa_lite.cli import main
 from alpa_lite.cli.serve import served
 from alpa_lite.errors import ServeError
 from examples import client
-from tests.serve.clients import PROMPTS, ask, free_port, kill_under_load
+from tests.serve.clients import PROMPTS, ask, begin, free_port, kill_under_load
 from tests.serve.served_target import not_a_target, target
 
 pytest.importorskip("ray.serve", reason="Ray Serve is not installed: pip install 'alpa-lite[serve]'")
 pytestmark = [pytest.mark.ray, pytest.mark.medium]
 
-SIZES: dict[str, Any] = {"slots": 4, "max_length": 48, "buckets": (8, 32)}
+SIZES: dict[str, Any] = {"slots": 4, "max_length": 4096, "buckets": (8, 32)}
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +46,10 @@ def port(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
     port = free_port()
     cache = str(tmp_path_factory.mktemp("compiled"))
-    deployment.start(target, al.serve.ServerSettings(port=port, cluster="1x2:cpu", compile_cache=cache, **SIZES))
+    settings = al.serve.ServerSettings(
+        port=port, cluster="1x2:cpu", compile_cache=cache, body_timeout_s=2.0, timeout_s=120.0, **SIZES
+    )
+    deployment.start(target, settings)
     yield port
     deployment.stop()
 
@@ -58,7 +64,7 @@ def test_the_client_of_the_examples(port: int, expected: list[list[int]]) -> Non
     *events, whole = client.patient({"tokens": PROMPTS[0], "max_tokens": 12}, port=port)
     assert [event["token"] for event in events] == whole["tokens"] == expected[0]
     with pytest.raises(client.Refused, match=r"400: .*max_tokens"):
-        list(client.patient({"tokens": PROMPTS[0], "max_tokens": 1000}, port=port))
+        list(client.patient({"tokens": PROMPTS[0], "max_tokens": 5000}, port=port))
 
 
 def test_the_target_of_the_examples_is_found() -> None:
@@ -66,6 +72,50 @@ def test_the_target_of_the_examples_is_found() -> None:
     assert found.encode is not None and found.decode is not None
     assert found.decode(list(found.encode("def"))) == "def"
     assert found.model.config.seq_len == 64
+
+
+def test_it_listens_on_loopback_alone(port: int) -> None:
+    """By default; addresses as Linux shows them, in hexadecimal."""
+    listening = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            address, _, state = line.split()[1:4]
+            if state == "0A" and int(address.rpartition(":")[2], 16) == port:
+                listening.add(address.rpartition(":")[0])
+    assert listening == {"0100007F"}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_away_frees_its_slot(port: int, expected: list[list[int]], stream: bool) -> None:
+    before = _metric(port, 'finished_requests_total{reason="cancelled"}')
+    body = {"tokens": PROMPTS[0], "max_tokens": 4000, "stream": stream}
+    with socket.create_connection(("127.0.0.1", port)) as link:
+        data = json.dumps(body).encode()
+        link.sendall(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(data) + data)
+        _wait_until(lambda: _metric(port, "active_requests") == 1)
+    _wait_until(lambda: _metric(port, 'finished_requests_total{reason="cancelled"}') == before + 1)
+    assert _metric(port, "active_requests") == 0
+    assert json.loads(ask(port, PROMPTS[1])[1])["tokens"] == expected[1]
+
+
+def _metric(port: int, name: str) -> float:
+    """0 where it has not been counted yet."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as got:
+        lines = got.read().decode().splitlines()
+    return next((float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"alpa_lite_{name} ")), 0.0)
+
+
+def _wait_until(done: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + 60
+    while not done():
+        assert time.monotonic() < end_s
+        time.sleep(0.05)
+
+
+def test_a_body_that_does_not_come_is_refused(port: int) -> None:
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as link:
+        link.sendall(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        assert link.recv(100).startswith(b"HTTP/1.1 408")
 
 
 def test_an_engine_that_is_killed_under_load(port: int, expected: list[list[int]]) -> None:
@@ -84,11 +134,11 @@ def test_a_port_that_is_taken(ray_session: None) -> None:
 
 
 def test_the_command_line_serves_and_ends(ray_session: None, tmp_path: Path) -> None:
-    """In a process with a Ray of its own: SIGTERM ends it, and nothing of it is left."""
+    """In a process with a Ray of its own: SIGTERM ends it, a request that runs gets its whole answer, and nothing is left."""
     port, token = free_port(), tmp_path / "token"
     token.write_text("secret\n")
     command = [sys.executable, "-m", "alpa_lite", "serve", "tests.serve.served_target:target"]
-    options = ["--buckets", "8", "--slots", "2", "--max-length", "16", "--cluster", "1x1:cpu", "--port", str(port)]
+    options = ["--buckets", "8", "--slots", "2", "--max-length", "1024", "--cluster", "1x1:cpu", "--port", str(port)]
     environment = os.environ | {"RAY_AUTH_TOKEN": "0" * 32}
     environment.pop("RAY_ADDRESS", None)
     with subprocess.Popen(
@@ -99,9 +149,21 @@ def test_the_command_line_serves_and_ends(ray_session: None, tmp_path: Path) -> 
             assert any(line.startswith("serving ") for line in served.stdout)
             assert ask(port, [1, 2])[0] == 401
             assert ask(port, [1, 2], Authorization="Bearer secret")[0] == 200
-        finally:
-            served.send_signal(signal.SIGTERM)
+            body = {"tokens": [1, 2], "max_tokens": 1000, "stream": True}
+            with begin(port, body, Authorization="Bearer secret") as running:
+                events = [running.readline()]
+                served.send_signal(signal.SIGTERM)
+                while ask(port, [1, 2], Authorization="Bearer secret")[0] != 503:
+                    pass
+                with pytest.raises(urllib.error.HTTPError, match="503"):
+                    urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=60)
+                events += running.read().splitlines()
+        except BaseException:
+            served.terminate()
+            raise
         served.communicate(timeout=60)
+    tokens = [json.loads(event.removeprefix(b"data: ")) for event in events if event.strip()]
+    assert len(tokens) == 1001 and tokens[-1]["finish_reason"] == "length"
     assert served.returncode == 0
     with pytest.raises(OSError):
         ask(port, [1, 2])
@@ -120,7 +182,7 @@ def test_the_command_line_serves_and_ends(ray_session: None, tmp_path: Path) -> 
 def test_an_engine_that_cannot_be_made_says_why_without_rays_traces(ray_session: None, make: Any, words: str) -> None:
     from alpa_lite.serve import deployment
 
-    settings = al.serve.ServerSettings(port=free_port(), **SIZES | {"buckets": (64,)})
+    settings = al.serve.ServerSettings(port=free_port(), **SIZES | {"buckets": (64,), "max_length": 48})
     with pytest.raises(ServeError, match=words) as raised:
         deployment.start(make, settings)
     assert "ServeReplica" not in str(raised.value)

@@ -63,10 +63,12 @@ class FakeEngine:
 class Server:
     """An engine behind uvicorn on a free port of loopback."""
 
-    def __init__(self, engine: FakeEngine, token: str | None = None, **settings: Any) -> None:
+    def __init__(
+        self, engine: FakeEngine, token: str | None = None, body_timeout_s: float = 20.0, **settings: Any
+    ) -> None:
         self.engine = engine
         answers = Answers(engine, timeout_s=20.0, **settings)  # pyrefly: ignore[bad-argument-type]
-        service = HttpService(answers, token=token, body_bytes=4096)
+        service = HttpService(answers, token=token, body_bytes=4096, body_timeout_s=body_timeout_s)
 
         async def app(scope: Any, receive: Any, send: Any) -> None:
             response = await service(starlette.Request(scope, receive))
@@ -91,10 +93,14 @@ class Server:
     def generate(self, **body: Any) -> tuple[int, Any]:
         return self.ask("POST", "/generate", body)[:2]
 
-    def begin(self, **body: Any) -> socket.socket:
-        """Sends a request and reads nothing."""
+    def begin(self, receive_bytes: int = 0, **body: Any) -> socket.socket:
+        """Sends a request and reads nothing; ``receive_bytes``: that this end may hold unread."""
         data = json.dumps(body).encode()
-        link = socket.create_connection(("127.0.0.1", self.port))
+        link = socket.socket()
+        if receive_bytes:
+            link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+        link.settimeout(30)
+        link.connect(("127.0.0.1", self.port))
         link.sendall(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(data) + data)
         return link
 
@@ -176,6 +182,21 @@ def test_a_body_that_is_too_large(server: Server) -> None:
     link.close()
 
 
+@pytest.mark.parametrize("sent", [b"", b'{"tokens": '], ids=["nothing", "some"])
+def test_a_body_that_does_not_come(sent: bytes) -> None:
+    server = Server(FakeEngine(), body_timeout_s=0.5)
+    try:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=30) as link:
+            link.sendall(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n" + sent)
+            assert server.generate(tokens=PROMPT, max_tokens=2)[1]["tokens"] == answer(PROMPT, 2)
+            got = http.client.HTTPResponse(link)
+            got.begin()
+            assert got.status == 408 and "within 0.5 s" in json.loads(got.read())["error"]
+            assert link.recv(1) == b"", "the connection is closed"
+    finally:
+        server.end()
+
+
 def test_paths_and_methods(server: Server) -> None:
     assert server.ask("GET", "/nothing")[0] == 404
     status, _, got = server.ask("GET", "/generate")
@@ -211,6 +232,8 @@ def test_a_full_queue_is_429_and_a_deadline_504(slow: Server) -> None:
     wait_until(lambda: slow.engine.statistics().active == 1)
     running += [slow.begin(tokens=PROMPT, max_tokens=100) for _ in range(2)]
     wait_until(lambda: slow.engine.statistics().queued == 2)
+    _, text, _ = slow.ask("GET", "/metrics")
+    assert "alpa_lite_queued_requests 2.0\n" in text and "alpa_lite_active_requests 1.0\n" in text
     status, got, head = slow.ask("POST", "/generate", {"tokens": PROMPT})
     assert status == 429 and "queue_limit=2" in got["error"] and int(head.getheader("retry-after")) >= 1
     for link in running:
@@ -234,13 +257,22 @@ def test_a_client_that_goes_away_frees_its_slot(slow: Server, stream: bool) -> N
     assert wait_for_room(slow) == 200
 
 
-def test_a_slow_reader_holds_nobody_up(server: Server) -> None:
-    link = server.begin(tokens=PROMPT, max_tokens=2000, stream=True)  # and reads nothing
-    wait_until(lambda: server.engine.requests)
-    for _ in range(5):
-        assert server.generate(tokens=PROMPT, max_tokens=3)[1]["tokens"] == answer(PROMPT, 3)
-    wait_until(lambda: server.engine.requests[0].done)
-    link.close()
+def test_a_slow_reader_holds_nobody_up() -> None:
+    """It is sent 8 MB, far more than both ends of a connection and the server hold for it, and reads nothing for a while."""
+    server = Server(FakeEngine(), decode=lambda tokens: "".join(f"{token:080000d}" for token in tokens))
+    try:
+        link = server.begin(receive_bytes=4096, tokens=PROMPT, max_tokens=100, stream=True)
+        wait_until(lambda: server.engine.requests and server.engine.requests[0].done)
+        for _ in range(5):
+            assert server.generate(tokens=PROMPT, max_tokens=3)[1]["tokens"] == answer(PROMPT, 3)
+        got = http.client.HTTPResponse(link)
+        got.begin()
+        events = [json.loads(line.removeprefix(b"data: ")) for line in got.read().split(b"\n\n") if line]
+        link.close()
+        assert [event["token"] for event in events[:-1]] == answer(PROMPT, 100) == events[-1]["tokens"]
+        assert "".join(event["text"] for event in events[:-1]) == events[-1]["text"]
+    finally:
+        server.end()
 
 
 def test_an_engine_that_ended_is_503(server: Server) -> None:
@@ -264,4 +296,5 @@ def test_metrics(server: Server) -> None:
     assert labelled["alpa_lite_padded_tokens_total", "4"] == 1 and labelled["alpa_lite_prefills_total", "4"] == 1
     assert found["alpa_lite_time_to_first_token_seconds_count"] == 1
     assert found["alpa_lite_time_per_token_seconds_count"] == 4
+    assert found["alpa_lite_queue_seconds_count"] == 1 and found["alpa_lite_queue_seconds_sum"] >= 0
     assert 0 < found["alpa_lite_batch_fill"] <= 1 and found["alpa_lite_padding_waste"] == 0.25

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 APPLICATION = "alpa_lite"
 _MARGIN = 64  # requests for /health and /metrics, and those that are being refused
+_MARGIN_S = 5.0  # for answers to come from the engine's process when it has ended
+_SENT_S = 0.5  # for answers to come through Ray Serve's proxy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,15 +179,32 @@ class EngineActor:
 
 
 class _RemoteAnswers:
-    """``Answers`` of an actor that may be lost."""
+    """``Answers`` of an actor that may be lost.
+
+    Attributes:
+        running: requests that have not all of their answer yet.
+        ending: whether new ones are refused.
+    """
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
+        self.ending = False
+        self.running = 0
+
+    async def end(self) -> None:
+        """New requests are refused from here on; returns when those that run have their answers."""
+        self.ending = True
+        with contextlib.suppress(EngineClosed):
+            await _asked(self._engine.close.remote())
+        while self.running:
+            await asyncio.sleep(0.02)
 
     async def generate(self, body: Any) -> Any:
-        return await _asked(self._engine.generate.remote(body))
+        with self._counted():
+            return await _asked(self._engine.generate.remote(body))
 
     async def check(self) -> None:
+        self._check_takes()
         await _asked(self._engine.check.remote())
 
     async def metrics(self) -> bytes:
@@ -193,14 +213,29 @@ class _RemoteAnswers:
     async def stream(self, body: Any) -> AsyncIterator[Any]:
         import ray
 
-        events = self._engine.stream.remote(body)
-        with _lost_is_closed():
+        with self._counted(), _lost_is_closed():
+            events = self._engine.stream.remote(body)
             try:
                 async for event in events:
                     yield _raised(await event)
             except (asyncio.CancelledError, GeneratorExit):  # the client went away
                 ray.cancel(events)
                 raise
+
+    @contextlib.contextmanager
+    def _counted(self) -> Iterator[None]:
+        self._check_takes()
+        self.running += 1
+        try:
+            yield
+        finally:
+            self.running -= 1
+
+    def _check_takes(self) -> None:
+        if self.ending:
+            raise EngineClosed(
+                "the server is ending. It takes no more requests. Try another, or this one when it is back."
+            )
 
 
 async def _asked(answer: Any) -> Any:
@@ -248,6 +283,7 @@ class HttpReplica:
             num_gpus=settings.num_gpus,
         )
         self._engine = engine.remote(make, settings)
+        self._drain_s = settings.drain_s
         self._answers = _RemoteAnswers(self._engine)
         self._failure = ray.get(self._engine.check.remote())  # when it is there
         self._service = HttpService(
@@ -264,11 +300,18 @@ class HttpReplica:
         """Of the engine's first start."""
         return self._failure
 
+    async def end(self) -> None:
+        """Returns when the requests that run have their answers, or can have none in time."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._answers.end(), self._drain_s + _MARGIN_S)
+
     async def check_health(self) -> None:
         """Ray Serve asks now and then. An engine that ended by itself is started again here; this replica is replaced, and the
         engine with it, where Ray cannot do that."""
         import ray
 
+        if self._answers.ending:
+            return
         try:
             await self._answers.check()
         except EngineClosed as error:
@@ -311,7 +354,7 @@ def start(make: Callable[[], ServeTarget], settings: ServerSettings) -> None:
     front = deployed(HttpReplica).options(
         num_replicas=1,
         max_ongoing_requests=settings.most_requests,
-        graceful_shutdown_timeout_s=settings.drain_s + 5,
+        graceful_shutdown_timeout_s=settings.drain_s + _MARGIN_S,
         health_check_period_s=5,
         ray_actor_options={"num_cpus": 0},
     )
@@ -332,8 +375,14 @@ def start(make: Callable[[], ServeTarget], settings: ServerSettings) -> None:
 
 def stop() -> None:
     """End the server: no more requests are taken, and those that it has may finish."""
+    import ray
     from ray import serve
+    from ray.serve.exceptions import RayServeException
 
+    # Ray Serve's own end kills its proxy first, and with it the answers that pass through it.
+    with contextlib.suppress(ray.exceptions.RayError, RayServeException):  # there may be no replica left
+        serve.get_app_handle(APPLICATION).end.remote().result()
+        time.sleep(_SENT_S)
     serve.shutdown()
 
 

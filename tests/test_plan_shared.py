@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import alpa_lite as al
-from alpa_lite.errors import MemoryBudgetError, PinError, PlanFileError
+from alpa_lite.errors import MemoryBudgetError, PinClashError, PinError, PlanFileError
 from alpa_lite.intraop.repeated import Repeated
 from alpa_lite.planner.joint import side_by_side
 
@@ -125,6 +126,54 @@ def test_layers_of_equal_prices_are_copies_of_one_another() -> None:
     assert [array.tolist() for array in joined] == [[1.0, 2.0]] * 4 + [[[1.0, 2.0]]]
 
 
+@pytest.mark.medium
+@pytest.mark.parametrize(
+    ("counts", "better"), [((1, 1, 1), False), ((1, 20, 3), True), ((3, 1, 40), False), ((1e-3, 1, 1e-2), True)]
+)
+def test_meshes_are_searched_as_by_brute_force(counts: tuple[float, float, float], better: bool) -> None:
+    """A matrix with 2 rows more than 4 devices can split: two axes are better where the graph of rows counts."""
+    graphs = uneven_graphs()
+    weights = dict(zip(graphs, counts, strict=True))
+    layout = al.plan_shared(graphs, shared="0", weights=weights, cluster=SLOW_LINKS, donate_argnums=0)
+    best = {mesh: min(weighted(costs, weights) for costs in found) for mesh, found in meshes_and_layouts().items()}
+    assert layout.objective == pytest.approx(min(best.values()), rel=1e-9)
+    assert best[layout.mesh.shape] == pytest.approx(min(best.values()), rel=1e-9)
+    assert (best[2, 2] < 0.9 * best[4,]) is better
+
+
+def uneven_graphs() -> dict[str, Any]:
+    def one(graph: Any) -> Any:
+        return lambda params, x: graph((params,), x)
+
+    args = jax.ShapeDtypeStruct((2050, 4096), jnp.bfloat16), *shapes((4096, 2050))
+    return {
+        "product": (lambda m, x: (m, x @ m), args),
+        "rows": (one(rows), args),
+        "columns": (one(columns), args),
+    }
+
+
+@cache
+def meshes_and_layouts() -> dict[tuple[int, ...], list[dict[str, float]]]:
+    """Of each mesh what the graphs cost in every layout of the matrix."""
+    one_axis = [P(), P("x"), P(None, "x")]
+    two_axes = [*one_axis, P("y"), P(None, "y"), P("x", "y"), P("y", "x"), P(("x", "y")), P(None, ("x", "y"))]
+    found: dict[tuple[int, ...], list[dict[str, float]]] = {}
+    for mesh, specs in (((4,), one_axis), ((2, 2), two_axes)):
+        options = al.PlanOptions(mesh_shape=mesh, axis_names=("x", "y")[: len(mesh)])
+        for spec in specs:
+            with suppress(PinError):
+                found.setdefault(mesh, []).append(
+                    {
+                        name: al.plan(
+                            fn, *args, cluster=SLOW_LINKS, pins={"0": spec}, options=options, donate_argnums=0
+                        ).objective
+                        for name, (fn, args) in uneven_graphs().items()
+                    }
+                )
+    return found
+
+
 def test_weights_decide_where_parameters_lie() -> None:
     """The layouts of brute force differ from graph to graph, so sharing has a price, and weights say who pays it."""
     graphs = three_graphs()
@@ -199,17 +248,18 @@ def test_damaged_file(tmp_path: Path, change: Any, message: str) -> None:
         al.SharedLayout.load(file)
 
 
-def test_text_shows_the_price_of_each_graph() -> None:
-    text = str(
-        al.plan_shared(
-            three_graphs(), shared="0", weights={"product": 5}, cluster=SLOW_LINKS, options=ONE_AXIS, donate_argnums=0
-        )
-    )
-    lines = text.splitlines()
-    assert lines[0].startswith("Shared layout of 3 graphs on (x=4): ")
-    assert "price of sharing" in lines[1]
-    assert [line.split()[:2] for line in lines[2:5]] == [["product", "5"], ["rows", "1"], ["columns", "1"]]
-    assert any(line.split()[:2] == ["0/1", "bfloat16[4096,2048]"] for line in lines)
+def test_text_shows_the_price_of_each_graph(golden: Any) -> None:
+    """Its numbers are those of plans made with ``al.plan``."""
+    graphs, weights = three_graphs(), {"product": 5.0, "rows": 9.0, "columns": 400.0}
+    layout = al.plan_shared(graphs, shared="0", weights=weights, cluster=SLOW_LINKS, options=ONE_AXIS, donate_argnums=0)
+    golden("layout_text", str(layout))
+    costs = cost_with(graphs, [spec for _, spec in layout.parameter_layout.values()], ONE_AXIS)
+    assert layout.costs == pytest.approx(costs)
+    for name, (fn, args) in graphs.items():
+        own = al.plan(fn, *args, cluster=SLOW_LINKS, options=ONE_AXIS, donate_argnums=0).objective
+        assert layout.own[name] == pytest.approx(own)
+        assert layout.price[name] == pytest.approx(costs[name] / own - 1)
+    assert len({f"{price:.4f}" for price in layout.price.values()}) == 3
 
 
 # -- odd graphs --------------------------------------------------------------------------------------------------------
@@ -282,6 +332,40 @@ def test_pins_hold_in_all_graphs() -> None:
     layout = al.plan_shared(graphs, shared="0", cluster=SLOW_LINKS, pins={"0/*": P("model"), "1": P("model")})
     specs = {plan.specs_by_path[path] for plan in layout.plans.values() for path in ("0/0", "0/1", "1")}
     assert specs == {P("model", None)}
+
+
+def test_pins_on_axes_of_one_device_are_pins_of_whole_dims() -> None:
+    """Also for graphs whose own optimum is not what is shared."""
+    graphs = three_graphs()
+    options = al.PlanOptions(mesh_shape=(1, 4), axis_names=("x", "y"))
+    for name in graphs:
+        layout = al.plan_shared(
+            graphs, shared="0", weights={name: 1e6}, cluster=SLOW_LINKS, options=options, pins={"0/0": P("x")}
+        )
+        assert layout.parameter_layout["0/0"] == (0, P(None, None))
+        assert set(layout.costs) == set(graphs)
+
+
+def test_pins_of_two_graphs_that_clash_are_named() -> None:
+    """Each has plans, but what it pins decides where the shared leaf lies; other pins are not named."""
+    graphs = {"rows": (rows, three_graphs()["rows"][1]), "columns": (columns, three_graphs()["columns"][1])}
+    pins = {
+        "rows": {"out/0/1": P("x"), "1": P()},
+        "columns": {"out/0/1": P(None, "x"), "0/0": P("x"), "out/1": P("x")},
+    }
+    given: dict[str, Any] = {"shared": "0", "cluster": SLOW_LINKS, "options": ONE_AXIS}
+    with pytest.raises(PinClashError, match=r"no layout of the shared leaves on the mesh \(x=4\)") as raised:
+        al.plan_shared(graphs, pins=pins, **given)
+    assert [text.split(" (")[0] for text in raised.value.members] == [
+        "pin 'out/0/1': out/0/1 [4096,2048] is [x,_]",
+        "pin 'out/0/1': out/0/1 [4096,2048] is [_,x]",
+    ]
+    text = str(raised.value)
+    assert "of 'rows': pin" in text and "of 'columns': pin" in text and __file__ in text
+    for name in graphs:
+        other = {k: dict(v) for k, v in pins.items()}
+        del other[name]["out/0/1"]
+        assert al.plan_shared(graphs, pins=other, **given).plans
 
 
 def test_graphs_follow_a_training_plan() -> None:
@@ -371,6 +455,31 @@ def test_bad_input(settings: dict[str, Any], error: type[Exception], message: st
     with pytest.raises(error, match=message) as raised:
         al.plan_shared(given.pop("graphs"), **given)
     assert __file__ in str(raised.value)
+
+
+def test_a_budget_that_each_graph_keeps_alone_and_no_layout_for_both() -> None:
+    """Whichever way the matrix lies, one graph needs it a third time to bring it into its result's layout."""
+    graphs = {name: (lambda m: m.T * 2, shapes((8192, 4096))) for name in ("one", "other")}
+    pins = {"one": {"out": P("x")}, "other": {"out": P(None, "x")}}
+    options = al.PlanOptions(mesh_shape=(4,), axis_names=("x",), memory_budget_bytes=36e6)
+    for name, (fn, args) in graphs.items():
+        assert al.plan(fn, *args, cluster=SLOW_LINKS, options=options, pins=pins[name]).memory.peak <= 36e6
+    message = r"the graph '(one|other)' in the layout that it would share(.|\n)*pin 'out'(.|\n)*the memory budget of 34\.3 MiB"
+    with pytest.raises(PinClashError, match=message):
+        al.plan_shared(graphs, shared="0", cluster=SLOW_LINKS, options=options, pins=pins)
+
+
+def test_graphs_without_a_common_mesh() -> None:
+    """The pin of one holds where x has at most 2 devices, that of the other where y has one."""
+    graphs = {
+        "two": (lambda m, x: m * x.sum(), shapes((64, 64), (2, 64))),
+        "three": (lambda m, x: m * x.sum(), shapes((64, 64), (3, 64))),
+    }
+    options = al.PlanOptions(axis_names=("x", "y"))
+    with pytest.raises(PinError, match=r"no mesh of 1x4:h100-sxm has a layout that all of 'two', 'three' can share"):
+        al.plan_shared(
+            graphs, shared="0", cluster=SLOW_LINKS, options=options, pins={"two": {"1": P("x")}, "three": {"1": P("y")}}
+        )
 
 
 # -- running -----------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import alpa_lite as al
 from alpa_lite.api import shared_stages
-from alpa_lite.errors import AlpaLiteError, LayerError, MemoryBudgetError, PinError
+from alpa_lite.errors import AlpaLiteError, LayerError, MemoryBudgetError, PinClashError, PinError
 from alpa_lite.executor.local import local_mesh
 from alpa_lite.lowering.segments import crossing_sharding
 from alpa_lite.lowering.transfer import Transfers
@@ -409,3 +409,54 @@ def test_pins_hold_on_their_stages():
     with pytest.raises(PinError, match="0/3"):
         al.plan_shared(graphs, shared="0", cluster=CLUSTER, options=options,
                        pins={"many": {"0/3": P("x")}, "few": {"0/3": P()}})  # fmt: skip
+
+
+def stepped(axis: int) -> Any:
+    """Gives the matrices back, so that each lies as its next value."""
+
+    def graph(params: Any, x: jax.Array) -> Any:
+        first = params[0] / params[0].sum(axis=axis, keepdims=True)
+        x = al.layer_boundary(x + first[0, 0])
+        return (first, params[1] / params[1].sum(axis=axis, keepdims=True) * x[0, 0]), x * 2
+
+    return graph
+
+
+@pytest.mark.parametrize("options", [ONE_AXIS, al.PlanOptions(num_stages=2, submeshes="auto", axis_names=("x",))])
+def test_pins_of_two_graphs_that_clash_are_named(options):
+    """And no others."""
+    args = (shape(2048, 4096), shape(4096, 2048)), shape(16, 2048)
+    graphs = {"rows": (stepped(1), args), "columns": (stepped(0), args)}
+    pins = {
+        "rows": {"out/0/1": P("x"), "out/1": P()},
+        "columns": {"out/0/1": P(None, "x"), "0/0": P("x"), "out/1": P()},
+    }
+    with pytest.raises(PinClashError, match=r"no layout of the shared leaves.*these 2 demands") as raised:
+        al.plan_shared(graphs, shared="0", cluster=CLUSTER, options=options, pins=pins)
+    assert [text.split(" (")[0] for text in raised.value.members] == [
+        "pin 'out/0/1': out/0/1 [4096,2048] is [x,_]",
+        "pin 'out/0/1': out/0/1 [4096,2048] is [_,x]",
+    ]
+    assert "of 'rows': pin" in str(raised.value) and __file__ in str(raised.value)
+    on_one_device = replace(
+        options, axis_names=("x", "y"), stage_mesh_shapes=options.stage_mesh_shapes and ((1, 2), (1, 2))
+    )
+    layout = al.plan_shared(graphs, shared="0", cluster=CLUSTER, options=on_one_device, pins=pins)
+    assert [stage.mesh.axis_size("x") for stage in layout.plans["rows"].stages][1] == 1
+    assert layout.parameter_layout["0/1"][1] in (P(None, None), P("y", None), P(None, "y"))
+    del pins["rows"]["out/0/1"]
+    assert al.plan_shared(graphs, shared="0", cluster=CLUSTER, options=options, pins=pins).plans
+
+
+def test_a_stage_without_work_is_refused():
+    def graph(params: Any, x: jax.Array) -> Any:
+        x = al.layer_boundary(x @ params[0])
+        return x, params[1] * 2
+
+    args = (shape(64, 64), shape(64, 64)), shape(16, 64)
+    for plan in (
+        lambda: al.plan(graph, *args, cluster=CLUSTER, options=TWO),
+        lambda: al.plan_shared({"one": (graph, args)}, shared="0", cluster=CLUSTER, options=TWO),
+    ):
+        with pytest.raises(LayerError, match=r"stage 1 has nothing to do.*Give the boundary all"):
+            plan()

@@ -162,6 +162,6 @@ def test_more_stages_than_a_loss_can_be_cut_into():
     shapes = jax.ShapeDtypeStruct((8, 8), jnp.float32)
     options = al.PlanOptions(num_stages=8, num_microbatches=2)
     with pytest.raises(
-        LayerError, match=r"8 layers were asked of a loss that can be cut into at most \d.*fewer stages"
+        LayerError, match=r"8 layers were asked of a function that can be cut into at most \d.*fewer stages"
     ):
         al.plan(step, shapes, shapes, cluster=al.Cluster.parse("1x8:cpu"), options=options)

@@ -26,6 +26,7 @@ from alpa_lite.api.follow import (
 from alpa_lite.api.given import argnames, argnums, checked_options
 from alpa_lite.cluster.cluster import Cluster as ClusterData
 from alpa_lite.cluster.symbolic import SymbolicCluster
+from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.core.program import Program
 from alpa_lite.errors import MemoryBudgetError, MicrobatchError, user_line
 from alpa_lite.plan.leaf_rows import split_path
@@ -79,7 +80,8 @@ class Request:
     """What a user asked for, whatever the arguments.
 
     ``source`` is the line where, for messages. ``follow`` is as given until planning, then a ``Followed``.
-    ``fixed`` are layouts of argument leaves that come from neither: path -> dims, and where they come from.
+    ``fixed`` are layouts of argument leaves that come from neither: path -> dims, where they come from, and the mesh that they
+    are for, if they are for one.
     """
 
     fn: Callable[..., Any]
@@ -92,7 +94,7 @@ class Request:
     source: str
     follow: Any = None
     follow_like: Mapping[str, str] | None = None
-    fixed: tuple[Mapping[str, Dims], str] = field(default_factory=lambda: ({}, ""))
+    fixed: tuple[Mapping[str, Dims], str, DeviceMesh | None] = field(default_factory=lambda: ({}, "", None))
 
     @classmethod
     def of(
@@ -432,10 +434,10 @@ class Request:
         """The pins of a program, its leaves maybe in parts, with what is followed and fixed."""
         if self.follow is not None:
             pins = fixed_pins(pins, counterparts(program, self.follow, self.follow_like, self.source))
-        fixed, origin = self.fixed
+        fixed, origin, mesh = self.fixed
         whole = [path if path in fixed else split_path(path)[0] for path in program.input_paths]
         found = {i: (fixed[path], origin) for i, path in enumerate(whole) if fixed.get(path)}
-        return pins.with_fixed(found)
+        return pins.with_fixed(found, mesh)
 
 
 def _tell(text: str) -> None:

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from alpa_lite.api.given import checked_options
-from alpa_lite.api.shared_graphs import Globs, Graphs, SharedGraph, given_graphs
+from alpa_lite.api.shared_graphs import PINNED_ELSEWHERE, Globs, Graphs, SharedGraph, given_graphs
 from alpa_lite.api.shared_layout import SharedLayout
 from alpa_lite.api.shared_stages import plan_shared_stages
 from alpa_lite.cluster.cluster import Cluster
@@ -25,6 +26,7 @@ from alpa_lite.core.spec import ShardingSpec
 from alpa_lite.errors import AlpaLiteError, MemoryBudgetError, PinError, user_line
 from alpa_lite.plan.plan import Plan
 from alpa_lite.planner.collector import collector_paused
+from alpa_lite.planner.explain import explain_sharing
 from alpa_lite.planner.joint import solve_jointly
 from alpa_lite.planner.options import PlanOptions
 from alpa_lite.planner.plan_step import budget_bytes
@@ -177,10 +179,15 @@ class _Search:
         return True
 
     def no_layout(self) -> AlpaLiteError:
-        if self.refused is not None:
-            return self.refused
+        """Why no graphs have plans: a clash of several graphs' pins, or what a layout was refused for."""
+        if self.refused is None or isinstance(self.refused, PinError):
+            tasks = {g.name: g.task for g in self.graphs if g.task is not None}
+            mesh, leaves = self.graphs[0].best().mesh_table[0].mesh, [g.leaves for g in self.graphs]
+            with suppress(PinError):  # pins that this mesh cannot hold
+                if clash := explain_sharing(tasks, leaves, self.cluster, mesh, PINNED_ELSEWHERE):
+                    return clash
         names = ", ".join(repr(g.name) for g in self.graphs)
-        return PinError(
+        return self.refused or PinError(
             f"no mesh of {self.cluster} has a layout that all of {names} can share. Pins and options must leave one. At "
             f"{self.source}. Take pins away, or fix PlanOptions.mesh_shape."
         )

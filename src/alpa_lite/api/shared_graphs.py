@@ -26,6 +26,7 @@ Settings = tuple[
     PlanOptions, int | Sequence[int], str | Sequence[str], int | Sequence[int], Any, Mapping[str, str] | None
 ]
 """Options, what is static or donated, and what is followed, as for ``plan``."""
+PINNED_ELSEWHERE = "the pin of another graph"  # origin of pins that a graph has from others
 
 
 @dataclass(eq=False, slots=True)
@@ -79,7 +80,7 @@ class SharedGraph:
         if own.mesh == mesh and all(own.inputs[i].spec == spec for i, spec in zip(self.leaves, specs, strict=True)):
             return own
         options = replace(self.request.options, mesh_shape=mesh.shape, axis_names=mesh.axis_names)
-        request = replace(self.request, options=options, fixed=(dims, "the shared layout"))
+        request = replace(self.request, options=options, fixed=(dims, "the shared layout", mesh))
         with named(f"the graph {self.name!r} in the layout that it would share"):
             return request.plan_known(self.traced, self.args, cluster, self.tasks)[1]
 
@@ -296,4 +297,4 @@ def share_pins(graphs: Sequence[SharedGraph], source: str) -> None:
         joined.append(dims)
     for graph in graphs:
         fixed = dict(zip(graph.shared, joined, strict=True))
-        graph.request = replace(graph.request, fixed=(fixed, "the pin of another graph"))
+        graph.request = replace(graph.request, fixed=(fixed, PINNED_ELSEWHERE, None))

@@ -16,21 +16,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from alpa_lite.api.asked import check_stage_count
-from alpa_lite.api.bound import LAYER_STARTS
-from alpa_lite.api.request import VERSIONS
-from alpa_lite.api.shared_graphs import SharedGraph, named
+from alpa_lite.api.shared_graphs import PINNED_ELSEWHERE, SharedGraph, named
+from alpa_lite.api.shared_layers import LayeredGraph, leaf_path, stages_of
 from alpa_lite.api.shared_layout import SharedLayout
 from alpa_lite.cluster.cluster import Cluster
 from alpa_lite.errors import AlpaLiteError, LayerError, MemoryBudgetError, PinError
 from alpa_lite.interop import admissible_submeshes
-from alpa_lite.intraop.strategies import KnownStrategies
-from alpa_lite.plan.leaf_rows import rows_path, split_path
-from alpa_lite.plan.pins import ResolvedPins
 from alpa_lite.plan.plan import Plan
+from alpa_lite.planner.explain import explain_sharing
 from alpa_lite.planner.joint_stages import (
     GraphStages,
     LeafKey,
@@ -39,113 +36,18 @@ from alpa_lite.planner.joint_stages import (
     layer_bytes,
     layer_prices,
     stage_layout,
+    stage_tasks,
 )
 from alpa_lite.planner.options import PlanOptions
 from alpa_lite.planner.pinned_stages import check_stage_pins
-from alpa_lite.planner.pipeline import plan_pipeline
-from alpa_lite.planner.plan_step import budget_bytes
+from alpa_lite.planner.plan_step import budget_bytes, mesh_candidates
 from alpa_lite.planner.stage_cut import StageCut, given_mesh_shapes, given_submeshes
 from alpa_lite.planner.stage_layers import layer_cuts, searched_layers
-from alpa_lite.trace.auto_layers import LayerCuts
-from alpa_lite.trace.layers import Layered
-from alpa_lite.trace.program import Traced
-from alpa_lite.trace.staged import StagedStep, layers_of, layers_reading, staged_step
+from alpa_lite.trace.staged import layers_of
 from alpa_lite.units import format_bytes
 
-_ORIGIN = "the shared layout"
 _CLOSE = 1e-3  # of the sum: nothing so much better is looked for where the bound says that there is nothing
 _LIMITS = (1.25, 1.0, 0.85, 0.7)  # of the budget, by the solver's own count
-
-
-@dataclass(eq=False, slots=True)
-class _LayeredGraph:
-    """A graph and its layers.
-
-    Attributes:
-        graph: as it was given; its request asks for the stages.
-        starts: the ops that start layers; () where the function has boundaries.
-        traced, pins, notes, layered: the step as a function of parts of leaves.
-        keys: position of a shared leaf, or part of one, among its arguments -> its key.
-        strategies: of its ops, found so far.
-    """
-
-    graph: SharedGraph
-    starts: tuple[int, ...]
-    traced: Traced
-    pins: ResolvedPins
-    notes: tuple[str, ...]
-    layered: Layered
-    keys: dict[int, LeafKey]
-    strategies: KnownStrategies = field(default_factory=KnownStrategies)
-
-    @classmethod
-    def of(cls, graph: SharedGraph, layers: LayerCuts, homes: Mapping[str, int]) -> _LayeredGraph:
-        starts: list[int] = []
-        traced, pins, notes = graph.request.layered(graph.args, {}, layers, homes, starts)
-        assert traced.layered is not None
-        keys = _leaf_keys(graph, traced.program.input_paths)
-        layered = layers_of(traced.layered)
-        return cls(graph, tuple(starts), traced, pins, notes, layered, keys)
-
-    @property
-    def paths(self) -> dict[LeafKey, str]:
-        return {key: self.traced.program.input_paths[i] for i, key in self.keys.items()}
-
-    def readers(self) -> dict[LeafKey, tuple[int, ...]]:
-        """The layers that read each shared leaf."""
-        assert self.traced.layered is not None
-        found = layers_reading(self.traced.layered, self.layered)
-        return {key: found[i] for i, key in self.keys.items()}
-
-    def staged(self, stage_of_layer: Sequence[int], owner: Mapping[LeafKey, int]) -> StagedStep:
-        """Cut into stages; ``owner``: layer with which each shared leaf lies."""
-        assert self.traced.layered is not None
-        owners = {i: stage_of_layer[owner[key]] for i, key in self.keys.items() if key in owner}
-        rules = self.graph.request.options.rules
-        known = self.traced.known
-        return staged_step(
-            self.traced.program, self.traced.layered, self.layered, stage_of_layer, rules, known=known, owners=owners
-        )
-
-    def stages(self, step: StagedStep) -> GraphStages:
-        options = replace(self.graph.request.options, submeshes=None, stage_mesh_shapes=None)
-        return GraphStages(
-            step=step,
-            pins=self.pins,
-            options=options,
-            weight=self.graph.weight,
-            leaves=self.keys,
-            strategies=self.strategies,
-        )
-
-    def layout_of(self, plan: Plan) -> list[StageLayout]:
-        """How a plan of this graph has the shared leaves on each of its stages."""
-        keys = _leaf_keys(self.graph, [leaf.path for leaf in plan.inputs])
-        made = []
-        for number, stage in enumerate(plan.stages):
-            specs = {key: plan.inputs[i].spec for i, key in keys.items() if plan.inputs[i].stage == number}
-            made.append(StageLayout(mesh=stage.mesh, specs=specs, objective=math.nan, lower_bound=-math.inf))
-        return made
-
-    def plan(self, step: StagedStep, cut: StageCut, cluster: Cluster, layout: Sequence[StageLayout] = ()) -> Plan:
-        """As a pipeline, the shared leaves where the layout has them."""
-        specs = {key: spec for stage in layout for key, spec in stage.specs.items()}
-        fixed = {i: (specs[key].dims, _ORIGIN) for i, key in self.keys.items() if key in specs and specs[key].rank}
-        if layout:
-            cut = replace(cut, mesh_shapes=tuple(stage.mesh.shape for stage in layout))
-        request = self.graph.request
-        options = request.options
-        if options.submeshes == "auto":
-            options = replace(options, submeshes=cut.submeshes)
-        if layout:
-            options = replace(options, mesh_shape=None, stage_mesh_shapes=cut.mesh_shapes)
-        with named(f"the graph {self.graph.name!r} in the stages that it would share"):
-            made = plan_pipeline(
-                step, cut, cluster, self.pins.with_fixed(fixed), options, VERSIONS, notes=self.notes,
-                strategies=self.strategies,
-            )  # fmt: skip
-        starts = ((LAYER_STARTS, self.starts),) if self.starts else ()
-        return request.finished(replace(made, options=(*made.options, *starts)), self.traced)
 
 
 def plan_shared_stages(
@@ -210,9 +112,9 @@ class _StagedSearch:
         """Graphs whose own plans have the shared leaves on other stages, what counts most first, and searches with these."""
         if self.options.stage_layers is not None or any(g.request.follow is not None for g in self.graphs):
             return
-        seen = [_stages_of(self.graphs[0], self.plans[0])]
+        seen = [stages_of(self.graphs[0], self.plans[0])]
         for graph in sorted(self.graphs, key=self.importance, reverse=True):
-            found = _stages_of(graph, graph.best())
+            found = stages_of(graph, graph.best())
             if found not in seen:
                 seen.append(found)
                 homes, submeshes = found
@@ -225,7 +127,7 @@ class _StagedSearch:
         """Path of a shared leaf of a graph, or of rows of it, -> the stage on which it must lie."""
         if not self.given:
             return graph.request.homes(graph.args, {})
-        return {_leaf_path(graph, key): stage for key, stage in self.given.items()}
+        return {leaf_path(graph, key): stage for key, stage in self.given.items()}
 
     def search(self, own: SharedGraph | None = None) -> float:
         """Finds the plans; returns what no layout of their stages costs less than.
@@ -246,14 +148,12 @@ class _StagedSearch:
         if lower + self.sent() < (1 - _CLOSE) * self.total:
             self.own_layouts(cut)
         if not self.plans:
-            raise self.refused or PinError(
-                f"no layout of the shared leaves keeps all pins on these stages. At {self.source}. Take pins away."
-            )
+            raise self.no_layout(stages, cut)
         return lower + self.sent()
 
     # -- the cut -------------------------------------------------------------------------------------------------------
 
-    def layers(self) -> list[_LayeredGraph]:
+    def layers(self) -> list[LayeredGraph]:
         """The graphs in layers that read the same shared leaves, in their order.
 
         Raises:
@@ -264,17 +164,17 @@ class _StagedSearch:
         assert count is not None
         known = self.homes(lead)  # where parameters lie, if they are followed
         if self.options.stage_layers is not None:
-            first = _LayeredGraph.of(lead, layer_cuts(sum(self.options.stage_layers)), {})
+            first = LayeredGraph.of(lead, layer_cuts(sum(self.options.stage_layers)), {})
         elif known:
-            first = _LayeredGraph.of(lead, layer_cuts(count), known)
+            first = LayeredGraph.of(lead, layer_cuts(count), known)
         else:
-            first = _LayeredGraph.of(lead, searched_layers(self.cluster, count, self.source), {})
-        homes = _single(first)
+            first = LayeredGraph.of(lead, searched_layers(self.cluster, count, self.source), {})
+        homes = first.single()
         kept = sorted({0, *homes.values()})
         if first.starts and len(kept) < first.layered.num_layers and self.options.stage_layers is None and not known:
             starts = [first.starts[layer - 1] for layer in kept if layer]
-            first = _LayeredGraph.of(lead, lambda *given: starts, {})
-            homes = _single(first)
+            first = LayeredGraph.of(lead, lambda *given: starts, {})
+            homes = first.single()
         number = first.layered.num_layers
         if number < count:
             raise LayerError(
@@ -286,11 +186,11 @@ class _StagedSearch:
             if graph is lead:
                 found.append(first)
                 continue
-            here = {_leaf_path(graph, key): layer for key, layer in homes.items()}
+            here = {leaf_path(graph, key): layer for key, layer in homes.items()}
             with named(f"the graph {graph.name!r}, cut as {lead.name!r}"):
-                own = _LayeredGraph.of(graph, layer_cuts(number), here)
+                own = LayeredGraph.of(graph, layer_cuts(number), here)
                 pins = layers_of(
-                    _flat(own), [(here[p], p) if p in here else None for p in own.traced.program.input_paths]
+                    own.flat, [(here[p], p) if p in here else None for p in own.traced.program.input_paths]
                 )
                 if own.layered.num_layers != number or set(own.paths) != set(first.paths):
                     raise LayerError(
@@ -354,7 +254,8 @@ class _StagedSearch:
                 f"{what} has room for the shared leaves of each stage within {format_bytes(budget)} per device. At "
                 f"{self.source}. Raise memory_budget_bytes, take more devices, or fewer stages."
             )
-        raise PinError(
+        most = max(range(len(sizes)), key=sizes.__getitem__)
+        raise self.clash(single, [clusters[most]] * number, [choices[most][1]] * number) or PinError(
             f"{what} keeps the pins of all graphs. At {self.source}. Take pins away, or give other submeshes or another number "
             "of stages."
         )
@@ -365,7 +266,7 @@ class _StagedSearch:
         for graph in self.layered:
             homes = self.homes(graph.graph)
             paths = graph.traced.program.input_paths
-            layered = layers_of(_flat(graph), [(homes[p], p) if p in homes else None for p in paths])
+            layered = layers_of(graph.flat, [(homes[p], p) if p in homes else None for p in paths])
             count = self.options.stage_count
             assert count is not None
             with named(f"the graph {graph.graph.name!r}"):
@@ -391,6 +292,28 @@ class _StagedSearch:
             if self.offer(cut, known):
                 break
         return lower
+
+    def no_layout(self, stages: Sequence[GraphStages], cut: StageCut) -> AlpaLiteError:
+        """Why no graphs have plans: a clash of several graphs' pins on a stage, or what a layout was refused for."""
+        refused = self.refused or PinError(
+            f"no layout of the shared leaves keeps all pins on these stages. At {self.source}. Take pins away."
+        )
+        if not isinstance(refused, PinError):
+            return refused
+        parts = [cut.cluster_of(stage, self.cluster) for stage in range(cut.num_stages)]
+        return self.clash(stages, parts, cut.mesh_shapes) or refused
+
+    def clash(
+        self, stages: Sequence[GraphStages], parts: Sequence[Cluster], shapes: Sequence[tuple[int, ...] | None]
+    ) -> AlpaLiteError | None:
+        """Which pins cannot hold together on one of the stages, on these submeshes and meshes."""
+        for stage, (part, shape) in enumerate(zip(parts, shapes, strict=True)):
+            _, positions, tasks = stage_tasks(stages, stage, part, shape)
+            of_graphs = {graph.name: task for graph, task in zip(self.graphs, tasks, strict=True)}
+            mesh = next(mesh_candidates(part, tasks[0].pins, tasks[0].options))
+            if found := explain_sharing(of_graphs, positions, part, mesh, PINNED_ELSEWHERE):
+                return found
+        return None
 
     def sent(self) -> float:
         """What is sent between stages, weighted: one works after the other, and it has its size in any layout."""
@@ -425,41 +348,3 @@ class _StagedSearch:
 
     def weighted(self, costs: Sequence[float]) -> float:
         return math.fsum(g.weight * cost for g, cost in zip(self.graphs, costs, strict=True))
-
-
-def _leaf_keys(graph: SharedGraph, paths: Sequence[str]) -> dict[int, LeafKey]:
-    """Position of a shared leaf, or part of one, among arguments with these paths -> its key."""
-    number = {graph.paths[leaf]: i for i, leaf in enumerate(graph.leaves)}
-    parts = [split_path(path) if path not in number else (path, None) for path in paths]
-    return {i: (number[path], rows) for i, (path, rows) in enumerate(parts) if path in number}
-
-
-def _leaf_path(graph: SharedGraph, key: LeafKey) -> str:
-    """The inverse of ``_leaf_keys``."""
-    leaf, rows = key
-    path = graph.shared[leaf]
-    return path if rows is None else rows_path(path, *rows)
-
-
-def _stages_of(graph: SharedGraph, plan: Plan) -> tuple[dict[LeafKey, int], tuple[tuple[int, int], ...]]:
-    """The stage of each shared leaf in a plan of a graph, neighbouring rows on one stage together, and the stages' submeshes."""
-    keys = _leaf_keys(graph, [leaf.path for leaf in plan.inputs])
-    rows = sorted((key[0], key[1] or (0, 0), key[1] is None, plan.inputs[i].stage) for i, key in keys.items())
-    found: list[tuple[LeafKey, int]] = []
-    for leaf, (start, stop), whole, stage in rows:
-        (last, before), its = found[-1] if found else ((-1, None), -1)
-        if not whole and before is not None and (last, before[1], its) == (leaf, start, stage):
-            found[-1] = (leaf, (before[0], stop)), stage
-        else:
-            found.append(((leaf, None if whole else (start, stop)), stage))
-    return dict(found), tuple(stage.submesh for stage in plan.stages)
-
-
-def _flat(graph: _LayeredGraph) -> Any:
-    assert graph.traced.layered is not None
-    return graph.traced.layered
-
-
-def _single(graph: _LayeredGraph) -> dict[LeafKey, int]:
-    """Of shared leaves that one layer reads, which."""
-    return {key: layers[0] for key, layers in graph.readers().items() if len(layers) == 1}

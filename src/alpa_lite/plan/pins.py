@@ -50,14 +50,19 @@ class PinnedDims:
 
         Never true for an unreduced spec. With a mesh, axes of size 1 do not count: splitting over them is no splitting.
         """
-
-        def counted(axes: tuple[str, ...]) -> tuple[str, ...]:
-            return axes if mesh is None else tuple(axis for axis in axes if mesh.axis_size(axis) > 1)
-
-        if spec.rank != len(self.dims) or counted(spec.unreduced):
+        if spec.rank != len(self.dims) or _counted(spec.unreduced, mesh):
             return False
-        pairs = zip(self.dims, spec.dims, strict=True)
-        return all(pinned is None or counted(pinned) == counted(axes) for pinned, axes in pairs)
+        return self._agrees(spec.dims, mesh)
+
+    def joined(self, dims: Dims, mesh: DeviceMesh | None = None) -> Dims | None:
+        """The pin's dims, and those given where it is free; None if they disagree. With a mesh as for ``allows``."""
+        if not self._agrees(dims, mesh):
+            return None
+        return tuple(b if a is None else a for a, b in zip(self.dims, dims, strict=True))
+
+    def _agrees(self, dims: Dims, mesh: DeviceMesh | None) -> bool:
+        pairs = zip(self.dims, dims, strict=True)
+        return all(a is None or b is None or _counted(a, mesh) == _counted(b, mesh) for a, b in pairs)
 
     def check(self, mesh: DeviceMesh, source: str) -> None:
         """Refuses a pin that the mesh cannot hold.
@@ -85,6 +90,13 @@ class PinnedDims:
 
     def __str__(self) -> str:
         return "[" + ",".join("?" if axes is None else ".".join(axes) or "_" for axes in self.dims) + "]"
+
+
+def _counted(axes: tuple[str, ...], mesh: DeviceMesh | None) -> tuple[str, ...]:
+    """Without a mesh's axes of size 1; axes that it does not have are refused elsewhere."""
+    if mesh is None:
+        return axes
+    return tuple(axis for axis in axes if axis not in mesh.axis_names or mesh.axis_size(axis) > 1)
 
 
 def parse_dims(text: str) -> Dims:
@@ -125,11 +137,12 @@ class ResolvedPins:
         for pinned in self.inputs + self.outputs:
             pinned.check(mesh, self.source)
 
-    def with_fixed(self, fixed: Mapping[int, tuple[Dims, str]]) -> ResolvedPins:
+    def with_fixed(self, fixed: Mapping[int, tuple[Dims, str]], mesh: DeviceMesh | None = None) -> ResolvedPins:
         """The pins, and beside them layouts that come from elsewhere.
 
         Args:
             fixed: position of an argument leaf -> what is fixed there, and where from, for messages and as its origin.
+            mesh: for which it is fixed, where that is known: axes of size 1 make no difference.
 
         Raises:
             PinError: a pin says something else.
@@ -140,12 +153,12 @@ class ResolvedPins:
             if all(axes is None for axes in dims) and dims:
                 continue
             other = replace(pinned, dims=dims, origin=origin)
-            if any(None not in (a, b) and a != b for a, b in zip(pinned.dims, dims, strict=True)):
+            joined = pinned.joined(dims, mesh)
+            if joined is None:
                 raise PinError(
                     f"the pin {pinned.origin!r} and {origin!r} disagree on {pinned.path!r}: {pinned} and {other} (? is free, _ "
                     f"whole). A leaf has one layout, or it would have to be moved. At {self.source}. Take the pin away, or give "
                     "both the same spec."
                 )
-            joined = tuple(a if b is None else b for a, b in zip(pinned.dims, dims, strict=True))
             inputs[position] = replace(other, dims=joined, origin=pinned.origin or origin)
         return replace(self, inputs=tuple(inputs))

@@ -1,10 +1,13 @@
-"""Why there is no plan: the smallest clashing set of pins, restrictions and budget, or how far the budget is off."""
+"""Why there is no plan: the smallest clashing set of pins, restrictions and budget, or how far the budget is off.
+
+So too where several graphs cannot share a layout, each of which has plans.
+"""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from alpa_lite.cluster.cluster import Cluster
@@ -14,6 +17,7 @@ from alpa_lite.errors import AlpaLiteError, MemoryBudgetError, PinClashError
 from alpa_lite.intraop.clash import minimal_clash
 from alpa_lite.intraop.solve import minimum_peak
 from alpa_lite.plan.pins import PinnedDims, parse_dims
+from alpa_lite.planner.joint import solve_jointly
 from alpa_lite.planner.one_mesh import MeshResult, MeshTask, plan_on_mesh
 from alpa_lite.units import format_bytes
 
@@ -28,11 +32,12 @@ _Id = tuple[str, int | str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Demand:
-    """One thing that the user asked for: ``kind`` and, where there are several, which one."""
+    """One thing that the user asked for: ``kind`` and, where there are several, which one; ``origin`` is a pin's."""
 
     kind: str
     key: int | str = ""
     text: str
+    origin: str = ""
 
     @property
     def id(self) -> _Id:
@@ -52,6 +57,11 @@ def explain_infeasible(task: MeshTask, results: Sequence[MeshResult], cluster: C
     members = minimal_clash(tries.demands, tries.may_hold)
     if [m.kind for m in members] == [_BUDGET]:
         return _over_budget(quick, results, cluster)
+    if not members:
+        return PinClashError(
+            f"no plan was found on the mesh {first.mesh}, not even without pins, restrictions and budget. At {task.pins.source}. "
+            "Take another mesh; please report this."
+        )
     unsettled = [not tries.holds_without(m, members) for m in members]
     lines = "\n".join(f"  - {m.text}{' [not settled]' if u else ''}" for m, u in zip(members, unsettled, strict=True))
     these = f"these {len(members)} demands" if len(members) > 1 else "this demand"
@@ -67,6 +77,48 @@ def explain_infeasible(task: MeshTask, results: Sequence[MeshResult], cluster: C
         f"  where: {task.pins.source}\n"
         f"  next: {advice}.",
         tuple(m.text for m in members),
+    )
+
+
+def explain_sharing(
+    tasks: Mapping[str, MeshTask], leaves: Sequence[Sequence[int]], cluster: Cluster, mesh: DeviceMesh, copied: str
+) -> PinClashError | None:
+    """The error to raise where graphs that each have plans cannot share a layout of leaves; None where that is not proven.
+
+    Args:
+        tasks: graph -> its task.
+        leaves: as for ``solve_jointly``.
+        cluster, mesh: the devices.
+        copied: origin of pins that are another graph's own.
+    """
+    alone = [
+        replace(task, budget=math.inf, options=replace(task.options, time_limit_s=_TRY_S)) for task in tasks.values()
+    ]
+    demands = [
+        (number, demand)
+        for number, task in enumerate(alone)
+        for demand in _demands(task)
+        if demand.kind != _PIN or demand.origin != copied
+    ]
+
+    def may_hold(chosen: Sequence[tuple[int, _Demand]]) -> bool:
+        kept = [
+            _restricted(task, _ids([demand for number, demand in chosen if number == own]))
+            for own, task in enumerate(alone)
+        ]
+        return solve_jointly(kept, [1.0] * len(kept), leaves, cluster, mesh).status != _PROVEN
+
+    members = () if may_hold(demands) else minimal_clash(demands, may_hold)
+    if not members:
+        return None
+    names = list(tasks)
+    lines = "\n".join(f"  - of {names[number]!r}: {demand.text}" for number, demand in members)
+    return PinClashError(
+        f"no layout of the shared leaves on the mesh {mesh} keeps these {len(members)} demands together:\n{lines}\n"
+        "  allowed: any set of pins and restrictions of which at least one layout for all graphs keeps all.\n"
+        f"  where: {alone[0].pins.source}\n"
+        "  next: drop or change any one of them, or share fewer leaves.",
+        tuple(demand.text for _, demand in members),
     )
 
 
@@ -122,7 +174,7 @@ def _demands(task: MeshTask) -> tuple[_Demand, ...]:
             shape = ",".join(map(str, pin.shape))
             same = f" (the next value of {carried[index]}, so of one layout with it)" if index in carried else ""
             text = f"pin {pin.origin!r}: {pin.path} [{shape}] is {pin}{same}"
-            demands.append(_Demand(kind=_PIN, key=index, text=text))
+            demands.append(_Demand(kind=_PIN, key=index, text=text, origin=pin.origin))
     for index, (a, b) in enumerate(pins.ties):
         text = f"pin_like: {pins.inputs[b].path} has the layout of {pins.inputs[a].path}"
         demands.append(_Demand(kind=_TIE, key=index, text=text))

@@ -106,13 +106,7 @@ def stage_layout(
         LayerError: the graphs do not have the same shared leaves there.
         PinError: no mesh holds the pins.
     """
-    shared = [graph.shared(stage) for graph in graphs]
-    for other in shared:
-        if set(other) != set(shared[0]):
-            raise LayerError(f"stage {stage} has other shared leaves in one graph than in the others.")
-    keys = sorted(shared[0], key=str)
-    positions = [[own[key] for key in keys] for own in shared]
-    tasks = [graph.task(stage, cluster, shape) for graph in graphs]
+    keys, positions, tasks = stage_tasks(graphs, stage, cluster, shape)
     found: list[tuple[DeviceMesh, JointAnswer]] = []
     refused: list[PinError] = []
     for mesh in mesh_candidates(cluster, tasks[0].pins, tasks[0].options):
@@ -134,6 +128,23 @@ def stage_layout(
         objective=best.objective,
         lower_bound=min(answer.lower_bound for _, answer in found),
     )
+
+
+def stage_tasks(
+    graphs: Sequence[GraphStages], stage: int, cluster: Cluster, shape: tuple[int, ...] | None
+) -> tuple[list[LeafKey], list[list[int]], list[MeshTask]]:
+    """The shared leaves of a stage, per graph their positions there, and its task; arguments as of ``stage_layout``.
+
+    Raises:
+        LayerError: the graphs do not have the same shared leaves there.
+    """
+    shared = [graph.shared(stage) for graph in graphs]
+    for other in shared:
+        if set(other) != set(shared[0]):
+            raise LayerError(f"stage {stage} has other shared leaves in one graph than in the others.")
+    keys = sorted(shared[0], key=str)
+    positions = [[own[key] for key in keys] for own in shared]
+    return keys, positions, [graph.task(stage, cluster, shape) for graph in graphs]
 
 
 def layer_prices(

@@ -14,7 +14,7 @@ from alpa_lite.cluster.cluster import Cluster
 from alpa_lite.core.program import Program
 from alpa_lite.core.spec import ShardingSpec
 from alpa_lite.costs.profile import roles_of
-from alpa_lite.errors import MemoryBudgetError, PinError, ScheduleError
+from alpa_lite.errors import LayerError, MemoryBudgetError, PinError, ScheduleError
 from alpa_lite.interop import PlacedSubmesh
 from alpa_lite.intraop.pricing import Pricer
 from alpa_lite.intraop.strategies import KnownStrategies
@@ -105,9 +105,11 @@ def plan_pipeline(
     ``strategies``: of ops that other programs of the step have too; new ones are added.
 
     Raises:
+        LayerError: a stage has no ops.
         SlicingError: the submeshes cannot be placed on the cluster.
         MemoryBudgetError, PinError, PinClashError, SolverError: as for one mesh, for some stage.
     """
+    _check_work(step, pins.source)
     tell = progress or (lambda text: None)
     assert step.stage_of_layer == cut.stage_of_layer
     schedule = _schedule_of(step, options, pins.source)
@@ -138,6 +140,17 @@ def plan_pipeline(
     plan = replace(plan, remat=remat)
     check_plan(plan, step.whole, step.programs)
     return plan
+
+
+def _check_work(step: StagedStep, source: str) -> None:
+    """Of functions without a gradient; a gradient passes through all layers."""
+    for number, program in enumerate(step.programs):
+        if not program.inputs and not program.outputs:
+            raise LayerError(
+                f"stage {number} has nothing to do: what stands after its al.layer_boundary needs nothing that the boundary "
+                f"gives, and so runs in an earlier stage. Each stage has work. At {source}. Give the boundary all that the next "
+                "layer takes, or leave it out."
+            )
 
 
 def _planned(

@@ -40,8 +40,9 @@ def layer_cuts(
         wanted = num_layers if at_least is None else max(at_least, min(num_layers, possible))
         if wanted > possible:
             raise LayerError(
-                f"{wanted} layers were asked of a loss that can be cut into at most {possible}, between ops that the gradient "
-                f"passes. A stage has at least one layer. At {source or user_line()}. Ask for fewer stages or layers."
+                f"{wanted} layers were asked of a function that can be cut into at most {possible}, between ops that its "
+                "gradient, or without one its result, passes. A stage has at least one layer. At "
+                f"{source or user_line()}. Ask for fewer stages or layers."
             )
         return cluster_layers(flops, cut_bytes, wanted).cuts
 

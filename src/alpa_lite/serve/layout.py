@@ -116,7 +116,7 @@ def _planned_again(name: str, graph: Graph, plan: Plan, layout: Mapping[str, Any
     try:
         options = replace(_options(plan), mesh_shape=plan.mesh.shape, axis_names=plan.mesh.axis_names)
         request = Request.of(graph[0], pins or None, None, options, (), (), 1)
-        request = replace(request, fixed=(fixed, f"the layout of {DECODE!r}"))
+        request = replace(request, fixed=(fixed, f"the layout of {DECODE!r}", plan.mesh))
         made = request.plan(graph[1], {}, Cluster.parse(plan.identity.cluster))[1]
     except AlpaLiteError as error:
         raise ServeError(

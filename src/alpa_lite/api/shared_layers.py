@@ -1,0 +1,154 @@
+"""Graphs that share stages: each in layers, its shared leaves (or rows of them) by keys that are the same in all graphs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from alpa_lite.api.bound import LAYER_STARTS
+from alpa_lite.api.request import VERSIONS
+from alpa_lite.api.shared_graphs import SharedGraph, named
+from alpa_lite.cluster.cluster import Cluster
+from alpa_lite.intraop.strategies import KnownStrategies
+from alpa_lite.plan.leaf_rows import rows_path, split_path
+from alpa_lite.plan.pins import ResolvedPins
+from alpa_lite.plan.plan import Plan
+from alpa_lite.planner.joint_stages import GraphStages, LeafKey, StageLayout
+from alpa_lite.planner.pipeline import plan_pipeline
+from alpa_lite.planner.stage_cut import StageCut
+from alpa_lite.trace.auto_layers import LayerCuts
+from alpa_lite.trace.flatten import FlatJaxpr
+from alpa_lite.trace.layers import Layered
+from alpa_lite.trace.program import Traced
+from alpa_lite.trace.staged import StagedStep, layers_of, layers_reading, staged_step
+
+_ORIGIN = "the shared layout"
+
+
+@dataclass(eq=False, slots=True)
+class LayeredGraph:
+    """A graph and its layers.
+
+    Attributes:
+        graph: as it was given; its request asks for the stages.
+        starts: the ops that start layers; () where the function has boundaries.
+        traced, pins, notes, layered: the step as a function of parts of leaves.
+        keys: position of a shared leaf, or part of one, among its arguments -> its key.
+        strategies: of its ops, found so far.
+    """
+
+    graph: SharedGraph
+    starts: tuple[int, ...]
+    traced: Traced
+    pins: ResolvedPins
+    notes: tuple[str, ...]
+    layered: Layered
+    keys: dict[int, LeafKey]
+    strategies: KnownStrategies = field(default_factory=KnownStrategies)
+
+    @classmethod
+    def of(cls, graph: SharedGraph, layers: LayerCuts, homes: Mapping[str, int]) -> LayeredGraph:
+        starts: list[int] = []
+        traced, pins, notes = graph.request.layered(graph.args, {}, layers, homes, starts)
+        assert traced.layered is not None
+        keys = leaf_keys(graph, traced.program.input_paths)
+        layered = layers_of(traced.layered)
+        return cls(graph, tuple(starts), traced, pins, notes, layered, keys)
+
+    @property
+    def paths(self) -> dict[LeafKey, str]:
+        return {key: self.traced.program.input_paths[i] for i, key in self.keys.items()}
+
+    @property
+    def flat(self) -> FlatJaxpr:
+        assert self.traced.layered is not None
+        return self.traced.layered
+
+    def single(self) -> dict[LeafKey, int]:
+        """Of shared leaves that one layer reads, which."""
+        return {key: layers[0] for key, layers in self.readers().items() if len(layers) == 1}
+
+    def readers(self) -> dict[LeafKey, tuple[int, ...]]:
+        """The layers that read each shared leaf."""
+        found = layers_reading(self.flat, self.layered)
+        return {key: found[i] for i, key in self.keys.items()}
+
+    def staged(self, stage_of_layer: Sequence[int], owner: Mapping[LeafKey, int]) -> StagedStep:
+        """Cut into stages; ``owner``: layer with which each shared leaf lies."""
+        owners = {i: stage_of_layer[owner[key]] for i, key in self.keys.items() if key in owner}
+        rules = self.graph.request.options.rules
+        known = self.traced.known
+        return staged_step(
+            self.traced.program, self.flat, self.layered, stage_of_layer, rules, known=known, owners=owners
+        )
+
+    def stages(self, step: StagedStep) -> GraphStages:
+        options = replace(self.graph.request.options, submeshes=None, stage_mesh_shapes=None)
+        return GraphStages(
+            step=step,
+            pins=self.pins,
+            options=options,
+            weight=self.graph.weight,
+            leaves=self.keys,
+            strategies=self.strategies,
+        )
+
+    def layout_of(self, plan: Plan) -> list[StageLayout]:
+        """How a plan of this graph has the shared leaves on each of its stages."""
+        keys = leaf_keys(self.graph, [leaf.path for leaf in plan.inputs])
+        made = []
+        for number, stage in enumerate(plan.stages):
+            specs = {key: plan.inputs[i].spec for i, key in keys.items() if plan.inputs[i].stage == number}
+            made.append(StageLayout(mesh=stage.mesh, specs=specs, objective=math.nan, lower_bound=-math.inf))
+        return made
+
+    def plan(self, step: StagedStep, cut: StageCut, cluster: Cluster, layout: Sequence[StageLayout] = ()) -> Plan:
+        """As a pipeline, the shared leaves where the layout has them."""
+        pins = self.pins
+        for stage in layout:
+            found = {i: stage.specs[key] for i, key in self.keys.items() if key in stage.specs}
+            pins = pins.with_fixed({i: (spec.dims, _ORIGIN) for i, spec in found.items() if spec.rank}, stage.mesh)
+        if layout:
+            cut = replace(cut, mesh_shapes=tuple(stage.mesh.shape for stage in layout))
+        request = self.graph.request
+        options = request.options
+        if options.submeshes == "auto":
+            options = replace(options, submeshes=cut.submeshes)
+        if layout:
+            options = replace(options, mesh_shape=None, stage_mesh_shapes=cut.mesh_shapes)
+        with named(f"the graph {self.graph.name!r} in the stages that it would share"):
+            made = plan_pipeline(
+                step, cut, cluster, pins, options, VERSIONS, notes=self.notes,
+                strategies=self.strategies,
+            )  # fmt: skip
+        starts = ((LAYER_STARTS, self.starts),) if self.starts else ()
+        return request.finished(replace(made, options=(*made.options, *starts)), self.traced)
+
+
+def leaf_keys(graph: SharedGraph, paths: Sequence[str]) -> dict[int, LeafKey]:
+    """Position of a shared leaf, or part of one, among arguments with these paths -> its key."""
+    number = {graph.paths[leaf]: i for i, leaf in enumerate(graph.leaves)}
+    parts = [split_path(path) if path not in number else (path, None) for path in paths]
+    return {i: (number[path], rows) for i, (path, rows) in enumerate(parts) if path in number}
+
+
+def leaf_path(graph: SharedGraph, key: LeafKey) -> str:
+    """The inverse of ``leaf_keys``."""
+    leaf, rows = key
+    path = graph.shared[leaf]
+    return path if rows is None else rows_path(path, *rows)
+
+
+def stages_of(graph: SharedGraph, plan: Plan) -> tuple[dict[LeafKey, int], tuple[tuple[int, int], ...]]:
+    """The stage of each shared leaf in a plan of a graph, neighbouring rows on one stage together, and the stages' submeshes."""
+    keys = leaf_keys(graph, [leaf.path for leaf in plan.inputs])
+    rows = sorted((key[0], key[1] or (0, 0), key[1] is None, plan.inputs[i].stage) for i, key in keys.items())
+    found: list[tuple[LeafKey, int]] = []
+    for leaf, (start, stop), whole, stage in rows:
+        (last, before), its = found[-1] if found else ((-1, None), -1)
+        if not whole and before is not None and (last, before[1], its) == (leaf, start, stage):
+            found[-1] = (leaf, (before[0], stop)), stage
+        else:
+            found.append(((leaf, None if whole else (start, stop)), stage))
+    return dict(found), tuple(stage.submesh for stage in plan.stages)

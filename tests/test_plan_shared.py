@@ -91,6 +91,7 @@ def test_joint_optimum_is_that_of_brute_force(count: int, counts: tuple[int, int
     assert layout.lower_bound == pytest.approx(best, rel=1e-9)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("budget", "counts", "whole"),
     [

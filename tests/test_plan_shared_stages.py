@@ -72,6 +72,7 @@ def all_layouts() -> list[dict[str, float]]:
     return found
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("offers", [True, False], ids=["", "joint problem alone"])
 @pytest.mark.parametrize("counts", [(1, 1, 1), (1000, 1, 1), (1, 100, 1), (1, 1, 5000), (300, 1, 300)])
 def test_equals_brute_force(counts, offers, monkeypatch):
@@ -275,6 +276,7 @@ CUT_OTHERWISE = {
 }  # fmt: skip
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("options", [TWO, al.PlanOptions(num_stages=2, submeshes="auto")], ids=["equal", "searched"])
 @pytest.mark.parametrize("case", CUT_OTHERWISE)
 def test_never_dearer_than_with_the_stages_of_one_graph(case, options):

@@ -176,7 +176,10 @@ def linear(kernels, x):
 
 
 def test_set_input_shard():
-    """Four linear layers; for a batch of 1, of 8 and of 8 that follows the first: specs(1) = specs(3), specs(2) != specs(3)."""
+    """Four linear layers; for a batch of 1, of 8 and of 8 that follows the first: specs(1) = specs(3), specs(2) != specs(3).
+
+    The layout of batch 1 is given by pins: left free, kernels lie whole for either batch, by our prices and by Alpa's.
+    """
     kernels = [jax.ShapeDtypeStruct((64, 64), jnp.float32)] * 4
     options = al.PlanOptions(mesh_shape=(4,), forbid=("all-gather", "all-to-all"), memory_budget_bytes=150_000)
     cluster = al.Cluster.parse("1x4:v100-sxm2-16gb")

@@ -15,10 +15,13 @@ from alpa_lite.errors import PlanFileError
 from alpa_lite.lowering.lower import partition_spec
 from alpa_lite.plan.encode import encode_plan
 from alpa_lite.plan.files import as_path, write_atomically
+from alpa_lite.plan.grouping import group_paths
 from alpa_lite.plan.json_text import json_text
 from alpa_lite.plan.load import read_plan
 from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.records import Leaf
+from alpa_lite.plan.summary import Section
+from alpa_lite.plan.text import section_lines
 from alpa_lite.units import format_bytes, format_cost
 
 FORMAT, FORMAT_VERSION = "alpa_lite shared layout", 1
@@ -180,7 +183,7 @@ class SharedLayout:
                     yield f"{path!r} of {name!r} and {other!r} of {names[0]!r} differ"
 
     def __str__(self) -> str:
-        return "\n".join(self._lines()) + "\n"
+        return "\n\n".join("\n".join(section_lines(section)) for section in self._sections()) + "\n"
 
     @property
     def _first(self) -> Plan:
@@ -192,38 +195,31 @@ class SharedLayout:
         found = [leaves[path] for path in self.shared[name] if path in leaves]
         return [(leaf.path, leaf.value, leaf.stage, leaf.spec) for leaf in found]
 
-    def _lines(self) -> Iterator[str]:
+    def _sections(self) -> Iterator[Section]:
         unit = self._first.unit
         total = format_cost(self.objective, unit)
         stages = self._first.stages
         place, bound = (f"{self.mesh}", "") if len(stages) == 1 else (f"{len(stages)} stages", " for these stages")
-        yield f"Shared layout of {len(self.plans)} graphs on {place}: {total} weighted, gap {self.gap:.2%}{bound}"
-        rows: list[tuple[str, ...]] = [("graph", "weight", "cost", "own optimum", "price of sharing", "gap", "peak")]
+        title = f"Shared layout of {len(self.plans)} graphs on {place}: {total} weighted, gap {self.gap:.2%}{bound}"
+        columns = "graph", "weight", "cost", "own optimum", "price of sharing", "gap", "peak"
+        rows = []
         for name, plan in self.plans.items():
             costs = (format_cost(cost, unit) for cost in (plan.objective, self.own[name]))
             price, gap = f"{self.price[name]:+.{_PRICE_DIGITS}%}", f"{plan.gap:.2%}"
             rows.append((name, f"{self.weights[name]:g}", *costs, price, gap, format_bytes(plan.memory.peak)))
-        yield from _aligned(rows)
+        yield Section(title=title, columns=columns, rows=tuple(rows), right=tuple(range(1, len(columns))))
         if len(stages) > 1:
-            yield "Stages"
-            yield from _aligned(
-                [
-                    ("stage", "submesh", "mesh"),
-                    *((str(n), "{}x{}".format(*s.submesh), str(s.mesh)) for n, s in enumerate(stages)),
-                ]
-            )
-        yield "Shared leaves"
+            of_stages = [(str(n), "{}x{}".format(*s.submesh), str(s.mesh)) for n, s in enumerate(stages)]
+            yield Section(title="Stages", columns=("stage", "submesh", "mesh"), rows=tuple(of_stages))
+        rows = []
         leaves = self._leaves(next(iter(self.plans)))
-        at = [f" on stage {stage}" if len(stages) > 1 else "" for _, _, stage, _ in leaves]
-        lines = [(path, str(value), f"{spec}{on}") for (path, value, _, spec), on in zip(leaves, at, strict=True)]
-        yield from _aligned([("leaf", "type", "spec"), *lines])
+        for group in group_paths([path for path, *_ in leaves], [tuple(what) for _, *what in leaves]):
+            value, stage, spec = group.key
+            count = f"x{len(group.members)}" if len(group.members) > 1 else ""
+            at = f" on stage {stage}" if len(stages) > 1 else ""
+            rows.append((group.label, count, str(value), f"{spec}{at}"))
+        yield Section(title="Shared leaves", columns=("leaf", "count", "type", "spec"), rows=tuple(rows), right=(1,))
 
 
 def _stages(plan: Plan) -> list[tuple[DeviceMesh, tuple[int, int], int]]:
     return [(stage.mesh, stage.submesh, stage.first_device) for stage in plan.stages]
-
-
-def _aligned(rows: list[tuple[str, ...]]) -> Iterator[str]:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    for row in rows:
-        yield ("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))).rstrip()

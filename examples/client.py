@@ -33,7 +33,7 @@ def stream(body: dict[str, Any], *, host: str = "127.0.0.1", port: int = 8000, t
 
     Raises:
         Refused: the server said no, or that it failed on the way.
-        OSError: it cannot be reached.
+        OSError, http.client.HTTPException: it cannot be reached, or the connection was cut.
     """
     link = http.client.HTTPConnection(host, port, timeout=60)
     try:
@@ -48,6 +48,9 @@ def stream(body: dict[str, Any], *, host: str = "127.0.0.1", port: int = 8000, t
                 if "error" in event:
                     raise Refused(event["status"], event["error"])
                 yield event
+                if "tokens" in event:
+                    return
+        raise ConnectionError("the connection was cut before the end of the answer")
     finally:
         link.close()
 
@@ -81,7 +84,7 @@ def main() -> None:
     try:
         for event in patient(body, host=given.host, port=given.port, token=os.environ.get("TOKEN", "")):
             print(event["text"] if "token" in event else f"\n[{event['finish_reason']}]", end="", flush=True)
-    except (Refused, OSError) as error:
+    except (Refused, OSError, http.client.HTTPException) as error:
         sys.exit(f"\n{given.host}:{given.port}: {error}")
     print()
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax._src import distributed, xla_bridge
+from jax._src import compilation_cache, distributed, xla_bridge
 from jax._src.core import ShapedArray, Tracer, new_jaxpr_eqn
 from jax._src.interpreters import pxla
 from jax._src.sharding_impls import ShardingContext
@@ -31,7 +31,11 @@ _PACKAGE = str(Path(__file__).parent) + "/"
 # XLA:CPU dropped optimization barriers before it scheduled, up to jaxlib 0.10; from 0.11 on they hold.
 CPU_KEEPS_BARRIERS = jax.__version_info__ >= (0, 11)
 
+COMPILED_SUFFIX = "-cache"
+"""Of files of the persistent compilation cache."""
+
 __all__ = [
+    "COMPILED_SUFFIX",
     "CPU_KEEPS_BARRIERS",
     "ClosedJaxpr",
     "Jaxpr",
@@ -46,6 +50,7 @@ __all__ = [
     "evaluate_jaxpr",
     "identity_primitive",
     "inner_jaxprs",
+    "is_compiled_program",
     "is_tracer",
     "jaxpr_part",
     "name_scope_of",
@@ -148,6 +153,15 @@ def inner_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
     """Functions of a call, loop or branch that take the equation's (last) operands."""
     found = [j.jaxpr if isinstance(j, ClosedJaxpr) else j for j in jaxprs_in_params(eqn.params)]
     return [jaxpr for jaxpr in found if len(jaxpr.invars) <= len(eqn.invars)]
+
+
+def is_compiled_program(data: bytes) -> bool:
+    """Whether this is all of a file of the persistent compilation cache, as far as its compression tells."""
+    try:
+        compilation_cache.decompress_executable(data)
+    except Exception:  # each compressor has errors of its own
+        return False
+    return True
 
 
 def is_tracer(value: Any) -> bool:

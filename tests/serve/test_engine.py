@@ -10,6 +10,7 @@ import math
 import subprocess
 import sys
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -325,9 +326,18 @@ def test_requests_that_cannot_be_served_are_refused(engine: al.serve.Engine) -> 
         ([1], {"max_tokens": 0}, "max_tokens=0 was given"),
         ([1], {"sampling": 0.5}, r"sampling=0\.5 was given; it must be an al\.serve\.Sampling"),
         ([1], {"timeout_s": 0}, "timeout_s=0 was given.*test_engine"),
+        ([1], {"timeout_s": True}, "timeout_s=True was given"),
+        ([1], {"timeout_s": 10**400}, "timeout_s=1000.* was given; it must be a positive number of seconds"),
+        ([[1], [2, 3]], {}, "it must be a list of whole numbers"),
+        ([1], {"stop": "\n"}, r"stop='\\n' was given; it must be a list of tokens, from 0 to 255.*test_engine"),
+        ([1], {"stop": [256]}, r"stop=\[256\] was given"),
+        ([1], {"stop": [[1]]}, r"stop=\[\[1\]\] was given"),
+        ([1], {"stop": 10}, "stop=10 was given"),
     ):
         with pytest.raises(RequestError, match=match):
             engine.submit(prompt, **settings)
+    with pytest.raises(RequestError, match="stop=10 was given"):
+        engine.generate([[1]], stop=10)  # pyrefly: ignore[bad-argument-type]
     with pytest.raises(RequestError, match="2 samplings were given for 1 prompts"):
         engine.generate([[1]], sampling=[al.serve.Sampling()] * 2)
 
@@ -526,6 +536,52 @@ def test_programs_are_kept_on_disk_and_a_process_ends_with_an_engine_open(tmp_pa
         lines.append(found.stdout.rsplit(" ", 1))
     assert lines[0][0] == lines[1][0], "other tokens"
     assert [line[1].strip() for line in lines] == ["False", "True"]
+
+
+def test_programs_that_were_written_half_are_made_again(tmp_path: Any) -> None:
+    place = tmp_path / "compiled"
+    command = [sys.executable, "-c", SCRIPT, str(place)]
+    subprocess.run(command, capture_output=True, timeout=300, check=True, cwd=_ROOT)
+    files = {file: file.stat().st_size for file in place.glob("*-cache")}
+    for file, size in files.items():
+        with file.open("r+b") as damaged:
+            damaged.truncate(size // 2)
+    found = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True, cwd=_ROOT)
+    assert not found.stderr.strip(), "JAX warns of what it cannot read"
+    assert {file: file.stat().st_size for file in place.glob("*-cache")}.keys() == files.keys()
+    assert all(file.stat().st_size > size // 2 for file, size in files.items())
+
+
+def test_parameters_of_the_host_are_copied() -> None:
+    """Also where an array's place would let JAX on CPUs use it as it is."""
+    model, params = model_and_params("gpt")
+
+    def aligned(x: Any) -> np.ndarray:
+        room = np.empty(x.nbytes + 64, np.uint8)
+        start = -room.ctypes.data % 64
+        made = room[start : start + x.nbytes].view(x.dtype).reshape(x.shape)
+        made[...] = x
+        return made
+
+    given = jax.tree.map(aligned, params)
+    with al.serve.Engine(
+        model, given, slots=2, max_length=32, buckets=(8,), cluster=al.Cluster.parse("1x1:cpu")
+    ) as engine:
+        before = engine.generate([[1, 2, 3]])
+        for x in jax.tree.leaves(given):
+            x[...] = 0
+        assert engine.generate([[1, 2, 3]]) == before
+
+
+def test_an_answer_that_is_kept_does_not_keep_the_engine() -> None:
+    model, params = model_and_params("gpt")
+    engine = al.serve.Engine(model, params, slots=2, max_length=32, buckets=(8,), cluster=al.Cluster.parse("1x1:cpu"))
+    request = engine.submit([1, 2, 3], max_tokens=2)
+    tokens, programs = request.result(), weakref.ref(engine.programs)
+    engine.close()
+    del engine
+    gc.collect()
+    assert request.tokens == tokens and programs() is None
 
 
 _ROOT = __file__.rsplit("/tests/", 1)[0]

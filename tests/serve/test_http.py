@@ -16,6 +16,7 @@ import pytest
 from alpa_lite.errors import EngineClosed, EngineLost, RequestError, ServeError
 from alpa_lite.serve.request import Request
 from alpa_lite.serve.scheduler import Scheduler
+from examples import client
 from tests.serve.fake_runner import FakeRunner, answer
 
 starlette = pytest.importorskip(
@@ -88,7 +89,8 @@ class Server:
         got = link.getresponse()
         raw = got.read()
         link.close()
-        return got.status, json.loads(raw) if got.getheader("content-type") == "application/json" else raw.decode(), got
+        is_json = raw and got.getheader("content-type") == "application/json"
+        return got.status, json.loads(raw) if is_json else raw.decode(), got
 
     def generate(self, **body: Any) -> tuple[int, Any]:
         return self.ask("POST", "/generate", body)[:2]
@@ -202,6 +204,70 @@ def test_paths_and_methods(server: Server) -> None:
     status, _, got = server.ask("GET", "/generate")
     assert (status, got.getheader("allow")) == (405, "POST")
     assert server.ask("GET", "/health")[:2] == (200, {"status": "ok"})
+    assert server.ask("HEAD", "/health")[0] == 200 and server.ask("HEAD", "/metrics")[0] == 200
+    assert server.ask("DELETE", "/health")[0] == 405
+    assert server.ask("GET", "/any/where/health")[0] == server.ask("POST", "/v1/generate", {})[0] == 404
+
+
+def characters(tokens: list[int]) -> str:
+    """Bytes of UTF-8; more than a byte is a mistake."""
+    return bytes(tokens).decode(errors="replace")
+
+
+def cleaned(tokens: list[int]) -> str:
+    """Goes back on a space before a comma, as tokenizers may."""
+    return "".join(("Hello", " ", ",", " world")[token % 4] for token in tokens).replace(" ,", ",")
+
+
+class Says(FakeEngine):
+    """Its runner's tokens are replaced by those given."""
+
+    def __init__(self, tokens: list[int]) -> None:
+        super().__init__()
+        self.said = tokens
+
+    def submit(self, prompt: list[int], **asked: Any) -> Request:
+        request = super().submit(prompt, **asked)
+        request._append, append = lambda token: append(self.said[len(request.tokens)]), request._append
+        return request
+
+
+@pytest.mark.parametrize(
+    ("decode", "tokens", "texts", "whole"),
+    [
+        (characters, list("aé€b".encode()), ["a", "", "é", "", "", "€", "b"], "aé€b"),
+        (characters, list("a€".encode())[:3], ["a", "", "\ufffd"], "a\ufffd"),
+        (characters, [0xFF, 0x61], ["", "\ufffda"], "\ufffda"),
+        (cleaned, [0, 1, 2, 3, 0], ["Hello", " ", "", " world", "Hello"], "Hello, worldHello"),
+    ],
+    ids=["characters of several bytes", "one that does not end", "no character", "one that goes back"],
+)
+def test_texts_of_a_stream(decode: Any, tokens: list[int], texts: list[str], whole: str) -> None:
+    server = Server(Says(tokens), decode=decode)
+    try:
+        _, raw, _ = server.ask("POST", "/generate", {"tokens": PROMPT, "max_tokens": len(tokens), "stream": True})
+        *events, last = [json.loads(line.removeprefix("data: ")) for line in raw.strip().split("\n\n")]
+        assert [event["text"] for event in events] == texts
+        assert last["text"] == whole
+    finally:
+        server.end()
+
+
+def test_a_tokenizer_that_fails() -> None:
+    def encode(text: str) -> list[int]:
+        return [{"a": 1}[c] for c in text]
+
+    server = Server(Says([1, 300]), encode=encode, decode=characters)
+    try:
+        status, got = server.generate(text="b")
+        assert status == 400 and "cannot encode the text: KeyError: 'b'" in got["error"]
+        status, got = server.generate(text="a", max_tokens=2)
+        assert status == 500 and "cannot decode the answer: ValueError" in got["error"]
+        _, raw, _ = server.ask("POST", "/generate", {"text": "a", "max_tokens": 2, "stream": True})
+        assert json.loads(raw.strip().rsplit("data: ", 1)[1])["status"] == 500
+        assert wait_for_room(server) == 200
+    finally:
+        server.end()
 
 
 def test_the_token() -> None:
@@ -245,6 +311,29 @@ def test_a_full_queue_is_429_and_a_deadline_504(slow: Server) -> None:
 def wait_for_room(server: Server) -> int:
     wait_until(lambda: server.engine.scheduler.idle)
     return server.generate(tokens=PROMPT, max_tokens=1)[0]
+
+
+def test_the_client_of_the_examples_knows_a_cut_from_an_end() -> None:
+    events = b'data: {"token": 1, "text": "a"}\n\n', b'data: {"tokens": [1], "finish_reason": "length"}\n\n'
+
+    def answer(said: bytes) -> None:
+        link, _ = listening.accept()
+        with link:
+            link.recv(2**16)
+            link.sendall(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n" + said)
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        for count in (1, 2):
+            thread = threading.Thread(target=answer, args=(b"".join(events[:count]),))
+            thread.start()
+            got = client.stream({"text": "x"}, port=listening.getsockname()[1])
+            assert next(got)["token"] == 1
+            if count == 1:
+                with pytest.raises(ConnectionError, match="cut before the end"):
+                    next(got)
+            else:
+                assert [event["tokens"] for event in got] == [[1]]
+            thread.join()
 
 
 @pytest.mark.parametrize("stream", [False, True])

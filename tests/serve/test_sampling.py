@@ -89,11 +89,29 @@ def test_all_settings_are_one_program() -> None:
     assert run._cache_size() == count + 1
 
 
+def test_a_masked_token_is_never_drawn_however_hot() -> None:
+    logits = np.where(np.arange(6) == 2, -np.inf, LOGITS).astype(np.float32)
+    rows = rows_of(*[Sampling(1e6, seed=1)] * 500)._replace(drawn=np.arange(500, dtype=np.int32))
+    found = set(run(np.tile(logits, (500, 1)), rows).tolist())
+    assert found == {0, 1, 3, 4, 5}
+
+
+def test_a_key_is_read_when_it_is_given() -> None:
+    key = jax.random.key(5)
+    sampling = Sampling(1.0, key=key)
+    key.delete()
+    assert sampling.key_words().tolist() == [0, 5]
+    with pytest.raises(RuntimeError, match="deleted"):
+        Sampling(1.0, key=key)
+
+
 @pytest.mark.parametrize(
     ("settings", "match"),
     [
         ({"temperature": -0.1}, r"temperature=-0\.1 was given; it must be a number from 0"),
         ({"temperature": float("nan")}, "temperature=nan"),
+        ({"temperature": 10**400}, "temperature=1000"),
+        ({"temperature": 1e300}, r"temperature=1e\+300 was given; it must be a number from 0 to 1e\+06"),
         ({"top_k": -1}, "top_k=-1 was given; it must be a whole number"),
         ({"top_k": 2.0}, r"top_k=2\.0"),
         ({"top_p": 0.0}, r"top_p=0\.0 was given; it must be a number above 0"),

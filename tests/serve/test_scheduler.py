@@ -251,6 +251,34 @@ def test_a_runner_that_cannot_begin_anew_closes_the_engine_and_leaves_nobody_wai
         scheduler.submit(request_of(1))
 
 
+def test_a_call_that_fails_where_nothing_can_begin_anew_is_told() -> None:
+    class Broken(FakeRunner):
+        def reset(self) -> None:
+            raise RuntimeError("no device")
+
+    def fail() -> None:
+        raise ValueError("does not compile")
+
+    scheduler = scheduler_of(Broken(1))
+    called = scheduler.call(fail)
+    with pytest.raises(RuntimeError, match="no device"):
+        scheduler.run()
+    with pytest.raises(ValueError, match="does not compile"):
+        called.result(timeout=10)
+
+
+def test_refusals_do_not_pile_up() -> None:
+    """Each is an error of its own: one that is raised again and again grows with each."""
+    scheduler = scheduler_of()
+    scheduler.close("it was asked to")
+    errors = []
+    for _ in range(2):
+        with pytest.raises(EngineClosed, match="it was asked to") as raised:
+            scheduler.submit(request_of(1))
+        errors.append(raised.value)
+    assert errors[0] is not errors[1]
+
+
 def test_closing_ends_all_and_draining_lets_them_finish() -> None:
     with running(scheduler_of(FakeRunner(1, delay_s=0.005))) as scheduler:
         requests = [request_of(n, count=1000) for n in range(3)]

@@ -17,7 +17,7 @@ from alpa_lite.errors import AlpaLiteError, ServeError
 if TYPE_CHECKING:
     from alpa_lite.serve.deployment import ServerSettings, ServeTarget
 
-_BAD_INPUT = 2
+_BAD_INPUT, _INTERRUPTED = 2, 130
 _WANTED = "al.serve.ServeTarget(model, params, ...)"
 
 
@@ -100,18 +100,29 @@ def serve(
             checkpoint_path=checkpoint_path,
             num_gpus=gpus,
         )
-        ended = threading.Event()
+        ended, started = threading.Event(), threading.Event()
+
+        def end(*_: object) -> None:
+            if not started.is_set():
+                typer.echo("ending: the engine that is being made has up to half a minute", err=True)
+                raise KeyboardInterrupt
+            ended.set()
+
         _check_target(target)
         connect(address or None, _cpus(settings))
         for number in (signal.SIGINT, signal.SIGTERM):  # after Ray has set its own, which does not end well
-            signal.signal(number, lambda *_: ended.set())
+            signal.signal(number, end)
         start(partial(served, target, os.getcwd()), settings)
+        started.set()
         try:
             typer.echo(f"serving {target} at http://{host}:{port}: POST /generate, GET /health, GET /metrics")
             ended.wait()
             typer.echo(f"ending: requests that run have {drain_s:g} s")
         finally:
-            stop()
+            stop(drain_s)
+    except KeyboardInterrupt:
+        typer.echo("ended before it served", err=True)
+        raise typer.Exit(_INTERRUPTED) from None
     except ImportError as error:
         typer.echo(
             f"error: serving needs Ray Serve, which cannot be imported: {error}. Install it: pip install 'alpa-lite[serve]'.",

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 
 import msgspec
 
-from alpa_lite.errors import EngineClosed, RequestError
+from alpa_lite.errors import EngineClosed, RequestError, ServeError
 from alpa_lite.serve.engine import Engine
 from alpa_lite.serve.metrics import Metrics
 from alpa_lite.serve.request import Request
@@ -93,18 +93,23 @@ class Answers:
             return self._whole(running, [token async for token in running])
 
     async def stream(self, body: GenerateBody) -> AsyncIterator[TokenEvent | GenerateAnswer]:
-        """Tokens as they come, then the whole answer; raises as ``generate``."""
+        """Tokens as they come, then the whole answer; raises as ``generate``.
+
+        A text is what a token adds to the few before it, so that a long answer is not decoded again for each of its tokens. A
+        decoder that goes back on what it said is right only in the whole answer.
+        """
         sent: list[int] = []
-        shown = ""
+        start = shown = 0  # of the tokens that are decoded again, and of those that have not been shown
         with self._submitted(body) as running:
             async for token in running:
                 sent.append(token)
                 text = None
                 if self._decode is not None:
-                    # A token may end within a character: what is shown is what the whole has more than before.
-                    whole = self._decode(sent)
-                    text = whole[len(shown) :] if whole.startswith(shown) and not whole.endswith("\ufffd") else ""
-                    shown += text
+                    before, now = self._text(sent[start:shown]) if shown else "", self._text(sent[start:])
+                    ends = len(sent) == running.max_tokens or token in running.stop
+                    text = ""
+                    if ends or not now.endswith("\ufffd"):  # else the token ends within a character
+                        text, start, shown = now[len(before) :], shown, len(sent)
                 yield TokenEvent(token, text)
             yield self._whole(running, sent)
 
@@ -128,7 +133,12 @@ class Answers:
                 raise RequestError(
                     "'text' was given, and this server has no tokenizer. Send 'tokens', a list of whole numbers."
                 )
-            tokens = list(self._encode(body.text))
+            try:
+                tokens = list(self._encode(body.text))
+            except Exception as error:  # of the user's function, whatever it raises
+                raise RequestError(
+                    f"the server's tokenizer cannot encode the text: {type(error).__name__}: {error!s:.200}. Send other text."
+                ) from error
         limit = self._timeout_s
         if body.timeout_s is not None and not 0 < body.timeout_s <= limit:
             raise RequestError(
@@ -143,5 +153,15 @@ class Answers:
         )
 
     def _whole(self, running: Request, tokens: list[int]) -> GenerateAnswer:
-        text = None if self._decode is None else self._decode(tokens)
+        text = None if self._decode is None else self._text(tokens)
         return GenerateAnswer(tokens=tokens, text=text, finish_reason=running.finish_reason)
+
+    def _text(self, tokens: list[int]) -> str:
+        assert self._decode is not None
+        try:
+            return self._decode(tokens)
+        except Exception as error:  # of the user's function, whatever it raises
+            raise ServeError(
+                f"the server's tokenizer cannot decode the answer: {type(error).__name__}: {error!s:.200}. Ask whoever runs the "
+                "server."
+            ) from error

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
+import sys
+import threading
 import time
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
@@ -66,6 +69,9 @@ class ServerSettings:
         checkpoint: a folder of checkpoints in place of the target's own parameters, of which only the shapes are looked at then.
         checkpoint_path: of the parameters in the state there.
         num_cpus, num_gpus: that the engine takes of the Ray cluster.
+
+    Raises:
+        ServeError: a value is not allowed. What the engine is given is checked by the engine.
     """
 
     host: str = "127.0.0.1"
@@ -87,6 +93,31 @@ class ServerSettings:
     checkpoint_path: str = "params"
     num_cpus: float = 1.0
     num_gpus: float = 0.0
+
+    def __post_init__(self) -> None:
+        whole = "a whole number"
+        for name, low, high, kind in (
+            ("port", 1, 2**16 - 1, whole),
+            ("body_bytes", 1, math.inf, whole),
+            ("body_timeout_s", 1e-3, threading.TIMEOUT_MAX, "seconds"),
+            ("timeout_s", 1e-3, threading.TIMEOUT_MAX, "seconds"),
+            ("drain_s", 0, threading.TIMEOUT_MAX, "seconds"),
+            ("num_cpus", 0, math.inf, "a number"),
+            ("num_gpus", 0, math.inf, "a number"),
+        ):
+            value = getattr(self, name)
+            kinds = int if kind is whole else (int, float)
+            if not isinstance(value, kinds) or isinstance(value, bool) or not low <= value <= high:
+                most = "" if high == math.inf else f" to {high:g}"
+                raise ServeError(
+                    f"{name}={value!r} was given; it must be {kind} from {low:g}{most}. Correct it (at the command line "
+                    f"--{name.removesuffix('_s').replace('_', '-')})."
+                )
+        if self.token is not None and not (self.token.isascii() and self.token.isprintable() and self.token.strip()):
+            raise ServeError(
+                "a token was given that is empty or has other characters than printable ASCII, which HTTP headers cannot carry "
+                "safely. Take letters and digits, e.g. of `openssl rand -hex 32`."
+            )
 
     def planned_for(self, layout: SharedLayout | None) -> Cluster | None:
         """What the engine runs on; None = whatever its process has."""
@@ -114,6 +145,8 @@ class EngineActor:
         except Exception as error:  # of the user's functions, JAX or the devices: whatever they raise
             trace = "".join(traceback.format_exception(error))
             self._failure = f"the engine could not be made. Correct its cause:\n{trace}"
+        if self._failure:
+            sys.stderr.write(f"{self._failure}\n")  # Ray keeps it in the actor's log
 
     def _load(self, make: Callable[[], ServeTarget], settings: ServerSettings) -> None:
         layout = None if settings.layout is None else SharedLayout.load(settings.layout)
@@ -143,6 +176,10 @@ class EngineActor:
         )
         self._engine.warm_up()  # no request waits for a compiler
         self._answers = Answers(self._engine, encode=target.encode, decode=target.decode, timeout_s=settings.timeout_s)
+
+    async def failure(self) -> str:
+        """Why there is no engine; "" if there is one. For whoever runs the server: clients are not told."""
+        return self._failure
 
     async def generate(self, body: Any) -> Any:
         return await self._told(lambda answers: answers.generate(body))
@@ -175,7 +212,7 @@ class EngineActor:
 
     def _check_made(self) -> None:
         if self._failure:
-            raise EngineClosed(self._failure)
+            raise EngineClosed("the engine could not be started again. Its log says why. Ask whoever runs the server.")
 
 
 class _RemoteAnswers:
@@ -251,10 +288,15 @@ async def _asked(answer: Any) -> Any:
 
 @contextlib.contextmanager
 def _lost_is_closed() -> Iterator[None]:
-    from ray.exceptions import RayError
+    from ray.exceptions import RayError, RayTaskError
 
     try:
         yield
+    except RayTaskError as error:  # a mistake of ours: what users' functions raise comes as a value
+        raise ServeError(
+            f"the engine's process failed at this request: {type(error.cause).__name__}. Its log says more. Ask whoever runs the "
+            "server."
+        ) from error
     except RayError as error:
         raise EngineClosed(
             f"the engine was lost or takes no requests: {type(error).__name__}. It is started again. Try again."
@@ -285,7 +327,7 @@ class HttpReplica:
         self._engine = engine.remote(make, settings)
         self._drain_s = settings.drain_s
         self._answers = _RemoteAnswers(self._engine)
-        self._failure = ray.get(self._engine.check.remote())  # when it is there
+        self._failure = ray.get(self._engine.failure.remote())  # when it is there
         self._service = HttpService(
             self._answers,
             token=settings.token,
@@ -296,8 +338,8 @@ class HttpReplica:
     async def __call__(self, request: Any) -> Any:
         return await self._service(request)
 
-    def failure(self) -> ServeError | None:
-        """Of the engine's first start."""
+    def failure(self) -> str:
+        """Of the engine's first start; "" if it has an engine."""
         return self._failure
 
     async def end(self) -> None:
@@ -344,11 +386,12 @@ def start(make: Callable[[], ServeTarget], settings: ServerSettings) -> None:
         make: makes the target, in the engine's process.
 
     Raises:
-        ServeError: the port is taken, or the engine could not be made.
+        ServeError: the port is taken, the cluster serves already or has too little, or the engine could not be made.
     """
     from ray import serve
 
     _check_free(settings.host, settings.port)
+    _check_cluster(settings)
     serve.start(proxy_location="HeadOnly", http_options={"host": settings.host, "port": settings.port})
     deployed: Callable[[Any], Any] = serve.deployment
     front = deployed(HttpReplica).options(
@@ -368,22 +411,48 @@ def start(make: Callable[[], ServeTarget], settings: ServerSettings) -> None:
         raise ServeError(
             f"the server could not be started: {said or error}. Correct the target or the settings."
         ) from error
-    if failure is not None:
+    except BaseException:  # whoever waits for it was interrupted
+        serve.shutdown()
+        raise
+    if failure:
         serve.shutdown()
         raise ServeError(f"the server could not be started: {failure}")
 
 
-def stop() -> None:
-    """End the server: no more requests are taken, and those that it has may finish."""
+def stop(drain_s: float = 30.0) -> None:
+    """End the server: no more requests are taken, and those that it has may finish.
+
+    Args:
+        drain_s: of its settings.
+    """
     import ray
     from ray import serve
     from ray.serve.exceptions import RayServeException
 
     # Ray Serve's own end kills its proxy first, and with it the answers that pass through it.
-    with contextlib.suppress(ray.exceptions.RayError, RayServeException):  # there may be no replica left
-        serve.get_app_handle(APPLICATION).end.remote().result()
+    with contextlib.suppress(ray.exceptions.RayError, RayServeException, TimeoutError):  # there may be no replica left
+        serve.get_app_handle(APPLICATION).end.remote().result(timeout_s=drain_s + 2 * _MARGIN_S)
         time.sleep(_SENT_S)
     serve.shutdown()
+
+
+def _check_cluster(settings: ServerSettings) -> None:
+    """Ray Serve is one per cluster: a second server would take the first one's place. It waits for good for what is not there."""
+    import ray
+    from ray import serve
+
+    if running := serve.status().applications:
+        raise ServeError(
+            f"Ray Serve runs on this Ray cluster already, with {', '.join(map(repr, running))}. A cluster has one server. End "
+            "that one, or start this one on another Ray cluster (--address)."
+        )
+    has = ray.cluster_resources()
+    for name, wanted in (("CPU", settings.num_cpus), ("GPU", settings.num_gpus)):
+        if wanted > has.get(name, 0.0):
+            raise ServeError(
+                f"the engine was to take {wanted:g} {name}s, and this Ray cluster has {has.get(name, 0.0):g}. Ask for fewer "
+                f"(num_{name.lower()}s; --gpus at the command line), or give it a node that has them."
+            )
 
 
 def _check_free(host: str, port: int) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 from alpa_lite.api.given import checked_executor
 from alpa_lite.cluster.cluster import Cluster
 from alpa_lite.errors import RequestError, ServeError, user_line
+from alpa_lite.executor.compiled import keep_compiled
 from alpa_lite.executor.ray.settings import RayExecutor
 from alpa_lite.plan.files import as_path
 from alpa_lite.plan.plan import Plan
@@ -49,7 +50,8 @@ class Engine:
     Args:
         model: see ``al.serve.Model``.
         params: its parameters: arrays on the host or on devices; a function that makes them, on every host of theirs; or
-            ``al.serve.StoredParams``: where they lie in a checkpoint.
+            ``al.serve.StoredParams``: where they lie in a checkpoint. JAX arrays that lie where they are served are not copied:
+            do not donate or delete them.
         layout: of ``al.plan_shared``: plans of ``al.serve.graphs(model, params, ...)`` with the same sizes; None plans them for
             the devices of this process. Where only the parameters are shared, the cache lies as ``decode`` has it, and graphs
             that have it elsewhere are planned again, which their plans note. Plans with stages run on these devices; slots then
@@ -192,7 +194,7 @@ class Engine:
                 f"{len(each)} samplings were given for {len(prompts)} prompts; it must be one for all, or one for each. At "
                 f"{user_line()}. Correct it."
             )
-        stop = tuple(stop)
+        stop = self._stops(stop)
         requests: list[Request] = []
         try:
             for prompt, own in zip(prompts, each, strict=True):
@@ -213,12 +215,16 @@ class Engine:
         wait: bool,
     ) -> Request:
         tokens = self._checked(prompt, max_tokens, sampling, timeout_s)
-        request = Request(tokens, max_tokens=max_tokens, sampling=sampling, stop=frozenset(stop), timeout_s=timeout_s)
+        stops = self._stops(stop)
+        request = Request(tokens, max_tokens=max_tokens, sampling=sampling, stop=stops, timeout_s=timeout_s)
         self._scheduler.submit(request, wait=wait)
         return request
 
     def _checked(self, prompt: Any, max_tokens: Any, sampling: Any, timeout_s: Any) -> np.ndarray:
-        tokens = np.frombuffer(prompt, np.uint8) if isinstance(prompt, (bytes, bytearray)) else np.asarray(prompt)
+        try:
+            tokens = np.frombuffer(prompt, np.uint8) if isinstance(prompt, (bytes, bytearray)) else np.asarray(prompt)
+        except ValueError:  # rows of different lengths
+            tokens = np.empty(1, object)
         whole = isinstance(max_tokens, int) and not isinstance(max_tokens, bool) and max_tokens >= 1
         longest = self.buckets[-1]
         for fault in (
@@ -234,8 +240,12 @@ class Engine:
             f"max_length={self.max_length}",
             not isinstance(sampling, Sampling) and f"sampling={sampling!r} was given; it must be an al.serve.Sampling",
             timeout_s is not None
-            and not (isinstance(timeout_s, (int, float)) and timeout_s > 0)
-            and f"timeout_s={timeout_s!r} was given; it must be a positive number of seconds, or None",
+            and not (
+                isinstance(timeout_s, (int, float))
+                and not isinstance(timeout_s, bool)
+                and 0 < timeout_s <= threading.TIMEOUT_MAX
+            )
+            and f"timeout_s={timeout_s!r:.40} was given; it must be a positive number of seconds, or None for no deadline",
         ):
             if fault:
                 raise RequestError(f"{fault}. At {user_line()}. Change the request, or make an engine that takes it.")
@@ -246,6 +256,20 @@ class Engine:
                 f"{user_line()}. Encode it with the model's own tokenizer."
             )
         return tokens.astype(np.int32)
+
+    def _stops(self, stop: Any) -> frozenset[int]:
+        """As tokens, checked."""
+        if isinstance(stop, frozenset) and not stop:
+            return stop
+        found = list(stop) if isinstance(stop, Iterable) else [stop]
+        for token in found:
+            whole = isinstance(token, (int, np.integer)) and not isinstance(token, bool)
+            if isinstance(stop, str) or not isinstance(stop, Iterable) or not whole or not 0 <= token < self.vocab_size:
+                raise RequestError(
+                    f"stop={stop!r:.80} was given; it must be a list of tokens, from 0 to {self.vocab_size - 1}. At "
+                    f"{user_line()}. Encode it with the model's own tokenizer."
+                )
+        return frozenset(map(int, found))
 
     # -- the engine itself ---------------------------------------------------------------------------------------------
 
@@ -385,6 +409,4 @@ def _stage_cluster(cluster: Cluster, num_stages: int) -> Cluster:
 def _keep_compiled(folder: str) -> None:
     """As workers on Ray keep theirs (``executor/ray/actor.py``): whatever takes however long to compile."""
     if getattr(jax.config, "jax_compilation_cache_dir") is None:  # noqa: B009 - its attributes are made at run time
-        jax.config.update("jax_compilation_cache_dir", folder)
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+        keep_compiled(folder)

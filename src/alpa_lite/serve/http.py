@@ -90,21 +90,22 @@ class HttpService:
             return Response(status_code=_NOT_SENT)
 
     async def _answer(self, request: Request) -> Response:
-        path = request.url.path.rstrip("/")
-        if path.endswith("/generate"):
-            self._check(request, "POST")
+        path = request.url.path.removeprefix(request.scope.get("root_path", "")).rstrip("/")
+        if path == "/generate":
+            _check_method(request, "POST")
+            self._check_token(request)
             return await self._generate(request)
-        if path.endswith("/metrics"):
-            self._check(request, "GET")
+        if path == "/metrics":
+            _check_method(request, "GET", "HEAD")
+            self._check_token(request)
             return Response(await self._backend.metrics(), media_type=CONTENT_TYPE)
-        if path.endswith("/health"):
+        if path == "/health":
+            _check_method(request, "GET", "HEAD")
             await self._backend.check()
             return _json(200, {"status": "ok"})
         raise _Refused(404, f"there is nothing at {path!r}. There are POST /generate, GET /health and GET /metrics.")
 
-    def _check(self, request: Request, method: str) -> None:
-        if request.method != method:
-            raise _Refused(405, f"{request.method} was sent. This path takes {method}.", Allow=method)
+    def _check_token(self, request: Request) -> None:
         if self._token is None:
             return
         kind, _, token = request.headers.get("authorization", "").partition(" ")
@@ -156,6 +157,11 @@ class HttpService:
             if len(found) > limit:
                 raise _Refused(413, too_large)
         return bytes(found)
+
+
+def _check_method(request: Request, *allowed: str) -> None:
+    if request.method not in allowed:
+        raise _Refused(405, f"{request.method} was sent. This path takes {allowed[0]}.", Allow=", ".join(allowed))
 
 
 async def _sent(first: Any, events: AsyncIterator[Any]) -> AsyncIterator[bytes]:

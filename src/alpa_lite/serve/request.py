@@ -168,8 +168,9 @@ class Request:
             self._error = error
             self._reason = reason
             self._tell()
-        if self._on_finish is not None:
-            self._on_finish(self, reason)
+            tell, self._on_finish = self._on_finish, None  # who keeps an answer need not keep the engine
+        if tell is not None:
+            tell(self, reason)
 
     def _expire(self) -> None:
         self._finish(
@@ -184,7 +185,3 @@ class Request:
         self._changed.notify_all()
         for listener in self._listeners:
             listener()
-
-    @property
-    def _last(self) -> int:
-        return self._tokens[-1]

@@ -6,8 +6,8 @@ other slots do. The same request gives the same tokens however it is batched.
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+import sys
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +17,7 @@ import numpy as np
 from alpa_lite.errors import RequestError, user_line
 
 _KEY_TYPE = "threefry2x32"
+_HOTTEST = 1e6  # all tokens are as likely long before; logits divided by it stay numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +25,11 @@ class Sampling:
     """How the next token is chosen.
 
     Attributes:
-        temperature: what logits are divided by; 0 takes the likeliest token (greedy), whatever the others say.
+        temperature: what logits are divided by, up to 1e6; 0 takes the likeliest token (greedy), whatever the others say.
         top_k: only so many of the likeliest tokens are drawn from; 0 = all.
         top_p: only the fewest likeliest tokens whose probabilities reach this sum are drawn from; 1 = all.
         seed: of the draws.
-        key: a JAX key instead of a seed.
+        key: a JAX key instead of a seed; it is read now.
 
     Raises:
         RequestError: a value is not allowed.
@@ -42,10 +43,15 @@ class Sampling:
     top_p: float = 1.0
     seed: int = 0
     key: Any = None
+    _words: Any = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name, good, allowed in (
-            ("temperature", _is_number(self.temperature) and self.temperature >= 0, "a number from 0"),
+            (
+                "temperature",
+                _is_number(self.temperature) and 0 <= self.temperature <= _HOTTEST,
+                f"a number from 0 to {_HOTTEST:g}",
+            ),
             ("top_k", _is_whole(self.top_k) and self.top_k >= 0, "a whole number from 0 (all tokens)"),
             ("top_p", _is_number(self.top_p) and 0 < self.top_p <= 1, "a number above 0, up to 1 (all tokens)"),
             ("seed", _is_whole(self.seed) and 0 <= self.seed < 2**32, "a whole number from 0 to 2**32 - 1"),
@@ -56,13 +62,17 @@ class Sampling:
                     f"Sampling: {name}={getattr(self, name)!r} was given; it must be {allowed}. At {user_line()}. Correct it, or "
                     "leave it out."
                 )
+        object.__setattr__(self, "_words", self._read_key())
 
     def key_words(self) -> np.ndarray:
         """The key as uint32[2]."""
+        return self._words
+
+    def _read_key(self) -> np.ndarray:
         if self.key is None:
             return np.array([0, self.seed], np.uint32)
         words = jax.random.key_data(self.key) if jnp.issubdtype(self.key.dtype, jax.dtypes.prng_key) else self.key
-        return np.asarray(words, np.uint32)
+        return np.array(words, np.uint32)
 
 
 class Rows(NamedTuple):
@@ -137,7 +147,7 @@ def _draw(
 
 
 def _is_number(x: object) -> bool:
-    return isinstance(x, (int, float)) and not isinstance(x, bool) and math.isfinite(x)
+    return isinstance(x, (int, float)) and not isinstance(x, bool) and abs(x) <= sys.float_info.max
 
 
 def _is_whole(x: object) -> bool:

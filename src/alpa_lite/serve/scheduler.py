@@ -71,7 +71,7 @@ class Scheduler:
         self._last_token_s: dict[int, float] = {}
         self._queue: deque[Request] = deque()
         self._changed = threading.Condition()  # guards the queue and `closed`
-        self._closed: EngineClosed | None = None
+        self._closed: str | None = None  # why
         self._draining = False
         self._calls: deque[tuple[Future[None], Callable[[], None]]] = deque()
         self.counters = Counters(runner.slots, queue_limit, runner.buckets)
@@ -92,7 +92,7 @@ class Scheduler:
             if wait:
                 self._changed.wait_for(lambda: self._has_room() or self._shut())
             if self._shut():
-                raise self._closed or _closed("it is about to end")
+                raise _closed(self._closed or "it is about to end")
             if not self._has_room():
                 self.counters.finished("refused")
                 raise QueueFull(
@@ -113,7 +113,7 @@ class Scheduler:
         future: Future[None] = Future()
         with self._changed:
             if self._shut():
-                raise self._closed or _closed("it is about to end")
+                raise _closed(self._closed or "it is about to end")
             self._calls.append((future, function))
             self._changed.notify_all()
         return future
@@ -127,7 +127,7 @@ class Scheduler:
     def close(self, why: str) -> None:
         """Takes no more requests, and ends those that it has with the step that runs."""
         with self._changed:
-            self._closed = self._closed or _closed(why)
+            self._closed = self._closed or why
             self._changed.notify_all()
 
     @property
@@ -198,8 +198,8 @@ class Scheduler:
                 function()
                 future.set_result(None)
             except Exception as error:
+                future.set_exception(error)  # first: what fails here too ends the engine, and nobody may wait for ever
                 self._runner.reset()
-                future.set_exception(error)
 
     def _expire(self) -> None:
         now = time.monotonic()
@@ -273,10 +273,11 @@ class Scheduler:
     def _end_all(self) -> None:
         with self._changed:
             left = [*self._queue, *self._running.values()]
+        why = self._closed or "it has ended"
         for request in left:
-            request._finish("closed", self._closed)
+            request._finish("closed", _closed(why))
         for future, _ in self._calls:
-            future.set_exception(self._closed or _closed("it has ended"))
+            future.set_exception(_closed(why))
         self._leave()
 
 

@@ -79,7 +79,7 @@ def shapes_of(params: Any) -> Any:
 
 
 def placed(params: Any, places: Sequence[Place]) -> Any:
-    """Parameters where they shall lie, from wherever they are; those that lie there already are not copied."""
+    """Parameters where they shall lie, from wherever they are; arrays of devices that lie there already are not copied."""
     if isinstance(params, StoredParams):
         return params.read(places)
     leaves, tree = jax.tree_util.tree_flatten(params)
@@ -88,7 +88,11 @@ def placed(params: Any, places: Sequence[Place]) -> Any:
     if jax.process_count() > 1:  # all processes have the same
         made = list(map(from_host, parts, shardings))
     else:
-        made = jax.device_put(parts, shardings)
+        # A copy: on CPUs an array would share memory with the caller's, who may change it (also with may_alias=False).
+        made = [
+            jax.device_put(x if isinstance(x, jax.Array) else np.array(x), own)
+            for x, own in zip(parts, shardings, strict=True)
+        ]
     return whole_tree(tree, places, made)
 
 

@@ -45,11 +45,9 @@ class WorkerActor:
         jax.config.update("jax_enable_x64", wide)
         jax.config.update("jax_enable_preemption_service", False)  # it swallows SIGTERM (JAX 0.10.2)
         if cache:
-            folder = os.path.expanduser(cache)
-            os.makedirs(folder, exist_ok=True)
-            jax.config.update("jax_compilation_cache_dir", folder)
-            jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-            jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+            from alpa_lite.executor.compiled import keep_compiled
+
+            keep_compiled(os.path.expanduser(cache))
         if world is not None:
             self.doing = "joining other processes"
             world = dict(world)

@@ -1,0 +1,129 @@
+"""Servers that do not start: each says why, and nothing of it is left."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import alpa_lite as al
+from alpa_lite.cli import main
+from alpa_lite.errors import EngineClosed, ServeError
+from tests.serve.clients import free_port
+from tests.serve.served_target import not_a_target, target
+
+pytest.importorskip("ray.serve", reason="Ray Serve is not installed: pip install 'alpa-lite[serve]'")
+pytestmark = [pytest.mark.ray, pytest.mark.medium]
+
+
+def test_a_port_that_is_taken(ray_session: None) -> None:
+    from alpa_lite.serve import deployment
+
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        taken = listening.getsockname()[1]
+        with pytest.raises(ServeError, match=rf"cannot listen on 127.0.0.1:{taken}.*--port"):
+            deployment.start(target, al.serve.ServerSettings(port=taken, cluster="1x1:cpu"))
+
+
+def test_more_than_the_cluster_has(ray_session: None) -> None:
+    from alpa_lite.serve import deployment
+
+    settings = al.serve.ServerSettings(port=free_port(), cluster="1x1:cpu", num_gpus=1000)
+    with pytest.raises(ServeError, match=r"was to take 1000 GPUs, and this Ray cluster has \d+\. .*--gpus"):
+        deployment.start(target, settings)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (not_a_target, r"could not be made. Correct its cause:\n(.*\n)*AttributeError: 'int' object"),
+        (
+            target,
+            r"could not be started: buckets=\(64,\) was given; they must be .* max_length=48.*At the command line",
+        ),
+    ],
+)
+def test_an_engine_that_cannot_be_made_says_why_without_rays_traces(ray_session: None, make: Any, words: str) -> None:
+    from alpa_lite.serve import deployment
+
+    settings = al.serve.ServerSettings(port=free_port(), cluster="1x1:cpu", slots=4, max_length=48, buckets=(64,))
+    with pytest.raises(ServeError, match=words) as raised:
+        deployment.start(make, settings)
+    assert "ServeReplica" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["tests.serve.served_target:nothing"], "has no callable 'nothing'"),
+        (["tests.serve.served_target:target", "--buckets", "1,x"], "--buckets '1,x'"),
+        (["tests.serve.served_target:target", "--token-file", "/nowhere"], "cannot be read from '/nowhere'"),
+    ],
+)
+def test_bad_settings_are_told_at_once(given: list[str], words: str) -> None:
+    found = CliRunner().invoke(main, ["serve", *given])
+    assert found.exit_code == 2 and words in found.output
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"port": 70000}, r"port=70000 was given; it must be a whole number from 1 to 65535"),
+        ({"port": 0}, r"port=0 "),
+        ({"body_bytes": -1}, r"body_bytes=-1 .*--body-bytes"),
+        ({"body_timeout_s": 0}, r"body_timeout_s=0 .*--body-timeout"),
+        ({"timeout_s": float("nan")}, r"timeout_s=nan was given; it must be seconds"),
+        ({"drain_s": -1}, r"drain_s=-1 .*--drain"),
+        ({"num_gpus": True}, r"num_gpus=True"),
+        ({"token": "s\u00e9cret"}, r"printable ASCII"),
+        ({"token": ""}, r"printable ASCII"),
+    ],
+)
+def test_settings_that_cannot_be(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(ServeError, match=words):
+        al.serve.ServerSettings(**given)
+
+
+def test_a_token_that_headers_cannot_carry(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("s\u00e9cret", encoding="utf-8")
+    found = CliRunner().invoke(
+        main, ["serve", "tests.serve.served_target:target", "--token-file", str(tmp_path / "token")]
+    )
+    assert found.exit_code == 2 and "printable ASCII" in found.output
+
+
+def broken() -> al.serve.ServeTarget:
+    raise ValueError("a secret path")
+
+
+def test_clients_are_not_told_why_an_engine_is_missing(capsys: pytest.CaptureFixture) -> None:
+    """Who runs the server is: by ``failure``, and in the log of the engine's process."""
+    from alpa_lite.serve.deployment import EngineActor
+
+    async def asked(actor: EngineActor) -> list[Any]:
+        return [await actor.check(), await actor.generate(None), await anext(actor.stream(None))]
+
+    actor = EngineActor(broken, al.serve.ServerSettings())
+    for error in asyncio.run(asked(actor)):
+        assert isinstance(error, EngineClosed) and "secret" not in str(error) and "Its log says why" in str(error)
+    assert "ValueError: a secret path" in asyncio.run(actor.failure())
+    assert "ValueError: a secret path" in capsys.readouterr().err
+
+
+def test_what_fails_in_the_engines_process_is_no_loss() -> None:
+    """Trying again would not help: 500, where a lost process is 503."""
+    from ray.exceptions import ActorDiedError, RayTaskError
+
+    from alpa_lite.serve.deployment import _lost_is_closed
+    from alpa_lite.serve.http import status_of
+
+    for error, status in ((RayTaskError("stream", "trace", ValueError("x")), 500), (ActorDiedError(), 503)):
+        with pytest.raises(ServeError) as raised, _lost_is_closed():
+            raise error
+        assert status_of(raised.value) == status

@@ -250,6 +250,37 @@ def test_what_cannot_be_followed(settings, message):
     assert "test_follow.py" in str(caught.value)
 
 
+def test_an_axis_of_one_device_does_not_contradict():
+    """The pin that the followed step was planned with, on a mesh where x has one device."""
+    pins, options = {"0/up/kernel": P("x", "y")}, al.PlanOptions(mesh_shape=(1, 4), axis_names=("x", "y"))
+    batch = jax.ShapeDtypeStruct((16, 16), jnp.float32)
+    plan = al.plan(forward, shapes(made_state()["params"]), batch, cluster=CLUSTER, pins=pins, options=options)
+    found = forward_plan(follow=plan, pins=pins)
+    assert found.specs_by_path["0/up/kernel"] == plan.specs_by_path["0/up/kernel"] == P(None, "y")
+
+
+def test_a_plan_of_which_nothing_fits_is_refused():
+    """It trains nothing, so that leaves of other shapes are left free; but not all."""
+
+    def scaled(x, factor):
+        return (x * factor).sum(axis=1)
+
+    plan = al.plan(
+        scaled, jax.ShapeDtypeStruct((64, 8), jnp.float32), jax.ShapeDtypeStruct((8,), jnp.float32), cluster=CLUSTER
+    )
+    half = jax.ShapeDtypeStruct((32, 8), jnp.float32)
+    assert al.plan(scaled, half, jax.ShapeDtypeStruct((8,), jnp.float32), cluster=CLUSTER, follow=plan)
+    with pytest.raises(
+        PinError, match=r"nothing can follow: '0' is float32\[32,8\], and '0' is float32\[64,8\].*test_follow"
+    ):
+        al.plan(scaled, half, jax.ShapeDtypeStruct((1,), jnp.float32), cluster=CLUSTER, follow=plan)
+
+
+def test_follow_like_alone_is_refused():
+    with pytest.raises(PinError, match=r"follow_like=\{'0': '0/params'\} was given without follow.*test_follow"):
+        forward_plan(follow_like={"0": "0/params"})
+
+
 def test_where_layouts_are_chosen_for_several_functions():
     run = al.parallelize(forward, follow=train_plan(options=MESH))
     args = (shapes(made_state()["params"]), jax.ShapeDtypeStruct((16, 16), jnp.float32))

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import alpa_lite as al
 from alpa_lite.api import shared_stages
+from alpa_lite.api.bound import staged_for, traced_for
 from alpa_lite.errors import AlpaLiteError, LayerError, MemoryBudgetError, PinClashError, PinError
 from alpa_lite.executor.local import local_mesh
 from alpa_lite.lowering.segments import crossing_sharding
@@ -463,3 +464,149 @@ def test_a_stage_without_work_is_refused():
     ):
         with pytest.raises(LayerError, match=r"stage 1 has nothing to do.*Give the boundary all"):
             plan()
+
+
+def pinned_chain(pins: dict[int, int], boundaries: tuple[int, ...] = ()) -> Any:
+    """A chain whose values are pinned to stages, by their number."""
+
+    def graph(params: Any, x: Any) -> Any:
+        for i, kernel in enumerate(params):
+            x = jnp.tanh(x @ kernel)
+            x = al.pin_stage(x, pins[i]) if i in pins else x
+            x = al.layer_boundary(x) if i in boundaries else x
+        return x
+
+    return graph
+
+
+def stages_of_values(layout: Any, graphs: dict[str, Any]) -> dict[str, list[int]]:
+    """Per graph the stages that compute the values of a chain."""
+    found = {}
+    for name, (fn, args) in graphs.items():
+        plan = layout.plans[name]
+        step = staged_for(plan, traced_for(plan, fn, args, {}))
+        ops = [(stage, op) for stage, program in enumerate(step.programs) for _, _, op in program.walk()]
+        found[name] = [stage for stage, op in ops if op.primitive == "tanh"]
+    return found
+
+
+SEARCHED = al.PlanOptions(num_stages=2, submeshes="auto")
+KERNELS_8 = [shape(256, 256)] * 8
+PINNED = {
+    "boundaries": ({"one": ({1: 0}, (0, 1)), "other": ({}, (0, 1))}, 4),
+    "boundaries, in both": ({"one": ({1: 0}, (0, 1)), "other": ({1: 0, 2: 1}, (0, 1))}, 4),
+    "none": ({"one": ({2: 0}, ()), "other": ({}, ())}, 4),
+    "in both": ({"one": ({0: 0}, ()), "other": ({2: 0}, ())}, 4),
+    "within a layer": ({"one": ({2: 0, 3: 1}, ()), "other": ({}, ())}, 8),
+}
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("options", [TWO, SEARCHED], ids=["equal", "searched"])
+@pytest.mark.parametrize("case", PINNED)
+def test_pins_to_stages_hold_in_any_graph(case, options):
+    """Whichever leads, and in either order."""
+    given, count = PINNED[case]
+    for first, second in itertools.permutations(given):
+        for weight in (1.0, 1e6):
+            rows = {first: 64, second: 2}
+            graphs = {
+                name: (pinned_chain(*given[name]), (KERNELS_8[:count], shape(rows[name], 256)))
+                for name in (first, second)
+            }
+            layout = al.plan_shared(graphs, shared="0", weights={second: weight}, cluster=CLUSTER, options=options)
+            for name, stages in stages_of_values(layout, graphs).items():
+                pins = given[name][0]
+                assert {i: stages[i] for i in pins} == pins, (name, first, weight)
+            assert not list(layout.faults())
+
+
+@pytest.mark.parametrize("options", [TWO, SEARCHED], ids=["equal", "searched"])
+@pytest.mark.parametrize("boundaries", [(0, 1), (0, 1, 2), ()])
+def test_pins_to_stages_of_two_graphs_that_clash_are_refused(boundaries, options):
+    """``one`` wants value 2 on the first stage, and ``other`` value 1 on the last, each of which alone can be."""
+    one, other = pinned_chain({2: 0} if len(boundaries) != 2 else {1: 0}, boundaries), pinned_chain({1: 1}, boundaries)
+    for weight in (1e-3, 1e3):
+        graphs = {"one": (one, WIDE), "other": (other, NARROW)}
+        with pytest.raises(LayerError, match=r"al.pin_stage at ") as raised:
+            al.plan_shared(graphs, shared="0", weights={"other": weight}, cluster=CLUSTER, options=options)
+        assert "'one'" in str(raised.value) and "'other'" in str(raised.value)
+
+
+def test_pins_to_stages_beside_given_layers():
+    def planned(pins: dict[int, int], alone: bool = False) -> Any:
+        graphs = {"one": (pinned_chain({}), WIDE), "other": (pinned_chain(pins), NARROW)}
+        graphs = {"other": graphs["other"]} if alone else graphs
+        options = al.PlanOptions(num_stages=2, stage_layers=(2, 2))
+        layout = al.plan_shared(graphs, shared="0", cluster=CLUSTER, options=options)
+        return stages_of_values(layout, graphs)["other"]
+
+    assert planned({1: 0})[1] == 0
+    assert planned({2: 1}, alone=True)[2] == 1
+    assert planned({2: 1})[2] == 1
+    assert planned({2: 0})[2] == 0  # as the other graph alone would be cut, not the first
+
+    def bounded(pins: dict[int, int]) -> Any:
+        return {
+            "one": (pinned_chain({}, (0, 1, 2)), WIDE),
+            "other": (pinned_chain(pins, (0, 1, 2)), NARROW),
+        }
+
+    with pytest.raises(
+        LayerError, match=r"stage_layers=\(2, 2\) puts layer 2 on stage 1, al.pin_stage at .* on stage 0"
+    ):
+        al.plan_shared(bounded({2: 0}), shared="0", cluster=CLUSTER,
+                       options=al.PlanOptions(num_stages=2, stage_layers=(2, 2)))  # fmt: skip
+
+
+@pytest.mark.parametrize("weight", [1e-3, 1e3])
+def test_leaves_that_a_graph_does_not_read(weight):
+    """The other graph tells no layers apart by them, whichever leads."""
+    for unread in (slice(1, None), slice(2, None), slice(0, None, 2)):
+        part = lambda params, x, unread=unread: chain(params[unread], x)  # noqa: E731
+        graphs = {"all": (chain, WIDE), "part": (part, NARROW)}
+        layout = al.plan_shared(graphs, shared="0", weights={"part": weight}, cluster=CLUSTER, options=TWO)
+        assert not list(layout.faults())
+        stages = [stage for stage, _ in layout.parameter_layout.values()]
+        assert stages == sorted(stages) and set(stages) == {0, 1}
+
+
+def updated(params: Any, x: Any) -> Any:
+    """Reads every matrix twice."""
+    return [kernel * 2 for kernel in params], chain(params, x)
+
+
+def tied(params: Any, x: Any) -> Any:
+    return chain(params["kernels"], x @ params["table"]) @ params["table"].T
+
+
+UPDATED = [shape(64, 1024), shape(1024, 256)]
+TIED = {"table": shape(64, 256), "kernels": KERNELS}
+READ_TWICE = {
+    "alone": ({"one": (updated, (UPDATED, shape(2, 64)))}, "0"),
+    "leads": ({"one": (updated, (UPDATED, shape(64, 64))), "other": (chain, (UPDATED, shape(2, 64)))}, "0"),
+    "follows": ({"one": (updated, (UPDATED, shape(2, 64))), "other": (chain, (UPDATED, shape(64, 64)))}, "0"),
+    "both": ({"one": (updated, (UPDATED, shape(2, 64))), "other": (updated, (UPDATED, shape(64, 64)))}, "0"),
+    "table": ({"one": (tied, (TIED, shape(64, 64)))}, "0/table"),
+    "tables": ({"one": (tied, (TIED, shape(64, 64))), "other": (tied, (TIED, shape(2, 64)))}, "0/table"),
+}
+
+
+@pytest.mark.parametrize("options", [TWO, SEARCHED], ids=["equal", "searched"])
+@pytest.mark.parametrize("case", READ_TWICE)
+def test_leaves_that_two_layers_read(case, options):
+    """They tell no layers apart, and layers are needed all the same."""
+    graphs, shared = READ_TWICE[case]
+    layout = al.plan_shared(graphs, shared=shared, cluster=CLUSTER, options=options)
+    assert not list(layout.faults())
+    assert all(
+        len(plan.stages) == 2 and all(stage.decisions for stage in plan.stages) for plan in layout.plans.values()
+    )
+    assert all(price >= 0 for price in layout.price.values())
+
+
+def test_results_of_parameters_alone():
+    """Nobody reads them, and what they are made of comes first."""
+    graph = lambda p, x: (jnp.tanh(p[0] @ p[1]), chain(p, x)[:, :8])  # noqa: E731
+    layout = al.plan_shared({"one": (graph, WIDE)}, shared="0", cluster=CLUSTER, options=TWO)
+    assert {stage for stage, _ in layout.parameter_layout.values()} == {0, 1}

@@ -52,7 +52,11 @@ class PinClashError(PinError):
 
 
 class MemoryBudgetError(AlpaLiteError):
-    """No plan fits the memory budget."""
+    """No plan fits the memory budget, or none was found: ``proven`` says which."""
+
+    def __init__(self, message: str, proven: bool = True) -> None:
+        super().__init__(message)
+        self.proven = proven
 
 
 class TraceError(AlpaLiteError):

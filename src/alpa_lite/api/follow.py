@@ -277,6 +277,13 @@ def counterparts(
                 "the layout of these parameters."
             )
         made[position] = other, dims
+    if not made:
+        position, other = next(iter(found.items()))
+        raise PinError(
+            f"nothing can follow: {paths[position]!r} is {program.values[program.inputs[position]]}, and {other!r} is "
+            f"{followed.values[other]}, as with all leaves of one path. At {source}. Give this function the same arrays, or say "
+            "with follow_like={'path here': 'path there'} which leaves follow."
+        )
     return made
 
 
@@ -333,13 +340,17 @@ def _by_like(paths: Sequence[str], followed: Followed, like: Any, source: str) -
     return found
 
 
-def fixed_pins(pins: ResolvedPins, found: Mapping[int, tuple[str, Dims]]) -> ResolvedPins:
-    """The pins with the layouts that are followed.
+def fixed_pins(pins: ResolvedPins, found: Mapping[int, tuple[str, Dims]], followed: Followed) -> ResolvedPins:
+    """The pins with the layouts that are followed; ``found`` as of ``counterparts``.
 
     Raises:
         PinError: a pin says something else.
     """
-    inputs = pins.with_fixed({i: (dims, f"{ORIGIN} {other}") for i, (other, dims) in found.items()}).inputs
+    fixed = pins
+    for i, (other, dims) in found.items():
+        mesh = followed.meshes[followed.stages[other]] if followed.meshes else followed.mesh
+        fixed = fixed.with_fixed({i: (dims, f"{ORIGIN} {other}")}, mesh)
+    inputs = fixed.inputs
     others = [pinned.path for n, pinned in enumerate(inputs) if n not in found]
     free = f"; others are planned: {', '.join(others[:3])}" + (f" and {len(others) - 3} more" if others[3:] else "")
     note = f"follow: {len(found)} parameters lie as they are" + (free if others else "")

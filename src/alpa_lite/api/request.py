@@ -28,7 +28,7 @@ from alpa_lite.cluster.cluster import Cluster as ClusterData
 from alpa_lite.cluster.symbolic import SymbolicCluster
 from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.core.program import Program
-from alpa_lite.errors import MemoryBudgetError, MicrobatchError, user_line
+from alpa_lite.errors import MemoryBudgetError, MicrobatchError, PinError, user_line
 from alpa_lite.plan.leaf_rows import split_path
 from alpa_lite.plan.pins import Dims, ResolvedPins
 from alpa_lite.plan.plan import Plan
@@ -80,8 +80,8 @@ class Request:
     """What a user asked for, whatever the arguments.
 
     ``source`` is the line where, for messages. ``follow`` is as given until planning, then a ``Followed``.
-    ``fixed`` are layouts of argument leaves that come from neither: path -> dims, where they come from, and the mesh that they
-    are for, if they are for one.
+    ``fixed`` are layouts of argument leaves that come from neither: path -> dims, where they come from (all, or path -> where),
+    and the mesh that they are for, if they are for one.
     """
 
     fn: Callable[..., Any]
@@ -94,7 +94,9 @@ class Request:
     source: str
     follow: Any = None
     follow_like: Mapping[str, str] | None = None
-    fixed: tuple[Mapping[str, Dims], str, DeviceMesh | None] = field(default_factory=lambda: ({}, "", None))
+    fixed: tuple[Mapping[str, Dims], str | Mapping[str, str], DeviceMesh | None] = field(
+        default_factory=lambda: ({}, "", None)
+    )
 
     @classmethod
     def of(
@@ -123,6 +125,11 @@ class Request:
             follow=follow,
             follow_like=follow_like,
         )
+        if follow_like is not None and follow is None and (own is None or own.follow is None):
+            raise PinError(
+                f"follow_like={follow_like!r:.80} was given without follow, so there is nothing to be like. At {given.source}. "
+                "Give follow=, or leave follow_like out."
+            )
         if own is None:
             return given
         as_pinned = own.pins is not None and pins is None and pin_like is None and options is None
@@ -433,10 +440,11 @@ class Request:
     def _with_fixed(self, pins: ResolvedPins, program: Program) -> ResolvedPins:
         """The pins of a program, its leaves maybe in parts, with what is followed and fixed."""
         if self.follow is not None:
-            pins = fixed_pins(pins, counterparts(program, self.follow, self.follow_like, self.source))
+            pins = fixed_pins(pins, counterparts(program, self.follow, self.follow_like, self.source), self.follow)
         fixed, origin, mesh = self.fixed
         whole = [path if path in fixed else split_path(path)[0] for path in program.input_paths]
-        found = {i: (fixed[path], origin) for i, path in enumerate(whole) if fixed.get(path)}
+        origins = dict.fromkeys(fixed, origin) if isinstance(origin, str) else origin
+        found = {i: (fixed[path], origins[path]) for i, path in enumerate(whole) if fixed.get(path)}
         return pins.with_fixed(found, mesh)
 
 

@@ -6,17 +6,21 @@
 
 The layouts of the graphs' own optima go through step 3 too, that of the graph which counts most before step 2, the others after
 it and as far as they can win: sharing never costs more than under the best.
+
+Where the memory budget refuses a layout or makes it dearer, the joint problem, which knows nothing of that, is asked for further
+ones: by limits of its own count of memory, then for the next best, with a cap.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 
-from alpa_lite.api.given import checked_options
 from alpa_lite.api.shared_graphs import PINNED_ELSEWHERE, Globs, Graphs, SharedGraph, given_graphs
 from alpa_lite.api.shared_layout import SharedLayout
 from alpa_lite.api.shared_stages import plan_shared_stages
@@ -27,13 +31,14 @@ from alpa_lite.errors import AlpaLiteError, MemoryBudgetError, PinError, user_li
 from alpa_lite.plan.plan import Plan
 from alpa_lite.planner.collector import collector_paused
 from alpa_lite.planner.explain import explain_sharing
-from alpa_lite.planner.joint import solve_jointly
+from alpa_lite.planner.joint import EVERYWHERE, JointAnswer, Region, solve_jointly
 from alpa_lite.planner.options import PlanOptions
 from alpa_lite.planner.plan_step import budget_bytes
 
 _CLOSE = 4e-4  # of the best sum so far: a search on a large problem ends where no layout can be so much better
 # Of the budget, by the solver's own count, which may be too high or too low.
 _LIMITS = (1.5, 1.25, 1.1, 1.0, 0.95, 0.85, 0.7)
+_TRIES = 24  # joint problems of parts of the layouts, per mesh, and as many layouts
 
 
 @collector_paused()
@@ -54,7 +59,8 @@ def plan_shared(
     """Plans several graphs on one mesh, or on one set of stages, with one layout of what they share. Touches no device.
 
     Args:
-        graphs: name -> (function, arguments); arguments are arrays or ``jax.ShapeDtypeStruct`` pytrees.
+        graphs: name -> (function, arguments); arguments are arrays or ``jax.ShapeDtypeStruct`` pytrees. What is not given below
+            is as a parallelized function has it.
         shared: path of arguments, or glob as for pins, e.g. "0" for the whole first argument; or several; or graph -> such.
             These leaves must have one path (below the glob's fixed beginning), shape and dtype in all graphs.
         cluster: as for ``plan``.
@@ -64,7 +70,8 @@ def plan_shared(
         options, static_argnums, static_argnames, donate_argnums: as for ``plan``, of all graphs. The memory budget is each
             graph's, shared leaves counted in each. With stages (``num_stages``; ``submeshes`` given or "auto") all graphs have
             the same ones.
-        follow, follow_like: as for ``plan``: what all graphs take where it lies, e.g. the parameters of a training step.
+        follow, follow_like: as for ``plan``: what all graphs take where it lies, e.g. the parameters of a training step;
+            ``follow_like`` also as graph -> such.
 
     Returns:
         The layout with the smallest weighted sum of costs that was found, and a bound of what can be.
@@ -80,14 +87,14 @@ def plan_shared(
         >>> print(layout)
     """
     source = user_line()
-    settings = checked_options(options), static_argnums, static_argnames, donate_argnums, follow, follow_like
+    settings = options, static_argnums, static_argnames, donate_argnums, follow, follow_like
     found = given_graphs(graphs, shared, weights, pins, settings, cluster, source)
     for graph in found:
         graph.request = replace(graph.request, options=replace(graph.request.options, **graph.stages))
     on_stages = found[0].request.options
     if on_stages.has_stages:
         return plan_shared_stages(found, cluster, on_stages, source)
-    return _Search(found, cluster, settings[0], source).run()
+    return _Search(found, cluster, on_stages, source).run()
 
 
 @dataclass(eq=False, slots=True)
@@ -100,8 +107,9 @@ class _Search:
     source: str
     total: float = math.inf
     plans: list[Plan] = field(default_factory=list)
-    refused: AlpaLiteError | None = None
+    refused: tuple[SharedGraph, DeviceMesh, tuple[ShardingSpec, ...]] | None = None  # the last layout, by whom
     fits: dict[tuple[DeviceMesh, tuple[ShardingSpec, ...]], bool] = field(default_factory=dict)  # of what was tried
+    tight: set[DeviceMesh] = field(default_factory=set)  # where the budget refused a layout, or made one dearer
 
     def run(self) -> SharedLayout:
         for graph in self.graphs:
@@ -110,19 +118,19 @@ class _Search:
         self.offer_own(first)
         meshes = [c.mesh for c in self.graphs[0].best().mesh_table]
         bounds = {mesh: self.weighted([g.bound(mesh) for g in self.graphs]) for mesh in meshes}
-        lower = math.inf
         for mesh in sorted(meshes, key=lambda mesh: (bounds[mesh], meshes.index(mesh))):
-            lower = min(lower, max(bounds[mesh], self.joint(mesh) if bounds[mesh] < self.total else -math.inf))
+            if bounds[mesh] < self.total:
+                bounds[mesh] = max(bounds[mesh], self.joint(mesh))
+        lower = min(bounds.values())
         for graph in others:
             if lower < (1 - _CLOSE) * self.total:
                 self.offer_own(graph)
         if not self.plans:
             raise self.no_layout()
-        costs = [plan.objective for plan in self.plans]
         return SharedLayout(
             plans={g.name: plan for g, plan in zip(self.graphs, self.plans, strict=True)},
             weights={g.name: g.weight for g in self.graphs},
-            own={g.name: min(g.best().objective, cost) for g, cost in zip(self.graphs, costs, strict=True)},
+            own={g.name: g.least for g in self.graphs},
             lower_bound=min(lower, self.total),
             shared={g.name: g.shared for g in self.graphs},
         )
@@ -141,19 +149,49 @@ class _Search:
 
     def joint(self, mesh: DeviceMesh) -> float:
         """Tries what the joint problem proposes on a mesh; what no layout there costs less than."""
+        answer = self.solved(mesh)
+        if answer.specs:
+            fits = self.offer(mesh, answer.specs)
+            if mesh in self.tight:
+                if not fits:
+                    self.below(mesh)
+                self.next_best(mesh, answer)
+        if answer.status != "infeasible":
+            return answer.lower_bound
+        # The joint problem and plans in a layout follow the same rules. Should they ever not, a plan is the proof.
+        return -math.inf if any(fits and known == mesh for (known, _), fits in self.fits.items()) else math.inf
+
+    def solved(self, mesh: DeviceMesh, limit: int | None = None, region: Region = EVERYWHERE) -> JointAnswer:
+        """The joint problem's answer; ``limit`` and ``region`` as of ``solve_jointly``."""
         tasks = [g.task for g in self.graphs if g.task is not None]
         weights, leaves = [g.weight for g in self.graphs], [g.leaves for g in self.graphs]
+        cutoff = (1 - _CLOSE) * self.total
+        return solve_jointly(
+            tasks, weights, leaves, self.cluster, mesh, limit, region=region, cutoff=cutoff, large_gap=_CLOSE
+        )
+
+    def below(self, mesh: DeviceMesh) -> None:
+        """Tries layouts that need less memory, until one fits."""
         budget = budget_bytes(self.cluster, self.options)
-        bound = -math.inf
-        limits = [None, *(int(share * budget) for share in _LIMITS if math.isfinite(budget))]
-        for limit in limits:
-            cutoff = (1 - _CLOSE) * self.total
-            answer = solve_jointly(tasks, weights, leaves, self.cluster, mesh, limit, cutoff=cutoff, large_gap=_CLOSE)
-            if limit is None:
-                bound = math.inf if answer.status == "infeasible" else answer.lower_bound
+        for share in _LIMITS if math.isfinite(budget) else ():
+            answer = self.solved(mesh, int(share * budget))
             if not answer.specs or self.offer(mesh, answer.specs):
                 break
-        return bound
+
+    def next_best(self, mesh: DeviceMesh, best: JointAnswer) -> None:
+        """Tries the layouts after the best by the joint problem, which knows nothing of the budget, as far as they can win."""
+        parts = [(best.lower_bound, 0, EVERYWHERE, best.specs)]
+        tries = 0
+        for _ in range(_TRIES):
+            if not parts or not parts[0][0] < (1 - _CLOSE) * self.total:
+                break
+            _, _, region, specs = heapq.heappop(parts)
+            self.offer(mesh, specs)
+            for part in islice(region.without(specs), _TRIES - tries):
+                answer = self.solved(mesh, region=part)
+                tries += 1
+                if answer.specs:
+                    heapq.heappush(parts, (answer.lower_bound, tries, part, answer.specs))
 
     def offer(self, mesh: DeviceMesh, specs: tuple[ShardingSpec, ...]) -> bool:
         """Plans all graphs in a layout, unless it cannot win; whether all fit the budget, as far as that was looked at."""
@@ -170,24 +208,35 @@ class _Search:
                 return True
             try:
                 plans[number] = self.graphs[number].planned(self.cluster, mesh, specs)
-            except (MemoryBudgetError, PinError) as error:  # the budget and a fixed layout may be named as a clash
-                self.refused = error
+            except (MemoryBudgetError, PinError):
+                self.refused = self.graphs[number], mesh, specs
+                self.tight.add(mesh)
                 return False
+            if SharedGraph.is_limited(plans[number]):
+                self.tight.add(mesh)
             costs[number] = plans[number].objective
         if self.weighted(costs) < self.total:
             self.total, self.plans = self.weighted(costs), [plans[number] for number in range(len(costs))]
         return True
 
     def no_layout(self) -> AlpaLiteError:
-        """Why no graphs have plans: a clash of several graphs' pins, or what a layout was refused for."""
-        if self.refused is None or isinstance(self.refused, PinError):
-            tasks = {g.name: g.task for g in self.graphs if g.task is not None}
-            mesh, leaves = self.graphs[0].best().mesh_table[0].mesh, [g.leaves for g in self.graphs]
+        """Why no graphs have plans: a budget, a clash of several graphs' pins, or what a layout was refused for."""
+        for graph in self.graphs:
+            if graph.refused is not None:
+                return graph.refused
+        tasks = {g.name: g.task for g in self.graphs if g.task is not None}
+        leaves = [g.leaves for g in self.graphs]
+        for candidate in self.graphs[0].best().mesh_table:
             with suppress(PinError):  # pins that this mesh cannot hold
-                if clash := explain_sharing(tasks, leaves, self.cluster, mesh, PINNED_ELSEWHERE):
+                if clash := explain_sharing(tasks, leaves, self.cluster, candidate.mesh, PINNED_ELSEWHERE):
                     return clash
+                break
+        if self.refused is not None:
+            graph, mesh, specs = self.refused
+            if error := graph.why(self.cluster, mesh, specs):
+                return error
         names = ", ".join(repr(g.name) for g in self.graphs)
-        return self.refused or PinError(
+        return PinError(
             f"no mesh of {self.cluster} has a layout that all of {names} can share. Pins and options must leave one. At "
             f"{self.source}. Take pins away, or fix PlanOptions.mesh_shape."
         )

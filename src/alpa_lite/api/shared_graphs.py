@@ -4,36 +4,43 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+import numpy as np
 
 from alpa_lite.api.request import ONE_MESH, Request
 from alpa_lite.cluster.cluster import Cluster
 from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.core.spec import ShardingSpec
-from alpa_lite.errors import AlpaLiteError, LayerError, MemoryBudgetError, PinError
-from alpa_lite.plan.pins import Dims
+from alpa_lite.errors import AlpaLiteError, MemoryBudgetError, PinError
+from alpa_lite.plan.pins import Dims, PinnedDims
 from alpa_lite.plan.plan import Plan
-from alpa_lite.planner.one_mesh import MeshTask
+from alpa_lite.planner.one_mesh import MeshTask, task_costs
 from alpa_lite.planner.options import PlanOptions
-from alpa_lite.planner.plan_step import KnownTasks
+from alpa_lite.planner.plan_step import LIMITED, KnownTasks, axis_names_of
 from alpa_lite.trace.paths import below, is_glob, select
 from alpa_lite.trace.program import Rules, Traced
 
 Globs = str | Sequence[str]
 Graphs = Mapping[str, tuple[Callable[..., Any], Sequence[Any]]]
 Settings = tuple[
-    PlanOptions, int | Sequence[int], str | Sequence[str], int | Sequence[int], Any, Mapping[str, str] | None
+    PlanOptions | None, int | Sequence[int], str | Sequence[str], int | Sequence[int], Any, Mapping[str, str] | None
 ]
 """Options, what is static or donated, and what is followed, as for ``plan``."""
-PINNED_ELSEWHERE = "the pin of another graph"  # origin of pins that a graph has from others
+# Begins origins of pins that a graph has from others: their own origins, and the graphs.
+PINNED_ELSEWHERE = "the shared pin"
 
 
 @dataclass(eq=False, slots=True)
 class SharedGraph:
     """One graph; ``leaves``: positions of the shared ones among its arguments, ``own`` and ``task`` of its own optimum.
 
-    ``stages``: the options about stages, which ``request`` is without.
+    ``stages``: the options about stages, which ``request`` is without. ``least`` is the cost of the cheapest plan that was made.
+    ``free_ends``: fixed leaves may lie as its own optimum may not have them, which then bounds nothing. ``refused``: why no plan
+    alone was found within the budget, where none is ruled out; ``own`` is without a budget then.
     """
 
     name: str
@@ -46,6 +53,9 @@ class SharedGraph:
     own: Plan | None = None
     task: MeshTask | None = None
     stages: dict[str, Any] = field(default_factory=dict)
+    least: float = math.inf
+    free_ends: bool = False
+    refused: MemoryBudgetError | None = None
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -61,32 +71,66 @@ class SharedGraph:
 
     def plan_own(self, cluster: Cluster) -> None:
         """Its plan alone."""
-        with named(f"the graph {self.name!r}"):
-            traced, self.own = self.request.plan_known(self.traced, self.args, cluster, self.tasks)
+        request = self.request
+        try:
+            with named(f"the graph {self.name!r}"):
+                traced, self.own = request.plan_known(self.traced, self.args, cluster, self.tasks)
+            self.least = self.own.objective
+        except MemoryBudgetError as error:
+            if error.proven:
+                raise
+            # In a layout that is fixed the search may find one.
+            self.refused = error
+            request = replace(request, options=replace(request.options, memory_budget_bytes=math.inf))
+            traced, self.own = request.plan_known(self.traced, self.args, cluster, self.tasks)
         self.task = self.tasks.last(traced.program)
+        self.free_ends = task_costs(self.task, cluster, self.own.mesh).rules.replicated_ends
 
     def bound(self, mesh: DeviceMesh) -> float:
         """What no plan of it on a mesh costs less than; inf where there is none."""
         for candidate in self.best().mesh_table:
-            if candidate.mesh == mesh:
-                unknown = math.inf if candidate.objective is None else -math.inf
-                return unknown if candidate.lower_bound is None else candidate.lower_bound
+            if candidate.mesh == mesh and candidate.status != "ruled out":
+                unknown = math.inf if candidate.objective is None else 0.0
+                return 0.0 if self.free_ends else unknown if candidate.lower_bound is None else candidate.lower_bound
         return math.inf
 
     def planned(self, cluster: Cluster, mesh: DeviceMesh, specs: Sequence[ShardingSpec]) -> Plan:
         """Its plan with the shared leaves in a layout."""
         own = self.best()
+        alike = own.mesh == mesh and all(own.inputs[i].spec == spec for i, spec in zip(self.leaves, specs, strict=True))
+        made = own if alike and self.refused is None else self._fixed(cluster, mesh, specs)
+        if made is own and own.gap and self.is_limited(own):  # the search may find more where it has less to choose
+            with suppress(MemoryBudgetError, PinError):
+                made = min(own, self._fixed(cluster, mesh, specs), key=lambda plan: plan.objective)
+        self.least = min(self.least, made.objective)
+        return made
+
+    @staticmethod
+    def is_limited(plan: Plan) -> bool:
+        """Whether the memory budget keeps a plan from being cheaper."""
+        return any(c.reason == LIMITED for c in plan.mesh_table if c.mesh == plan.mesh)
+
+    def why(self, cluster: Cluster, mesh: DeviceMesh, specs: Sequence[ShardingSpec]) -> AlpaLiteError | None:
+        """Why ``planned`` found nothing."""
+        try:
+            self._fixed(cluster, mesh, specs, explains=True)
+        except AlpaLiteError as error:
+            return error
+        return None
+
+    def _fixed(
+        self, cluster: Cluster, mesh: DeviceMesh, specs: Sequence[ShardingSpec], *, explains: bool = False
+    ) -> Plan:
         dims = {path: spec.dims for path, spec in zip(self.shared, specs, strict=True)}
-        if own.mesh == mesh and all(own.inputs[i].spec == spec for i, spec in zip(self.leaves, specs, strict=True)):
-            return own
         options = replace(self.request.options, mesh_shape=mesh.shape, axis_names=mesh.axis_names)
         request = replace(self.request, options=options, fixed=(dims, "the shared layout", mesh))
+        self.tasks.explains = explains  # most layouts are refused for another to be taken
         with named(f"the graph {self.name!r} in the layout that it would share"):
             return request.plan_known(self.traced, self.args, cluster, self.tasks)[1]
 
 
 class named:
-    """Errors about the budget, about pins and about layers say which graph they are about."""
+    """Errors say which graph they are about."""
 
     def __init__(self, what: str) -> None:
         self.what = what
@@ -95,8 +139,10 @@ class named:
         pass
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, LayerError | MemoryBudgetError | PinError):
-            raise type(error)(f"{self.what}: {error}") from error
+        if isinstance(error, AlpaLiteError):
+            told = copy(error)  # with what it says beside its text
+            told.args = (f"{self.what}: {error}",)
+            raise told from error
 
 
 def given_graphs(
@@ -105,22 +151,45 @@ def given_graphs(
     """The graphs, traced; arguments as of ``plan_shared``, ``source`` is the user's line."""
     check_graphs(graphs, source)
     counted = weights_of(graphs, weights, source)
-    check_options(settings[0], source)
     own_pins = pins_by_graph(graphs, pins, source)
     found: list[SharedGraph] = []
     rules: Rules = {}  # of ops that graphs have in common, asked for once
     for name, (fn, args) in graphs.items():
-        request = Request.of(fn, None, None, *settings).following(cluster)
-        stages = {
-            word: getattr(request.options, word) for word in ONE_MESH
-        }  # what is shared is found in the whole graph
-        request = replace(request, options=replace(request.options, **ONE_MESH))
-        traced = request.trace(tuple(args), {}, known=rules)
+        with named(f"the graph {name!r}"):
+            options, static_argnums, static_argnames, donate_argnums, follow, like = settings
+            request = Request.of(
+                fn, None, None, options, static_argnums, static_argnames, donate_argnums, follow, like_of(like, name)
+            )
+            check_options(request.options, source)
+            request = request.following(cluster)
+            stages = {
+                word: getattr(request.options, word) for word in ONE_MESH
+            }  # what is shared is found in the whole graph
+            request = replace(request, options=replace(request.options, **ONE_MESH))
+            traced = request.trace(tuple(args), {}, known=rules)
         found.append(SharedGraph(name, request, tuple(args), traced, counted[name], stages=stages))
+    one_set_of_options(found, source)
     take_pins(found, own_pins, source)
     match(found, shared, source)
     share_pins(found, source)
     return found
+
+
+def like_of(like: Any, name: str) -> Any:
+    """``follow_like`` of one graph: it is for all, or graph -> its own."""
+    nested = isinstance(like, Mapping) and like and all(isinstance(own, Mapping) for own in like.values())
+    return like.get(name) if nested else like
+
+
+def one_set_of_options(graphs: Sequence[SharedGraph], source: str) -> None:
+    """Refuses parallelized steps that were made with different options, where none are given for all."""
+    first = graphs[0]
+    for graph in graphs:
+        if (graph.request.options, graph.stages) != (first.request.options, first.stages):
+            raise AlpaLiteError(
+                f"the graphs {first.name!r} and {graph.name!r} are parallelized with different options. Graphs that share a "
+                f"layout are planned with one set. At {source}. Give options= for all."
+            )
 
 
 def check_graphs(graphs: Any, source: str) -> None:
@@ -149,12 +218,22 @@ def weights_of(graphs: Mapping[str, Any], weights: Any, source: str) -> dict[str
                 f"weights has {name!r}, which is no graph. There are {', '.join(map(repr, graphs))}. At {source}. Correct "
                 "the name."
             )
-        if not isinstance(weight, int | float) or isinstance(weight, bool) or not 0 < weight < math.inf:
+        if not 0 < _number(weight) < math.inf:
             raise AlpaLiteError(
                 f"the weight of {name!r} is {weight!r}. It must be a number above 0, e.g. how often the graph runs. At {source}. "
                 "Give a small one where it hardly runs."
             )
     return {name: float(given.get(name, 1.0)) for name in graphs}
+
+
+def _number(x: Any) -> float:
+    """nan if it is none."""
+    if not isinstance(x, int | float | np.number) or isinstance(x, bool):
+        return math.nan
+    try:
+        return float(x)
+    except OverflowError:  # of a whole number
+        return math.inf
 
 
 def check_options(options: PlanOptions, source: str) -> None:
@@ -172,9 +251,10 @@ def check_options(options: PlanOptions, source: str) -> None:
         )
 
 
-def pins_by_graph(graphs: Mapping[str, Any], pins: Any, source: str) -> dict[str, dict[str, Any]]:
+def pins_by_graph(graphs: Mapping[str, Any], pins: Any, source: str) -> dict[str, dict[str, Any] | None]:
+    """None: as a parallelized graph has them."""
     if pins is None:
-        return {name: {} for name in graphs}
+        return dict.fromkeys(graphs)
     nested = isinstance(pins, Mapping) and pins and all(isinstance(v, Mapping) for v in pins.values())
     if nested:
         for name in pins:
@@ -183,7 +263,7 @@ def pins_by_graph(graphs: Mapping[str, Any], pins: Any, source: str) -> dict[str
                     f"pins has {name!r}, which is no graph. There are {', '.join(map(repr, graphs))}. At {source}. Correct the "
                     "name."
                 )
-        return {name: dict(pins.get(name, {})) for name in graphs}
+        return {name: dict(pins[name]) if name in pins else None for name in graphs}
     if not isinstance(pins, Mapping) or not all(isinstance(key, str) for key in pins):
         raise PinError(
             f"pins={pins!r:.80} was given. For several graphs pins are a dict of path or glob -> PartitionSpec, or graph -> "
@@ -192,25 +272,26 @@ def pins_by_graph(graphs: Mapping[str, Any], pins: Any, source: str) -> dict[str
     return {name: dict(pins) for name in graphs}
 
 
-def take_pins(graphs: Sequence[SharedGraph], pins: Mapping[str, dict[str, Any]], source: str) -> None:
+def take_pins(graphs: Sequence[SharedGraph], pins: Mapping[str, dict[str, Any] | None], source: str) -> None:
     """Every graph gets the pins that match in it; a pin that matches in none goes to the first, which refuses it."""
     everywhere = [(*g.paths, *g.traced.program.output_paths) for g in graphs]
     names: list[str] = []
     for number, graph in enumerate(graphs):
-        own = {}
-        for key, spec in pins[graph.name].items():
-            given_to = [i for i, g in enumerate(graphs) if key in pins[g.name]]
+        given, own = pins[graph.name], {}
+        for key, spec in (given or {}).items():
+            given_to = [i for i, g in enumerate(graphs) if key in (pins[g.name] or {})]
             matched = [i for i in given_to if select(key, everywhere[i])]
             if number in matched or (not matched and number == given_to[0]):
                 own[key] = spec
-        graph.request = replace(graph.request, pins=own or None, source=source)
+        kept = graph.request.pins if given is None else own or None
+        graph.request = replace(graph.request, pins=kept, source=source)
         with named(f"the graph {graph.name!r}"):
             names += graph.request.pins_of(graph.traced, graph.args).axis_names
     if names and graphs[0].request.options.axis_names is None:  # all graphs try the same meshes
         for graph in graphs:
-            options = replace(graph.request.options, axis_names=tuple(dict.fromkeys(names)))
-            if options.mesh_shape is None:
-                graph.request = replace(graph.request, options=options)
+            options, own = graph.request.options, tuple(dict.fromkeys(names))
+            own = own if options.mesh_shape is None else axis_names_of(options, own)
+            graph.request = replace(graph.request, options=replace(options, axis_names=own))
 
 
 def match(graphs: Sequence[SharedGraph], shared: Any, source: str) -> None:
@@ -283,18 +364,27 @@ def share_pins(graphs: Sequence[SharedGraph], source: str) -> None:
         PinError: two graphs pin it differently.
     """
     pinned = [g.request.pins_of(g.traced, g.args).inputs for g in graphs]
-    joined: list[Dims] = []
+    joined: list[tuple[Dims, str]] = []
     for number in range(len(graphs[0].leaves)):
-        dims: Dims = pinned[0][graphs[0].leaves[number]].dims
+        dims: Dims = (None,) * len(pinned[0][graphs[0].leaves[number]].dims)
+        by: dict[str, PinnedDims] = {}  # graph -> its pin
         for graph, own in zip(graphs, pinned, strict=True):
             other = own[graph.leaves[number]]
-            if any(None not in (a, b) and a != b for a, b in zip(dims, other.dims, strict=True)):
+            if other.is_free:
+                continue
+            both = other.joined(dims)
+            axes = [axis for part in both or () for axis in part or ()]
+            if both is None or len(set(axes)) < len(axes):
+                before = " and ".join(f"that of {name!r} as {pin}" for name, pin in by.items())
                 raise PinError(
-                    f"the pin {other.origin!r} of {graph.name!r} fixes the shared leaf {other.path!r} as {other}, and another "
-                    f"graph's pins fix it otherwise. A shared leaf has one layout. At {source}. Give both the same spec."
+                    f"the pin {other.origin!r} of {graph.name!r} fixes the shared leaf {other.path!r} as {other}, and {before}. "
+                    f"A shared leaf has one layout, in which an axis splits one dim. At {source}. Give both the same spec."
                 )
-            dims = tuple(a if b is None else b for a, b in zip(dims, other.dims, strict=True))
-        joined.append(dims)
+            dims = both
+            by[graph.name] = other
+        of = " and ".join(f"{pin.origin!r} of the graph {name!r}" for name, pin in by.items())
+        joined.append((dims, f"{PINNED_ELSEWHERE} {of}"))
     for graph in graphs:
-        fixed = dict(zip(graph.shared, joined, strict=True))
-        graph.request = replace(graph.request, fixed=(fixed, PINNED_ELSEWHERE, None))
+        fixed = {path: dims for path, (dims, _) in zip(graph.shared, joined, strict=True)}
+        origins = {path: origin for path, (_, origin) in zip(graph.shared, joined, strict=True)}
+        graph.request = replace(graph.request, fixed=(fixed, origins, None))

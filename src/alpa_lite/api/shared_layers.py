@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 from alpa_lite.api.bound import LAYER_STARTS
@@ -17,11 +17,13 @@ from alpa_lite.plan.plan import Plan
 from alpa_lite.planner.joint_stages import GraphStages, LeafKey, StageLayout
 from alpa_lite.planner.pipeline import plan_pipeline
 from alpa_lite.planner.stage_cut import StageCut
+from alpa_lite.planner.stage_layers import layer_cuts
 from alpa_lite.trace.auto_layers import LayerCuts
 from alpa_lite.trace.flatten import FlatJaxpr
-from alpa_lite.trace.layers import Layered
+from alpa_lite.trace.layers import BOUNDARY, Layered
 from alpa_lite.trace.program import Traced
-from alpa_lite.trace.staged import StagedStep, layers_of, layers_reading, staged_step
+from alpa_lite.trace.stage_pin import PIN_STAGE, StagePin
+from alpa_lite.trace.staged import StagedStep, layers_of, layers_reading, microbatch_loop, staged_step
 
 _ORIGIN = "the shared layout"
 
@@ -54,6 +56,9 @@ class LayeredGraph:
         assert traced.layered is not None
         keys = leaf_keys(graph, traced.program.input_paths)
         layered = layers_of(traced.layered)
+        if starts and layered.pins:
+            pins_of_both = dict.fromkeys([*layered.pins, *_pins_of_makers(traced.layered, layered)])
+            layered = replace(layered, pins=tuple(pins_of_both))
         return cls(graph, tuple(starts), traced, pins, notes, layered, keys)
 
     @property
@@ -65,14 +70,25 @@ class LayeredGraph:
         assert self.traced.layered is not None
         return self.traced.layered
 
-    def single(self) -> dict[LeafKey, int]:
-        """Of shared leaves that one layer reads, which."""
-        return {key: layers[0] for key, layers in self.readers().items() if len(layers) == 1}
+    def told_apart(self, leaves: Set[int]) -> dict[LeafKey, int]:
+        """Of those of the leaves that one layer reads, which."""
+        single = ((key, layers[0]) for key, layers in self.readers().items() if len(layers) == 1)
+        return {key: layer for key, layer in single if key[0] in leaves}
+
+    def beginning(self, homes: Mapping[LeafKey, int]) -> tuple[int, ...]:
+        """The first layer, unless it is one with the next: it has shared leaves, and none of those that tell layers apart."""
+        reads = any(layers == (0,) for layers in self.readers().values())
+        return () if reads and 0 not in homes.values() else (0,)
 
     def readers(self) -> dict[LeafKey, tuple[int, ...]]:
         """The layers that read each shared leaf."""
         found = layers_reading(self.flat, self.layered)
         return {key: found[i] for i, key in self.keys.items()}
+
+    def stage_pins(self, homes: Mapping[str, int]) -> list[StagePin]:
+        """Of its layers, by ``al.pin_stage`` and by the stages of leaves, which ``homes`` has by path."""
+        leaves = [(homes[p], p) if p in homes else None for p in self.traced.program.input_paths]
+        return [*self.layered.pins, *(pin for pin in layers_of(self.flat, leaves).pins if pin.leaf)]
 
     def staged(self, stage_of_layer: Sequence[int], owner: Mapping[LeafKey, int]) -> StagedStep:
         """Cut into stages; ``owner``: layer with which each shared leaf lies."""
@@ -124,6 +140,53 @@ class LayeredGraph:
             )  # fmt: skip
         starts = ((LAYER_STARTS, self.starts),) if self.starts else ()
         return request.finished(replace(made, options=(*made.options, *starts)), self.traced)
+
+
+def _pins_of_makers(flat: FlatJaxpr, layered: Layered) -> list[StagePin]:
+    """Of pinned values, the layers of the ops that make them: a cut that nobody wrote may lie between an op and its pin."""
+    made = {o: k for op, k in zip(layered.flat.ops, layered.layer, strict=True) for o in op.outputs}
+    marks = [op for op in flat.ops[microbatch_loop(flat)].bodies[0].ops if op.name in (BOUNDARY, PIN_STAGE)]
+    before = {op.all_outputs[0]: op.inputs[0] for op in marks}
+    found = []
+    for op in marks:
+        value = op.inputs[0]
+        while isinstance(value, int) and value in before:
+            value = before[value]
+        if op.name == PIN_STAGE and isinstance(value, int) and value in made:
+            found.append(StagePin(place=made[value], stage=op.params["stage"], source=op.source))
+    return found
+
+
+def cuts_by_layers(number: int) -> LayerCuts:
+    """Cuts a function into so many layers, where its leaves are pinned to layers, not stages.
+
+    ``al.pin_stage`` speaks of stages, and no stage is known yet: a value that it pins, and the pin, are left in the layer whose
+    leaves were read last, so that no cut lies between them.
+    """
+
+    def chosen(flops: Sequence[float], cut_bytes: Sequence[float], pins: Sequence[StagePin] = ()) -> Sequence[int]:
+        leaves = [pin for pin in pins if pin.leaf]
+        begun = {p.place: max((a.stage for a in leaves if a.place <= p.place), default=0) for p in pins if not p.leaf}
+        values = [replace(pin, stage=begun[pin.place]) for pin in pins if not pin.leaf]
+        return layer_cuts(number)(flops, cut_bytes, [*leaves, *values])
+
+    return chosen
+
+
+def every_cut(flops: Sequence[float], cut_bytes: Sequence[float], pins: Sequence[StagePin] = ()) -> list[int]:
+    """Cuts a function wherever it can be cut, but not between what ``al.pin_stage`` puts on one stage."""
+    places: dict[int, list[int]] = {}
+    for pin in pins:
+        places.setdefault(pin.stage, []).append(pin.place)
+    possible = [cut for cut, size in enumerate(cut_bytes, 1) if math.isfinite(size)]
+    return [cut for cut in possible if not any(min(own) < cut <= max(own) for own in places.values())]
+
+
+def leaves_read(graph: SharedGraph) -> set[int]:
+    """The shared leaves, by their numbers, that some op of a graph reads."""
+    program = graph.traced.program
+    read = {value for op in program.ops for value in op.inputs}
+    return {number for number, leaf in enumerate(graph.leaves) if program.inputs[leaf] in read}
 
 
 def leaf_keys(graph: SharedGraph, paths: Sequence[str]) -> dict[int, LeafKey]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from os import PathLike
@@ -171,6 +172,16 @@ class SharedLayout:
         first = self._leaves(names[0])
         for name in names:
             leaves = self._leaves(name)
+            weight, own, cost = self.weights[name], self.own[name], self.plans[name].objective
+            if not 0 < weight < math.inf:
+                yield f"the weight of {name!r} is {weight}"
+            if not 0 <= own <= cost:
+                yield f"the own optimum of {name!r} is {own}, and its plan costs {cost}"
+            if not self.shared[name] or len(set(self.shared[name])) < len(self.shared[name]):
+                yield f"{name!r} shares no leaf, or one twice: {', '.join(self.shared[name])}"
+            if self.plans[name].identity.cluster != self._first.identity.cluster:
+                found, wanted = self.plans[name].identity.cluster, self._first.identity.cluster
+                yield f"the plan of {name!r} is for {found}, that of {names[0]!r} for {wanted}"
             if len(leaves) != len(self.shared[name]):
                 yield f"the plan of {name!r} has not all the leaves that are shared"
             elif _stages(self.plans[name]) != _stages(self._first):
@@ -178,9 +189,13 @@ class SharedLayout:
                     ", ".join(str(stage[0]) for stage in _stages(p)) for p in (self.plans[name], self._first)
                 )
                 yield f"the plan of {name!r} is for {found}, that of {names[0]!r} for {wanted}"
+            if len(leaves) != len(first):
+                yield f"{name!r} shares {len(leaves)} leaves and {names[0]!r} {len(first)}"
             for (path, *what), (other, *wanted) in zip(leaves, first, strict=False):
                 if what != wanted:
                     yield f"{path!r} of {name!r} and {other!r} of {names[0]!r} differ"
+        if not self.lower_bound <= self.objective:
+            yield f"the lower bound {self.lower_bound} is above what the layout costs, {self.objective}"
 
     def __str__(self) -> str:
         return "\n\n".join("\n".join(section_lines(section)) for section in self._sections()) + "\n"

@@ -1,7 +1,8 @@
 """``plan_shared`` with stages: the same layers, stages and submeshes for all graphs, and one layout of what they share on each.
 
 1. Every graph is planned alone, with a cut, and where they are searched submeshes, of its own: its own optimum.
-2. The graph that counts most is cut into layers; the others are cut so that each layer reads the same shared leaves.
+2. The graph that counts most is cut into layers; the others are cut so that each layer reads the same shared leaves. What
+   ``al.pin_stage`` says of a layer in one graph, it says in all.
 3. Layers are joined to stages, on submeshes that are given or searched, by what they cost all graphs together
    (``planner/joint_stages.py``).
 4. Stage by stage, the joint problem of all graphs gives mesh and layout of the shared leaves.
@@ -14,14 +15,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import replace
+from itertools import combinations
 from typing import Any
 
 from alpa_lite.api.asked import check_stage_count
 from alpa_lite.api.shared_graphs import PINNED_ELSEWHERE, SharedGraph, named
-from alpa_lite.api.shared_layers import LayeredGraph, leaf_path, stages_of
+from alpa_lite.api.shared_layers import LayeredGraph, cuts_by_layers, every_cut, leaf_path, leaves_read, stages_of
 from alpa_lite.api.shared_layout import SharedLayout
 from alpa_lite.cluster.cluster import Cluster
 from alpa_lite.errors import AlpaLiteError, LayerError, MemoryBudgetError, PinError
@@ -43,7 +45,8 @@ from alpa_lite.planner.pinned_stages import check_stage_pins
 from alpa_lite.planner.plan_step import budget_bytes, mesh_candidates
 from alpa_lite.planner.stage_cut import StageCut, given_mesh_shapes, given_submeshes
 from alpa_lite.planner.stage_layers import layer_cuts, searched_layers
-from alpa_lite.trace.staged import layers_of
+from alpa_lite.trace.auto_layers import LayerCuts
+from alpa_lite.trace.stage_pin import StagePin
 from alpa_lite.units import format_bytes
 
 _CLOSE = 1e-3  # of the sum: nothing so much better is looked for where the bound says that there is nothing
@@ -154,32 +157,68 @@ class _StagedSearch:
     # -- the cut -------------------------------------------------------------------------------------------------------
 
     def layers(self) -> list[LayeredGraph]:
-        """The graphs in layers that read the same shared leaves, in their order.
+        """The graphs in layers that read the same shared leaves, in their order, such that the pins of all can hold.
+
+        Layers are those of the graph that counts most. That may leave no way: another graph does not read a layer's leaves, or
+        pins a part of a layer to a stage. Then they are as small as leaves that all graphs read allow, or those of another graph;
+        graphs with boundaries are asked for no others.
 
         Raises:
             LayerError: they cannot be cut so.
         """
-        lead = max(self.graphs, key=lambda g: (self.importance(g), -self.graphs.index(g)))
-        count = self.options.stage_count
+        assert self.options.stage_count is not None
+        order = sorted(self.graphs, key=lambda graph: -self.importance(graph))
+        few = searched_layers(self.cluster, self.options.stage_count, self.source)
+        every = set(range(len(order[0].leaves)))
+        try:
+            return self.cut_as(order[0], few, every)
+        except LayerError as error:
+            refused = error
+        if self.homes(order[0]):
+            raise refused  # layers are stages, where parameters say them
+        read = set.intersection(*map(leaves_read, self.graphs))
+        for cuts, leaves in ((every_cut, read), (few, every)):
+            for lead in order:
+                with suppress(LayerError):
+                    return self.cut_as(lead, cuts, leaves, bounded=False)
+        raise refused
+
+    def cut_as(
+        self, lead: SharedGraph, cuts: LayerCuts, leaves: Set[int], *, bounded: bool = True
+    ) -> list[LayeredGraph]:
+        """The graphs, cut as one of them.
+
+        Args:
+            lead: that graph.
+            cuts: where it is cut, if neither its boundaries, ``stage_layers``, nor followed parameters say that.
+            leaves: the shared leaves that tell layers apart.
+            bounded: whether it may have boundaries.
+
+        Raises:
+            LayerError: they cannot be cut so, or not so that all pins hold.
+        """
+        count, given = self.options.stage_count, self.options.stage_layers
         assert count is not None
         known = self.homes(lead)  # where parameters lie, if they are followed
-        if self.options.stage_layers is not None:
-            first = LayeredGraph.of(lead, layer_cuts(sum(self.options.stage_layers)), {})
+        if given is not None:
+            cuts = layer_cuts(sum(given), given)
         elif known:
-            first = LayeredGraph.of(lead, layer_cuts(count), known)
-        else:
-            first = LayeredGraph.of(lead, searched_layers(self.cluster, count, self.source), {})
-        homes = first.single()
-        kept = sorted({0, *homes.values()})
-        if first.starts and len(kept) < first.layered.num_layers and self.options.stage_layers is None and not known:
-            starts = [first.starts[layer - 1] for layer in kept if layer]
+            cuts = layer_cuts(count)
+        first = LayeredGraph.of(lead, cuts, known if given is None else {})
+        if not (bounded or first.starts):
+            raise LayerError(f"the graph {lead.name!r} has boundaries of its own.")
+        homes = first.told_apart(leaves)
+        # A layer that no leaf tells apart is joined with the one before it, but there are never fewer layers than stages.
+        kept = sorted({*first.beginning(homes), *homes.values()})
+        if first.starts and count <= len(kept) < first.layered.num_layers and given is None and not known:
+            starts = [first.starts[layer - 1] for layer in kept[1:]]
             first = LayeredGraph.of(lead, lambda *given: starts, {})
-            homes = first.single()
+            homes = first.told_apart(leaves)
         number = first.layered.num_layers
         if number < count:
             raise LayerError(
-                f"num_stages={count} was given, and the graph {lead.name!r} has {number} layers with shared leaves of their own. "
-                f"A stage has at least one. At {self.source}. Ask for fewer stages, or mark more layers with al.layer_boundary."
+                f"num_stages={count} was given, and the graph {lead.name!r} has {number} layers. A stage has at least one. At "
+                f"{self.source}. Ask for fewer stages, or mark more layers with al.layer_boundary."
             )
         found = []
         for graph in self.graphs:
@@ -187,19 +226,18 @@ class _StagedSearch:
                 found.append(first)
                 continue
             here = {leaf_path(graph, key): layer for key, layer in homes.items()}
-            with named(f"the graph {graph.name!r}, cut as {lead.name!r}"):
-                own = LayeredGraph.of(graph, layer_cuts(number), here)
-                pins = layers_of(
-                    own.flat, [(here[p], p) if p in here else None for p in own.traced.program.input_paths]
-                )
+            same = layer_cuts(number) if number == count else cuts_by_layers(number)  # is layer k stage k?
+            with named(f"the graph {graph.name!r}, cut as {lead.name!r} with its {number} layers as stages"):
+                own = LayeredGraph.of(graph, same, here)
                 if own.layered.num_layers != number or set(own.paths) != set(first.paths):
                     raise LayerError(
                         f"it has {own.layered.num_layers} layers and {lead.name!r} has {number}, or shared leaves lie in other "
                         f"rows there. Graphs on one set of stages have the same layers. At {self.source}. Mark them alike with "
                         "al.layer_boundary, or leave all boundaries out."
                     )
-                check_stage_pins([pin for pin in pins.pins if pin.leaf], number, number)
+                check_stage_pins([pin for pin in own.stage_pins(here) if pin.leaf], number, number)
             found.append(own)
+        self.pinned(found)
         return found
 
     def owners(self) -> dict[LeafKey, int]:
@@ -234,9 +272,9 @@ class _StagedSearch:
             submeshes, shapes = zip(*(choices[i] for i in on), strict=True)
             return StageCut(stage_of_layer=tuple(stage_of_layer), submeshes=submeshes, mesh_shapes=shapes)
 
+        pinned = self.pinned(self.layered)
         if on is not None and options.stage_layers is not None:
             return made([s for s, n in enumerate(options.stage_layers) for _ in range(n)], on)
-        pinned = self.pinned()
         if on is not None and number == count:
             return made(range(number), on)
         single = [graph.stages(graph.staged(range(number), self.owner)) for graph in self.layered]
@@ -260,19 +298,34 @@ class _StagedSearch:
             "of stages."
         )
 
-    def pinned(self) -> dict[int, int]:
-        """Layers that ``al.pin_stage``, or parameters that are followed, put on stages."""
-        found = {}
-        for graph in self.layered:
-            homes = self.homes(graph.graph)
-            paths = graph.traced.program.input_paths
-            layered = layers_of(graph.flat, [(homes[p], p) if p in homes else None for p in paths])
-            count = self.options.stage_count
-            assert count is not None
-            with named(f"the graph {graph.graph.name!r}"):
-                check_stage_pins(layered.pins, layered.num_layers, count)
-            found |= {pin.place: pin.stage for pin in layered.pins}
-        return found
+    def pinned(self, layered: Sequence[LayeredGraph]) -> dict[int, int]:
+        """Layers that ``al.pin_stage``, or parameters that are followed, put on stages, in any of the graphs.
+
+        Raises:
+            LayerError: no cut, or not the one that ``stage_layers`` asks for, keeps the pins of a graph, or of two together. As
+                each clash is of two pins, these suffice.
+        """
+        count, number = self.options.stage_count, layered[0].layered.num_layers
+        assert count is not None
+        pins = {graph.graph.name: graph.stage_pins(self.homes(graph.graph)) for graph in layered}
+        for name, own in pins.items():
+            with named(f"the graph {name!r}"):
+                check_stage_pins(own, number, count)
+                self.check_given(own)
+        for (name, own), (other, others) in combinations(pins.items(), 2):
+            with named(f"the graphs {name!r} and {other!r}, which have the same layers"):
+                check_stage_pins([*own, *others], number, count)
+        return {pin.place: pin.stage for own in pins.values() for pin in own}
+
+    def check_given(self, pins: Sequence[StagePin]) -> None:
+        """Refuse pins, of layers, that are not on the stages of ``stage_layers``, with a LayerError."""
+        given = [stage for stage, count in enumerate(self.options.stage_layers or ()) for _ in range(count)]
+        for pin in pins if given else ():
+            if given[pin.place] != pin.stage:
+                raise LayerError(
+                    f"stage_layers={self.options.stage_layers} puts layer {pin.place} on stage {given[pin.place]}, {pin.reason} "
+                    f"on stage {pin.stage}. Both must hold. At {self.source}. Change stage_layers, or drop the pin."
+                )
 
     # -- layouts -------------------------------------------------------------------------------------------------------
 

@@ -89,7 +89,7 @@ def explain_sharing(
         tasks: graph -> its task.
         leaves: as for ``solve_jointly``.
         cluster, mesh: the devices.
-        copied: origin of pins that are another graph's own.
+        copied: how origins of pins begin that are another graph's own.
     """
     alone = [
         replace(task, budget=math.inf, options=replace(task.options, time_limit_s=_TRY_S)) for task in tasks.values()
@@ -98,7 +98,7 @@ def explain_sharing(
         (number, demand)
         for number, task in enumerate(alone)
         for demand in _demands(task)
-        if demand.kind != _PIN or demand.origin != copied
+        if demand.kind != _PIN or not demand.origin.startswith(copied)
     ]
 
     def may_hold(chosen: Sequence[tuple[int, _Demand]]) -> bool:
@@ -254,7 +254,8 @@ def _over_budget(task: MeshTask, results: Sequence[MeshResult], cluster: Cluster
         f"{found} (mesh {result.mesh} of {cluster}).\n"
         f"  largest arguments, unsharded: {largest}\n"
         f"  where: {task.pins.source}\n"
-        f"  next: {advice}, or raise PlanOptions.memory_budget_bytes."
+        f"  next: {advice}, or raise PlanOptions.memory_budget_bytes.",
+        proven=low > task.budget,
     )
 
 

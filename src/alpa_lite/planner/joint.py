@@ -13,7 +13,7 @@ edges that forbid two specs to differ: presolve merges the two decisions, and ev
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -27,6 +27,30 @@ from alpa_lite.intraop.repeated import Repeated, RepeatedEdges, repeated, repeat
 from alpa_lite.intraop.repeats import node_classes
 from alpa_lite.intraop.state import LARGE_GAP
 from alpa_lite.planner.one_mesh import MeshTask, pose, solve_in_units
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Layouts in which the first leaves lie as ``known``, in order, and the next one is none of ``ruled_out``."""
+
+    known: tuple[ShardingSpec, ...] = ()
+    ruled_out: frozenset[ShardingSpec] = frozenset()
+
+    def without(self, specs: tuple[ShardingSpec, ...]) -> Iterator[Region]:
+        """Regions that have each layout of this one once, but for ``specs``, which is one of them."""
+        begin = len(self.known)
+        for number in range(begin, len(specs)):
+            before = self.ruled_out if number == begin else frozenset()
+            yield Region(specs[:number], before | {specs[number]})
+
+    def allows(self, number: int, spec: ShardingSpec) -> bool:
+        """Whether a leaf may lie so."""
+        if number < len(self.known):
+            return spec == self.known[number]
+        return number > len(self.known) or spec not in self.ruled_out
+
+
+EVERYWHERE = Region()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +77,7 @@ def solve_jointly(
     mesh: DeviceMesh,
     limit: int | None = None,
     *,
+    region: Region = EVERYWHERE,
     cutoff: float = math.inf,
     large_gap: float = LARGE_GAP,
 ) -> JointAnswer:
@@ -64,24 +89,37 @@ def solve_jointly(
         leaves: per graph the positions of the shared leaves among its arguments, in one order.
         cluster, mesh: the devices, and their logical grid.
         limit: bytes per device that each graph may use by the solver's own count; None = without memory.
+        region: layouts to choose from.
         cutoff: the search on a large problem may end once no layout is known to cost less.
         large_gap: as for ``intraop.solve.solve``.
     """
-    posed = [pose(task, cluster, mesh) for task in tasks]
+    posed = [pose(task, cluster, mesh, own) for task, own in zip(tasks, leaves, strict=True)]
     graphs = [pricer.graph for _, pricer, _ in posed]
     ports = [[graph.inputs[i] for i in own] for graph, own in zip(graphs, leaves, strict=True)]
-    problem = joint_problem([within(limit) for _, _, within in posed], weights, graphs, ports)
+    problems = [within(limit) for _, _, within in posed]
+    if region != EVERYWHERE:
+        problems[0] = _inside(problems[0], region, graphs[0], ports[0])
+    problem = joint_problem(problems, weights, graphs, ports)
     check_problem(problem)
     solution = solve_in_units(problem, posed[0][0], tasks[0].options, cutoff, large_gap=large_gap)
     if not len(solution.choice):
         return JointAnswer(status=solution.status)
-    specs = [specs_of(graphs[0], port)[solution.choice[port]] for port in ports[0]]
     return JointAnswer(
         status=solution.status,
-        specs=tuple(specs),
+        specs=tuple(specs_of(graphs[0], port)[solution.choice[port]] for port in ports[0]),
         objective=solution.objective,
         lower_bound=solution.lower_bound,
     )
+
+
+def _inside(problem: IntraOpProblem, region: Region, graph: DecisionGraph, ports: Sequence[int]) -> IntraOpProblem:
+    """The first graph's problem, where shared leaves lie in a region; ties do the same for the other graphs."""
+    costs = list(problem.node_costs)
+    for number, port in enumerate(ports):
+        inside = [region.allows(number, spec) for spec in specs_of(graph, port)]
+        if not all(inside):
+            costs[port] = np.where(inside, costs[port], np.inf)
+    return replace(problem, node_costs=costs)
 
 
 def specs_of(graph: DecisionGraph, port: int) -> list[ShardingSpec]:

@@ -213,7 +213,8 @@ def greedy_first(task: MeshTask, cluster: Cluster, result: MeshResult) -> Search
     return replace(step, objective=float(math.floor(step.objective)))
 
 
-def pose(task: MeshTask, cluster: Cluster, mesh: DeviceMesh) -> Posed:
+def pose(task: MeshTask, cluster: Cluster, mesh: DeviceMesh, shared: Sequence[int] = ()) -> Posed:
+    """The problem of one mesh; ``shared``: arguments that will be fixed where several programs want them (``joint.py``)."""
     task.pins.check(mesh)
     costs = task_costs(task, cluster, mesh)
     rules = costs.rules
@@ -223,7 +224,7 @@ def pose(task: MeshTask, cluster: Cluster, mesh: DeviceMesh) -> Posed:
     pinned = task.shared.facts.of(pin_ops, program)
     allowed = allowed_choices(pinned, graph, task.pins, task.ignored_pin_ops)
     if rules.replicated_ends:
-        _replicate_ends(task, graph, weights, allowed)
+        _replicate_ends(task, graph, weights | frozenset(shared), allowed)
 
     def problem_within(limit: int | None) -> IntraOpProblem:
         line = task.line if limit is not None and rules.budget == "peak" else None
@@ -308,11 +309,11 @@ def _largest_fraction(costs: np.ndarray) -> float:
 
 
 def _replicate_ends(
-    task: MeshTask, graph: DecisionGraph, weights: frozenset[int], allowed: dict[int, np.ndarray]
+    task: MeshTask, graph: DecisionGraph, placed: frozenset[int], allowed: dict[int, np.ndarray]
 ) -> None:
-    """Arguments that are no weights, and results, lie whole on every device unless a pin says otherwise."""
+    """Arguments but for those ``placed``, and results, lie whole on every device unless a pin says otherwise."""
     aliased = {o for _, o in task.program.aliases}
-    ends = [(n, pin) for i, (n, pin) in enumerate(zip(graph.inputs, task.pins.inputs, strict=True)) if i not in weights]
+    ends = [(n, pin) for i, (n, pin) in enumerate(zip(graph.inputs, task.pins.inputs, strict=True)) if i not in placed]
     ends += [
         (n, pin) for o, (n, pin) in enumerate(zip(graph.outputs, task.pins.outputs, strict=True)) if o not in aliased
     ]

@@ -18,7 +18,7 @@ from alpa_lite.costs.counted import SINGLE_AXIS
 from alpa_lite.costs.facts import Facts
 from alpa_lite.costs.memory import Order, timeline
 from alpa_lite.costs.profile import roles_of
-from alpa_lite.errors import AlpaLiteError, PinError, SolverError
+from alpa_lite.errors import AlpaLiteError, MemoryBudgetError, PinError, SolverError
 from alpa_lite.intraop.strategies import KnownStrategies
 from alpa_lite.plan.check import check_plan
 from alpa_lite.plan.identity import fingerprint, op_text
@@ -47,8 +47,12 @@ class Versions:
 
 @dataclass(eq=False, slots=True)
 class KnownTasks:
-    """Programs that were planned: the same one is planned again, with other pins or meshes, from what is known of it."""
+    """Programs that were planned: the same one is planned again, with other pins or meshes, from what is known of it.
 
+    Without ``explains`` an error says that there is no plan, and not why, which may take many times as long as to find it out.
+    """
+
+    explains: bool = True
     _found: dict[int, MeshTask] = field(default_factory=dict)
 
     def task(self, program: Program, cluster: Cluster, pins: ResolvedPins, options: PlanOptions) -> MeshTask:
@@ -84,7 +88,8 @@ def plan_step(
         MemoryBudgetError: nothing fits the budget, with the smallest possible peak.
         SolverError: no answer within the time limit.
     """
-    task = (KnownTasks() if known is None else known).task(program, cluster, pins, options)
+    known = KnownTasks() if known is None else known
+    task = known.task(program, cluster, pins, options)
     tell = progress or (lambda text: None)
     results: list[MeshResult] = []
     tried: dict[DeviceMesh, MeshCandidate] = {}
@@ -107,7 +112,7 @@ def plan_step(
     if not solved:
         if not results:
             raise refused[0]
-        raise no_plan(task, results, cluster)
+        raise no_plan(task, results, cluster) if known.explains else _unexplained(results)
     best = min(solved, key=lambda r: (r.objective, meshes.index(r.mesh)))
     plan = _plan(task, cluster, best, versions, tuple(tried[mesh] for mesh in meshes), notes)
     check_plan(plan, program)
@@ -164,7 +169,7 @@ def mesh_candidates(cluster: Cluster, pins: ResolvedPins, options: PlanOptions) 
     single = options.costs in SINGLE_AXIS
     names = options.axis_names or pins.axis_names
     if options.mesh_shape is not None:
-        mesh = DeviceMesh(shape=options.mesh_sizes, axis_names=axis_names_of(options, pins))
+        mesh = DeviceMesh(shape=options.mesh_sizes, axis_names=axis_names_of(options, pins.axis_names))
         cluster.check_mesh(mesh)
         yield mesh
     elif names:
@@ -179,9 +184,9 @@ def mesh_candidates(cluster: Cluster, pins: ResolvedPins, options: PlanOptions) 
                 yield DeviceMesh(shape=shape, axis_names=DEFAULT_AXIS_NAMES[:count])
 
 
-def axis_names_of(options: PlanOptions, pins: ResolvedPins) -> tuple[str, ...]:
-    """Names of the axes of ``options.mesh_shape``: the user's, those that pins use, then the default ones."""
-    names = options.axis_names or pins.axis_names
+def axis_names_of(options: PlanOptions, pinned: Sequence[str]) -> tuple[str, ...]:
+    """Names of the axes of ``options.mesh_shape``: the user's, or those that pins use, then the default ones."""
+    names = options.axis_names or pinned
     extra = tuple(n for n in DEFAULT_AXIS_NAMES if n not in names)
     return (*names, *extra)[: len(options.mesh_shape or ())]
 
@@ -203,6 +208,12 @@ def _candidate(result: MeshResult) -> MeshCandidate:
 def is_limited(result: MeshResult) -> bool:
     """Whether the cheapest plan on the mesh does not fit the memory budget."""
     return result.restricted or (result.budgeted == "peak" and result.limit is not None)
+
+
+def _unexplained(results: Sequence[MeshResult]) -> AlpaLiteError:
+    if any(result.limit is not None for result in results):
+        return MemoryBudgetError("no plan was found within the memory budget.", proven=False)
+    return PinError("no plan was found that keeps the pins.")
 
 
 def no_plan(task: MeshTask, results: list[MeshResult], cluster: Cluster) -> AlpaLiteError:

@@ -57,7 +57,7 @@ class SymbolicTask:
         """The mesh axis whose size is the number."""
         shape = self.task.options.mesh_shape
         assert shape is not None
-        return axis_names_of(self.task.options, self.task.pins)[shape.index(self.cluster.name)]
+        return axis_names_of(self.task.options, self.task.pins.axis_names)[shape.index(self.cluster.name)]
 
     def at(self, n: int) -> tuple[MeshTask, DeviceMesh]:
         """The task and the mesh for ``n`` workers."""
@@ -69,7 +69,7 @@ class SymbolicTask:
         options = self.task.options
         assert options.mesh_shape is not None
         shape = tuple(n if isinstance(size, str) else size for size in options.mesh_shape)
-        mesh = DeviceMesh(shape=shape, axis_names=axis_names_of(options, self.task.pins))
+        mesh = DeviceMesh(shape=shape, axis_names=axis_names_of(options, self.task.pins.axis_names))
         return replace(self.task, options=replace(options, mesh_shape=shape)), mesh
 
 

@@ -4,7 +4,8 @@ A function may cast all its parameters first, and write what it keeps (a cache) 
 first layer would read all parameters and the last one write all caches.
 
 - What no matmul needs (a new cache, the mean of some layer's values) stands right behind the ops that it reads.
-- What is made of parameters alone (a cast) stands right before its first reader.
+- What is made of parameters alone (a cast) stands right before its first reader; what nobody reads, right behind the last
+  matmul that went into it.
 - All else stays in its order.
 """
 
@@ -27,13 +28,14 @@ def gathered(closed: ClosedJaxpr, batch: Collection[int]) -> ClosedJaxpr:
     heavy = [e.primitive.name in HEAVY or any(contains(j, HEAVY) for j in inner_jaxprs(e)) for e in eqns]
     from_batch = {v for i, v in enumerate(jaxpr.invars) if i in batch}
     of_batch: list[bool] = []
-    latest: list[int] = []  # of what is no part of the batch: the last matmul (of parameters alone) that went into it
+    latest: list[int] = []  # of what is no part of the batch: the last op that stays in its place and that went into it
     for i, eqn in enumerate(eqns):
         given = variables(eqn.invars)
         of_batch.append(any(v in from_batch for v in given))
         if of_batch[-1]:
             from_batch.update(eqn.outvars)
-        latest.append(i if heavy[i] else max((latest[maker[v]] for v in given if v in maker), default=-1))
+        stays = heavy[i] or bool(eqn.effects)
+        latest.append(i if stays else max((latest[maker[v]] for v in given if v in maker), default=-1))
     main = list(heavy)
     needed: set[Any] = set()
     for i in reversed(range(len(eqns))):
@@ -54,8 +56,8 @@ def gathered(closed: ClosedJaxpr, batch: Collection[int]) -> ClosedJaxpr:
                 readers.setdefault(maker[v], []).append(i)
     for i in reversed(range(len(eqns))):
         if not of_batch[i] and not heavy[i] and not eqns[i].effects:
-            read = [place[r][0] for r in readers.get(i, ())]
-            place[i] = min(read, default=latest[i]), _PARAMETERS, i
+            at = min((place[r][0] for r in readers.get(i, ())), default=latest[i])
+            place[i] = at, _PARAMETERS if at > latest[i] else _KEPT, i  # never before what it is made of
     order = sorted(range(len(eqns)), key=lambda i: place[i])
     _check(eqns, order)
     return ClosedJaxpr(jaxpr.replace(eqns=[eqns[i] for i in order]), closed.consts)

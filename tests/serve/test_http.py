@@ -25,7 +25,7 @@ starlette = pytest.importorskip(
 uvicorn = pytest.importorskip("uvicorn", reason="Ray Serve is not installed: pip install 'alpa-lite[serve]'")
 
 from alpa_lite.serve.answers import Answers  # noqa: E402
-from alpa_lite.serve.http import HttpService, status_of  # noqa: E402 - needs Starlette
+from alpa_lite.serve.http import HttpService, _shown, status_of  # noqa: E402 - needs Starlette
 
 PROMPT = [3, 1, 4]
 
@@ -268,6 +268,11 @@ def test_a_tokenizer_that_fails() -> None:
         assert wait_for_room(server) == 200
     finally:
         server.end()
+
+
+@pytest.mark.parametrize("place", ["At file.py:3 (f).", "At a/b.py:10 (<lambda>).", "At the command line."])
+def test_clients_are_not_told_of_the_servers_code(place: str) -> None:
+    assert _shown(f"what. At most 3 may. {place} Change it.") == "what. At most 3 may. Change it."
 
 
 def test_the_token() -> None:

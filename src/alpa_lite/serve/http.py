@@ -43,7 +43,7 @@ from alpa_lite.serve.metrics import CONTENT_TYPE
 _JSON = "application/json"
 _NOT_SENT = 499  # the client went away; nobody sees it
 _RETRY_AFTER_S = 1
-_PLACE = re.compile(r" At \S+:\d+( \(\w+\))?\.")
+_PLACE = re.compile(r" At (the command line|\S+:\d+( \([^)]*\))?)\.")
 
 
 class Backend(Protocol):

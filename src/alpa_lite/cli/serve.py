@@ -15,7 +15,7 @@ import typer
 from alpa_lite.errors import AlpaLiteError, ServeError
 
 if TYPE_CHECKING:
-    from alpa_lite.serve.deployment import ServerSettings, ServeTarget
+    from alpa_lite.serve.settings import ServerSettings, ServeTarget
 
 _BAD_INPUT, _INTERRUPTED = 2, 130
 _WANTED = "al.serve.ServeTarget(model, params, ...)"
@@ -78,7 +78,8 @@ def serve(
     """Serve a model until Ctrl-C or SIGTERM; then requests that run may finish."""
     try:
         from alpa_lite.executor.ray.cluster import connect
-        from alpa_lite.serve.deployment import ServerSettings, start, stop
+        from alpa_lite.serve.deployment import start, stop
+        from alpa_lite.serve.settings import ServerSettings
 
         settings = ServerSettings(
             host=host,
@@ -158,7 +159,7 @@ def served(target: str, folder: str) -> ServeTarget:
         TargetError, ServeError: it names no callable that returns a ``ServeTarget``.
     """
     from alpa_lite.cli.target import call_target
-    from alpa_lite.serve.deployment import ServeTarget
+    from alpa_lite.serve.settings import ServeTarget
 
     os.chdir(folder)
     sys.path.insert(0, folder)

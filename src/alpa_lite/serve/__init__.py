@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from alpa_lite.serve.buckets import BucketAdvice as BucketAdvice
     from alpa_lite.serve.buckets import propose_buckets as propose_buckets
-    from alpa_lite.serve.deployment import ServerSettings as ServerSettings
-    from alpa_lite.serve.deployment import ServeTarget as ServeTarget
     from alpa_lite.serve.engine import Engine as Engine
     from alpa_lite.serve.model_graphs import Model as Model
     from alpa_lite.serve.model_graphs import graphs as graphs
     from alpa_lite.serve.pipeline import StagedModel as StagedModel
     from alpa_lite.serve.request import Request as Request
     from alpa_lite.serve.sampling import Sampling as Sampling
+    from alpa_lite.serve.settings import ServerSettings as ServerSettings
+    from alpa_lite.serve.settings import ServeTarget as ServeTarget
     from alpa_lite.serve.statistics import Histogram as Histogram
     from alpa_lite.serve.statistics import Statistics as Statistics
     from alpa_lite.serve.stored import StoredParams as StoredParams
@@ -34,8 +34,8 @@ _PUBLIC = {
     "Sampling": "alpa_lite.serve.sampling",
     "ServeError": "alpa_lite.errors",
     "StagedModel": "alpa_lite.serve.pipeline",
-    "ServeTarget": "alpa_lite.serve.deployment",
-    "ServerSettings": "alpa_lite.serve.deployment",
+    "ServeTarget": "alpa_lite.serve.settings",
+    "ServerSettings": "alpa_lite.serve.settings",
     "Statistics": "alpa_lite.serve.statistics",
     "StoredParams": "alpa_lite.serve.stored",
     "graphs": "alpa_lite.serve.model_graphs",

@@ -1,0 +1,112 @@
+"""What a server serves, and how: plain values, checked, before Ray is asked for anything."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from alpa_lite.api.shared_layout import SharedLayout
+from alpa_lite.cluster.cluster import Cluster
+from alpa_lite.errors import ServeError
+from alpa_lite.serve.model_graphs import DECODE
+
+_MARGIN = 64  # requests for /health and /metrics, and those that are being refused
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeTarget:
+    """What a server serves.
+
+    Attributes:
+        model: see ``al.serve.Model``.
+        params: its parameters, as ``Engine`` takes them.
+        encode, decode: text to tokens and back; None: requests and answers are tokens.
+    """
+
+    model: Any
+    params: Any
+    encode: Callable[[str], Sequence[int]] | None = None
+    decode: Callable[[Sequence[int]], str] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSettings:
+    """How it is served.
+
+    Attributes:
+        host, port: where it listens; loopback unless told otherwise.
+        buckets, slots, max_length, queue_limit, compile_cache: of the engine.
+        token: that requests must bring; None = none.
+        body_bytes, body_timeout_s, timeout_s: limits of a request: size of its body, how long that may take to come, and how long
+            all of it may take.
+        drain_s: how long requests may go on for when the server ends.
+        cluster: "HOSTSxDEVICES:DEVICE", of several hosts an actor on each; "" = the layout's, or all devices of the engine's
+            process.
+        num_stages: parts of the model, each on its part of the devices or hosts (``Engine``).
+        layout: a file of ``SharedLayout.save``; None plans the graphs.
+        checkpoint: a folder of checkpoints in place of the target's own parameters, of which only the shapes are looked at then.
+        checkpoint_path: of the parameters in the state there.
+        num_cpus, num_gpus: that the engine takes of the Ray cluster.
+
+    Raises:
+        ServeError: a value is not allowed. What the engine is given is checked by the engine.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    buckets: tuple[int, ...] | None = None
+    slots: int = 16
+    max_length: int = 2048
+    queue_limit: int | None = None
+    compile_cache: str | None = None
+    token: str | None = None
+    body_bytes: int = 2**20
+    body_timeout_s: float = 30.0
+    timeout_s: float = 300.0
+    drain_s: float = 30.0
+    cluster: str = ""
+    num_stages: int = 1
+    layout: str | None = None
+    checkpoint: str | None = None
+    checkpoint_path: str = "params"
+    num_cpus: float = 1.0
+    num_gpus: float = 0.0
+
+    def __post_init__(self) -> None:
+        whole = "a whole number"
+        for name, low, high, kind in (
+            ("port", 1, 2**16 - 1, whole),
+            ("body_bytes", 1, math.inf, whole),
+            ("body_timeout_s", 1e-3, threading.TIMEOUT_MAX, "seconds"),
+            ("timeout_s", 1e-3, threading.TIMEOUT_MAX, "seconds"),
+            ("drain_s", 0, threading.TIMEOUT_MAX, "seconds"),
+            ("num_cpus", 0, math.inf, "a number"),
+            ("num_gpus", 0, math.inf, "a number"),
+        ):
+            value = getattr(self, name)
+            kinds = int if kind is whole else (int, float)
+            if not isinstance(value, kinds) or isinstance(value, bool) or not low <= value <= high:
+                most = "" if high == math.inf else f" to {high:g}"
+                raise ServeError(
+                    f"{name}={value!r} was given; it must be {kind} from {low:g}{most}. Correct it (at the command line "
+                    f"--{name.removesuffix('_s').replace('_', '-')})."
+                )
+        if self.token is not None and not (self.token.isascii() and self.token.isprintable() and self.token.strip()):
+            raise ServeError(
+                "a token was given that is empty or has other characters than printable ASCII, which HTTP headers cannot carry "
+                "safely. Take letters and digits, e.g. of `openssl rand -hex 32`."
+            )
+
+    def planned_for(self, layout: SharedLayout | None) -> Cluster | None:
+        """What the engine runs on; None = whatever its process has."""
+        text = self.cluster or ("" if layout is None else layout.plans[DECODE].identity.cluster)
+        return Cluster.parse(text) if text else None
+
+    @property
+    def most_requests(self) -> int:
+        """That are let through to the engine, which itself says when it has too many."""
+        limit = 4 * self.slots if self.queue_limit is None else self.queue_limit
+        return 2 * (self.slots + limit + _MARGIN)

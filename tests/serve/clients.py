@@ -11,13 +11,20 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from benchmarks.ray_session import pids_below
 
 PROMPTS = [list(range(1, size)) for size in (2, 5, 9, 14)]
 BACK_S = 180.0  # nothing hangs; how long it takes is what benchmarks/serve_recovery.py measures
+
+
+def wait_until(done: Callable[[], Any]) -> None:
+    end_s = time.monotonic() + 60
+    while not done():
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
 
 
 def free_port() -> int:

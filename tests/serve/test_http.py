@@ -6,8 +6,7 @@ import http.client
 import json
 import socket
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ from alpa_lite.errors import EngineClosed, EngineLost, RequestError, ServeError
 from alpa_lite.serve.request import Request
 from alpa_lite.serve.scheduler import Scheduler
 from examples import client
+from tests.serve.clients import wait_until
 from tests.serve.fake_runner import FakeRunner, answer
 
 starlette = pytest.importorskip(
@@ -110,13 +110,6 @@ class Server:
         self.engine.close()
         self.server.should_exit = True
         self.thread.join()
-
-
-def wait_until(done: Callable[[], Any]) -> None:
-    end = time.monotonic() + 20
-    while not done():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 @pytest.fixture

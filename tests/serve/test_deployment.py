@@ -120,6 +120,33 @@ def test_a_second_server_is_refused_and_the_first_stays(port: int, expected: lis
     assert json.loads(ask(port, PROMPTS[0])[1])["tokens"] == expected[0]
 
 
+@pytest.mark.parametrize("comes", [True, False])
+def test_a_proxy_that_is_started_again_is_waited_for(monkeypatch: pytest.MonkeyPatch, comes: bool) -> None:
+    """On a busy machine Ray Serve gives up its first proxy, and with it ``serve.start``."""
+    from ray import serve
+    from ray.exceptions import ActorDiedError
+    from ray.serve.schema import ProxyStatus, ServeStatus
+
+    from alpa_lite.serve import deployment
+
+    def lost(**_: Any) -> None:
+        raise ActorDiedError
+
+    statuses = iter([ProxyStatus.STARTING, ProxyStatus.HEALTHY if comes else ProxyStatus.UNHEALTHY])
+    ended = []
+    monkeypatch.setattr(serve, "start", lost)
+    monkeypatch.setattr(serve, "status", lambda: ServeStatus(proxies={"node": next(statuses, ProxyStatus.STARTING)}))
+    monkeypatch.setattr(serve, "shutdown", lambda: ended.append(True))
+    monkeypatch.setattr(deployment, "_PROXY_S", 1.0)
+    settings = al.serve.ServerSettings(port=free_port(), **SIZES)
+    if comes:
+        deployment._start_proxy(settings)
+    else:
+        with pytest.raises(ServeError, match=r"proxy did not start within 1 s on 127\.0\.0\.1:\d+.* try again"):
+            deployment._start_proxy(settings)
+    assert ended == [True] * (not comes)
+
+
 def test_the_command_line_serves_and_ends(ray_session: None, tmp_path: Path) -> None:
     """In a process with a Ray of its own: SIGTERM ends it, a request that runs gets its whole answer, and nothing is left."""
     port, token = free_port(), tmp_path / "token"

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 APPLICATION = "alpa_lite"
 _MARGIN_S = 5.0  # for answers to come from the engine's process when it has ended
 _SENT_S = 0.5  # for answers to come through Ray Serve's proxy
+_PROXY_S = 120.0  # for that proxy to start
 
 
 class EngineActor:
@@ -292,7 +293,7 @@ def start(make: Callable[[], ServeTarget], settings: ServerSettings) -> None:
 
     _check_free(settings.host, settings.port)
     _check_cluster(settings)
-    serve.start(proxy_location="HeadOnly", http_options={"host": settings.host, "port": settings.port})
+    _start_proxy(settings)
     deployed: Callable[[Any], Any] = serve.deployment
     front = deployed(HttpReplica).options(
         num_replicas=1,
@@ -334,6 +335,32 @@ def stop(drain_s: float = 30.0) -> None:
         serve.get_app_handle(APPLICATION).end.remote().result(timeout_s=drain_s + 2 * _MARGIN_S)
         time.sleep(_SENT_S)
     serve.shutdown()
+
+
+def _start_proxy(settings: ServerSettings) -> None:
+    """Starts Ray Serve. A proxy that is not there within 5 s is ended and started again with 5 s more, as often as it takes;
+    ``serve.start`` waits for the first one alone."""
+    from ray import serve
+    from ray.exceptions import RayActorError
+    from ray.serve.schema import ProxyStatus
+
+    end_s = time.monotonic() + _PROXY_S
+    try:
+        with contextlib.suppress(RayActorError):
+            serve.start(proxy_location="HeadOnly", http_options={"host": settings.host, "port": settings.port})
+            return
+        while ProxyStatus.HEALTHY not in serve.status().proxies.values():
+            if time.monotonic() > end_s:
+                raise TimeoutError
+            time.sleep(0.2)
+    except BaseException as error:  # whoever waits for it was interrupted, too
+        serve.shutdown()
+        if not isinstance(error, TimeoutError):
+            raise
+        raise ServeError(
+            f"Ray Serve's HTTP proxy did not start within {_PROXY_S:.0f} s on {settings.host}:{settings.port}. It needs a "
+            "machine that is not too busy. See Ray's logs, and try again."
+        ) from error
 
 
 def _check_cluster(settings: ServerSettings) -> None:

@@ -1,0 +1,104 @@
+"""``al.plan_shared``: bad input is named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import alpa_lite as al
+from alpa_lite.errors import MemoryBudgetError, PinError
+from tests.plan_shared.graphs import (
+    ONE_AXIS,
+    SLOW_LINKS,
+    rows,
+    shapes,
+    three_graphs,
+)
+
+
+def with_params(*sizes: tuple[int, ...], dtype: Any = jnp.bfloat16) -> Any:
+    return lambda params, x: x @ params[0], (shapes(*sizes, dtype=dtype), *shapes((8, 4096)))
+
+
+SMALL = with_params((4096, 64))
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        (
+            {"weights": {"fewer": 1}},
+            al.AlpaLiteError,
+            r"weights has 'fewer', which is no graph. There are 'product', 'rows'",
+        ),
+        ({"weights": {"product": 0}}, al.AlpaLiteError, r"weight of 'product' is 0. It must be a number above 0"),
+        ({"weights": {"product": float("nan")}}, al.AlpaLiteError, r"weight of 'product' is nan"),
+        ({"weights": {"product": 10**400}}, al.AlpaLiteError, r"weight of 'product' is 1000"),
+        ({"weights": {"product": True}}, al.AlpaLiteError, r"weight of 'product' is True"),
+        ({"weights": [1, 2]}, al.AlpaLiteError, r"weights=\[1, 2\] was given"),
+        ({"shared": "3"}, al.AlpaLiteError, r"shared='3' matches no argument leaf of 'product'"),
+        ({"shared": 0}, al.AlpaLiteError, r"shared=0 was given"),
+        (
+            {"shared": {"product": "0"}},
+            al.AlpaLiteError,
+            r"shared is of the graphs 'product'. There are 'product', 'rows', 'columns'",
+        ),
+        ({"pins": {"0/7": P("x")}}, PinError, r"the graph 'product': .*'0/7' matches no"),
+        ({"pins": {"fewer": {"0/0": P("x")}}}, PinError, r"pins has 'fewer', which is no graph"),
+        ({"pins": P("x")}, PinError, r"pins=.* was given"),
+        (
+            {"pins": {"product": {"0/0": P("x")}, "rows": {"0/0": P(None, "x")}}},
+            PinError,
+            r"the pin '0/0' of 'rows' fixes the shared leaf '0/0' as \[_,x\], and that of 'product' as \[x,_\]",
+        ),
+        (
+            {"options": al.PlanOptions(num_stages=2, num_microbatches=2)},
+            al.AlpaLiteError,
+            r"was given stages with several microbatches",
+        ),
+        ({"options": 3}, al.AlpaLiteError, r"options=3 was given"),
+        (
+            {"options": al.PlanOptions(memory_budget_bytes=200e6), "graphs": dict(reversed(three_graphs().items()))},
+            MemoryBudgetError,
+            r"^the graph 'product': no plan fits",
+        ),
+        ({"graphs": {}}, al.AlpaLiteError, r"was given {}. Graphs are a dict"),
+        ({"graphs": {"a": rows}}, al.AlpaLiteError, r"was given <function rows .* for 'a'"),
+        (
+            {"graphs": {"a": SMALL, "b": with_params((4096, 128))}},
+            al.AlpaLiteError,
+            r"the shared leaf '0/0' is bfloat16\[4096,128\] in 'b' and bfloat16\[4096,64\] in 'a'",
+        ),
+        (
+            {"graphs": {"a": SMALL, "b": with_params((4096, 64), dtype=jnp.float32)}},
+            al.AlpaLiteError,
+            r"the shared leaf '0/0' is float32\[4096,64\] in 'b' and bfloat16",
+        ),
+        (
+            {"graphs": {"a": SMALL, "b": with_params((4096, 64), (2, 2))}},
+            al.AlpaLiteError,
+            r"the leaf '0/1' of 'b' is shared, and 'a' has none at that path",
+        ),
+    ],
+)
+def test_bad_input(settings: dict[str, Any], error: type[Exception], message: str) -> None:
+    given = {"graphs": three_graphs(), "shared": "0", "options": ONE_AXIS, "cluster": SLOW_LINKS, **settings}
+    with pytest.raises(error, match=message) as raised:
+        al.plan_shared(given.pop("graphs"), **given)
+    assert __file__ in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("graph", "settings", "message"),
+    [
+        ((lambda p, x: x @ p, shapes((4, 4))), {}, r"the graph 'other': .*cannot be traced"),
+        ((lambda p, x: x @ p, shapes((4, 4), (4, 4))), {"donate_argnums": 7}, r"the graph 'one': .*donate_argnums"),
+    ],
+)
+def test_whatever_is_wrong_with_a_graph_names_it(graph: Any, settings: dict[str, Any], message: str) -> None:
+    graphs = {"one": (lambda p, x: x @ p, shapes((4, 4), (4, 4))), "other": graph}
+    with pytest.raises(al.AlpaLiteError, match=message):
+        al.plan_shared(graphs, shared="0", cluster=SLOW_LINKS, **settings)

@@ -1,0 +1,200 @@
+"""What ``al.plan_shared`` returns: plans that agree and run on one copy, text and files."""
+
+from __future__ import annotations
+
+import gc
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import alpa_lite as al
+from alpa_lite.errors import PlanFileError
+from tests.plan_shared.graphs import (
+    ONE_AXIS,
+    SLOW_LINKS,
+    cost_with,
+    shapes,
+    three_graphs,
+)
+
+
+def test_plans_are_ordinary_agree_and_are_the_same_again() -> None:
+    graphs = three_graphs()
+    layout, again = (al.plan_shared(graphs, shared="0/*", cluster=SLOW_LINKS) for _ in range(2))
+    assert list(layout.plans) == list(graphs)
+    assert (layout, str(layout)) == (again, str(again))
+    for plan in layout.plans.values():
+        assert plan.mesh == layout.mesh
+        for path, (stage, spec) in layout.parameter_layout.items():
+            assert (stage, plan.specs_by_path[path]) == (0, spec)
+    assert list(layout.parameter_layout) == ["0/0", "0/1"]
+
+
+def test_saved_and_loaded(tmp_path: Path) -> None:
+    graphs = three_graphs()
+    layout = al.plan_shared(graphs, shared="0", weights={"product": 3}, cluster=SLOW_LINKS)
+    layout.save(tmp_path / "layout.json")
+    loaded = al.SharedLayout.load(tmp_path / "layout.json")
+    assert loaded == layout
+    assert str(loaded) == str(layout)
+    fn, args = graphs["product"]
+    assert loaded.plans["product"].bind(fn, *args).in_specs == layout.plans["product"].in_specs
+    loaded.save(tmp_path / "again.json")
+    assert (tmp_path / "again.json").read_bytes() == (tmp_path / "layout.json").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda text: text[: len(text) // 2], "is no layout file"),
+        (lambda text: text.replace('"format_version": 1', '"format_version": 9', 1), "version 9"),
+        (lambda text: text.replace('"0/0"', '"0/7"', 1), "inconsistent: .*has not all the leaves"),
+        (lambda text: text.replace('"product"', '"other"', 1), "inconsistent: .*is of the graphs"),
+        (lambda text: text.replace('"product":3.0', '"product":-3.0', 1), "the weight of 'product' is -3"),
+        (
+            lambda text: re.sub(r'"own": \{"product":[^,]*', '"own": {"product":9', text),
+            "own optimum of 'product' is 9",
+        ),
+        (lambda text: re.sub(r'"lower_bound": [^,]*', '"lower_bound": 99', text, count=1), "lower bound 99.0 is above"),
+        (lambda text: text.replace('"0/1"', '"0/0"', 1), "shares no leaf, or one twice: 0/0, 0/0"),
+        (lambda text: text.replace("1x4:h100-sxm", "2x2:h100-sxm", 1), "the plan of .* is for .*h100-sxm"),
+    ],
+)
+def test_damaged_file(tmp_path: Path, change: Any, message: str) -> None:
+    file = tmp_path / "layout.json"
+    al.plan_shared(
+        three_graphs(), shared="0", weights={"product": 3}, cluster=SLOW_LINKS, options=ONE_AXIS, donate_argnums=0
+    ).save(file)
+    changed = change(file.read_text())
+    assert changed != file.read_text()
+    file.write_text(changed)
+    with pytest.raises(PlanFileError, match=message):
+        al.SharedLayout.load(file)
+
+
+def test_text_shows_the_price_of_each_graph(golden: Any) -> None:
+    """Its numbers are those of plans made with ``al.plan``."""
+    graphs, weights = three_graphs(), {"product": 5.0, "rows": 9.0, "columns": 400.0}
+    layout = al.plan_shared(graphs, shared="0", weights=weights, cluster=SLOW_LINKS, options=ONE_AXIS, donate_argnums=0)
+    golden("layout_text", str(layout))
+    costs = cost_with(graphs, [spec for _, spec in layout.parameter_layout.values()], ONE_AXIS)
+    assert layout.costs == pytest.approx(costs)
+    for name, (fn, args) in graphs.items():
+        own = al.plan(fn, *args, cluster=SLOW_LINKS, options=ONE_AXIS, donate_argnums=0).objective
+        assert layout.own[name] == pytest.approx(own)
+        assert layout.price[name] == pytest.approx(costs[name] / own - 1)
+    assert len({f"{price:.4f}" for price in layout.price.values()}) == 3
+
+
+def test_leaves_used_often_of_several_types_and_uneven() -> None:
+    """A tied embedding, a dim of 10 that 4 devices cannot split, and int8 beside float32."""
+
+    def tied(params: Any, tokens: jax.Array) -> jax.Array:
+        hidden = params["embed"][tokens] @ params["narrow"] * params["scale"].astype(jnp.float32)
+        return hidden @ params["narrow"].T @ params["embed"].T
+
+    params = {
+        "embed": jax.ShapeDtypeStruct((4096, 512), jnp.float32),
+        "narrow": jax.ShapeDtypeStruct((512, 10), jnp.float32),
+        "scale": jax.ShapeDtypeStruct((10,), jnp.int8),
+    }
+    graphs = {f"b{n}": (tied, (params, jax.ShapeDtypeStruct((n,), jnp.int32))) for n in (4, 4096)}
+    layout = al.plan_shared(graphs, shared="0", cluster=SLOW_LINKS)
+    assert set(layout.parameter_layout) == {"0/embed", "0/narrow", "0/scale"}
+    assert not list(layout.faults())
+
+
+def test_padded_graph_shares_too() -> None:
+    """Ten rows of work pay for padding inside one graph; its shared leaves lie as in the other."""
+    params = shapes((8192, 8192))
+    graphs = {
+        "uneven": (lambda params, x: jax.nn.relu(x @ params[0]) @ params[0], (params, *shapes((4097, 8192)))),
+        "even": (lambda params, x: x @ params[0], (params, *shapes((4096, 8192)))),
+    }
+    layout = al.plan_shared(graphs, shared="0", cluster=SLOW_LINKS, options=ONE_AXIS, donate_argnums=0)
+    assert layout.plans["uneven"].paddings
+    assert layout.plans["uneven"].inputs[0].spec == layout.plans["even"].inputs[0].spec
+
+
+def test_donated_state_is_one_leaf() -> None:
+    """What is donated and given back lies in one place before and after, in all graphs."""
+
+    def write(params: Any, cache: jax.Array, x: jax.Array) -> Any:
+        return x @ params[0], jax.lax.dynamic_update_slice(cache, x @ params[0], (0, 0))
+
+    def read(params: Any, cache: jax.Array) -> Any:
+        return (cache @ params[0]).sum(), cache * 2
+
+    params, cache_ = shapes((1024, 1024)), jax.ShapeDtypeStruct((4096, 1024), jnp.bfloat16)
+    graphs = {"write": (write, (params, cache_, *shapes((64, 1024)))), "read": (read, (params, cache_))}
+    layout = al.plan_shared(graphs, shared=("0", "1"), cluster=SLOW_LINKS, donate_argnums=1)
+    assert list(layout.parameter_layout) == ["0/0", "1"]
+    leaves = [leaf for plan in layout.plans.values() for leaf in (*plan.inputs, *plan.outputs)]
+    specs = {leaf.spec for leaf in leaves if leaf.path in ("1", "out/1")}
+    assert len(specs) == 1
+
+
+def test_other_arguments_in_each_graph() -> None:
+    params = shapes((512, 512))
+    graphs = {
+        "first": (lambda params, x: x @ params[0], (params, *shapes((64, 512)))),
+        "last": (lambda x, state: x @ state["params"][0], (*shapes((64, 512)), {"params": params})),
+    }
+    layout = al.plan_shared(graphs, shared={"first": "0", "last": "1/params"}, cluster=SLOW_LINKS)
+    assert layout.shared == {"first": ("0/0",), "last": ("1/params/0",)}
+    assert layout.plans["first"].specs_by_path["0/0"] == layout.plans["last"].specs_by_path["1/params/0"]
+
+
+@pytest.mark.medium
+def test_buckets_run_on_one_copy_of_the_parameters() -> None:
+    """Acceptance 1.3: buckets 1, 128, 512, 2048 report equal parameter shardings, hold 1x bytes, move nothing, and are right."""
+
+    def model(params: Any, tokens: jax.Array) -> jax.Array:
+        x = params["embed"][tokens]
+        scores = jax.nn.softmax(jnp.where(jnp.tri(len(tokens), dtype=bool), x @ params["qk"] @ x.T, -1e9))
+        return jax.nn.relu(scores @ x @ params["up"]) @ params["down"]
+
+    keys = jax.random.split(jax.random.key(0), 4)
+    sizes = {"embed": (256, 64), "qk": (64, 64), "up": (64, 256), "down": (256, 64)}
+    params = {name: jax.random.normal(key, sizes[name]) / 16 for name, key in zip(sizes, keys, strict=True)}
+    buckets = 1, 128, 512, 2048
+    graphs = {f"b{n}": (model, (params, jax.ShapeDtypeStruct((n,), jnp.int32))) for n in buckets}
+    layout = al.plan_shared(
+        graphs, shared="0", cluster=al.Cluster.parse("1x8:cpu"), pins={"0/up": P(None, "x"), "0/down": P("x")}
+    )
+    first = layout.plans["b1"].in_specs[0]
+    assert all(plan.in_specs[0] == first for plan in layout.plans.values())
+    steps = {name: al.parallelize(fn, plan=layout.plans[name]) for name, (fn, _) in graphs.items()}
+    mesh = jax.make_mesh(layout.mesh.shape, layout.mesh.axis_names)
+    put = {name: jax.device_put(x, NamedSharding(mesh, first[name])) for name, x in params.items()}
+    once = sum(device_bytes(x) for x in put.values())
+    places = {name: pointers(x) for name, x in put.items()}
+    for n in (*buckets, *reversed(buckets)):
+        tokens = jax.random.randint(jax.random.key(n), (n,), 0, 256)
+        spec = layout.plans[f"b{n}"].in_specs[1]
+        lying = jax.device_put(tokens, NamedSharding(mesh, spec))
+        steps[f"b{n}"].compile(put, lying)
+        with jax.transfer_guard("disallow_explicit"):  # raises if as much as one byte of an argument has to move
+            out = steps[f"b{n}"](put, lying)
+        np.testing.assert_allclose(out, model(params, tokens), rtol=1e-4, atol=1e-5)
+    assert {name: pointers(x) for name, x in put.items()} == places
+    gc.collect()
+    sizes_of = {x.shape for x in put.values()}
+    held = [x for x in jax.live_arrays() if x.shape in sizes_of and len(x.devices()) == mesh.size]
+    assert sum(map(device_bytes, held)) == once
+
+
+def device_bytes(x: jax.Array) -> int:
+    """On all devices together."""
+    return len(x.devices()) * int(np.prod(x.sharding.shard_shape(x.shape))) * x.dtype.itemsize
+
+
+def pointers(x: jax.Array) -> list[int]:
+    return [shard.data.unsafe_buffer_pointer() for shard in x.addressable_shards]

@@ -1,0 +1,167 @@
+"""``al.plan_shared``: the joint optimum is that of brute force, over layouts, meshes and conventions."""
+
+from __future__ import annotations
+
+import itertools
+from contextlib import suppress
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import alpa_lite as al
+from alpa_lite.errors import PinError
+from alpa_lite.intraop.repeated import Repeated
+from alpa_lite.planner.joint import side_by_side
+from tests.plan_shared.graphs import (
+    ONE_AXIS,
+    PLAIN,
+    SLOW_LINKS,
+    cheapest,
+    columns,
+    cost_with,
+    rows,
+    scaled,
+    shapes,
+    softmax,
+    three_graphs,
+    weighted,
+)
+
+
+@cache
+def all_layouts(count: int) -> list[tuple[Any, dict[str, float]]]:
+    """Every layout of the two matrices with what each graph costs under it: brute force."""
+    choices = P(), P("x"), P(None, "x")
+    graphs = three_graphs(count)
+    return [(specs, cost_with(graphs, specs, ONE_AXIS)) for specs in itertools.product(choices, choices)]
+
+
+@pytest.mark.parametrize("count", [65536, 256])
+@pytest.mark.parametrize("counts", [(1, 1, 1), (1000, 1, 1), (1, 100, 1), (1, 1, 5000), (300, 1, 300)])
+def test_joint_optimum_is_that_of_brute_force(count: int, counts: tuple[int, int, int]) -> None:
+    graphs = three_graphs(count)
+    weights = dict(zip(graphs, map(float, counts), strict=True))
+    layout = al.plan_shared(graphs, shared="0", weights=weights, cluster=SLOW_LINKS, options=ONE_AXIS, donate_argnums=0)
+    best = min(weighted(costs, weights) for _, costs in all_layouts(count))
+    assert layout.objective == pytest.approx(best, rel=1e-9)
+    assert layout.gap == 0.0
+    assert layout.lower_bound == pytest.approx(best, rel=1e-9)
+
+
+def test_layers_of_equal_prices_are_copies_of_one_another() -> None:
+    first, equal, other = np.array([1.0, 2.0]), np.array([1.0, 2.0]), np.array([[1.0, 2.0]])
+    parts = Repeated(np.array([0, 1, 0]), [first, equal]), Repeated(np.array([1, 0]), [other, equal.copy()])
+    joined = side_by_side(parts)
+    assert joined.numbers.tolist() == [0, 0, 0, 0, 1]
+    assert [array.tolist() for array in joined] == [[1.0, 2.0]] * 4 + [[[1.0, 2.0]]]
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize(
+    ("counts", "better"), [((1, 1, 1), False), ((1, 20, 3), True), ((3, 1, 40), False), ((1e-3, 1, 1e-2), True)]
+)
+def test_meshes_are_searched_as_by_brute_force(counts: tuple[float, float, float], better: bool) -> None:
+    """A matrix with 2 rows more than 4 devices can split: two axes are better where the graph of rows counts."""
+    graphs = uneven_graphs()
+    weights = dict(zip(graphs, counts, strict=True))
+    layout = al.plan_shared(graphs, shared="0", weights=weights, cluster=SLOW_LINKS, donate_argnums=0)
+    best = {mesh: min(weighted(costs, weights) for costs in found) for mesh, found in meshes_and_layouts().items()}
+    assert layout.objective == pytest.approx(min(best.values()), rel=1e-9)
+    assert best[layout.mesh.shape] == pytest.approx(min(best.values()), rel=1e-9)
+    assert (best[2, 2] < 0.9 * best[4,]) is better
+
+
+def uneven_graphs() -> dict[str, Any]:
+    def one(graph: Any) -> Any:
+        return lambda params, x: graph((params,), x)
+
+    args = jax.ShapeDtypeStruct((2050, 4096), jnp.bfloat16), *shapes((4096, 2050))
+    return {
+        "product": (lambda m, x: (m, x @ m), args),
+        "rows": (one(rows), args),
+        "columns": (one(columns), args),
+    }
+
+
+@cache
+def meshes_and_layouts() -> dict[tuple[int, ...], list[dict[str, float]]]:
+    """Of each mesh what the graphs cost in every layout of the matrix."""
+    one_axis = [P(), P("x"), P(None, "x")]
+    two_axes = [*one_axis, P("y"), P(None, "y"), P("x", "y"), P("y", "x"), P(("x", "y")), P(None, ("x", "y"))]
+    found: dict[tuple[int, ...], list[dict[str, float]]] = {}
+    for mesh, specs in (((4,), one_axis), ((2, 2), two_axes)):
+        options = al.PlanOptions(mesh_shape=mesh, axis_names=("x", "y")[: len(mesh)])
+        for spec in specs:
+            with suppress(PinError):
+                found.setdefault(mesh, []).append(
+                    {
+                        name: al.plan(
+                            fn, *args, cluster=SLOW_LINKS, pins={"0": spec}, options=options, donate_argnums=0
+                        ).objective
+                        for name, (fn, args) in uneven_graphs().items()
+                    }
+                )
+    return found
+
+
+def test_weights_decide_where_parameters_lie() -> None:
+    """The layouts of brute force differ from graph to graph, so sharing has a price, and weights say who pays it."""
+    graphs = three_graphs()
+    found = {}
+    for name in graphs:
+        layout = al.plan_shared(
+            graphs, shared="0", weights={name: 1e6}, cluster=SLOW_LINKS, options=ONE_AXIS, donate_argnums=0
+        )
+        assert layout.price[name] == pytest.approx(0.0, abs=1e-9)
+        assert all(price >= 0 for price in layout.price.values())
+        found[name] = tuple(map(str, layout.parameter_layout.values()))
+    assert len(set(found.values())) == 3
+
+
+@pytest.mark.parametrize("weights", [{"product": 100.0}, {"columns": 2000.0, "rows": 3.0}, {}])
+def test_never_dearer_than_the_own_optimum_of_one_graph_for_all(weights: dict[str, float]) -> None:
+    graphs = three_graphs()
+    layout = al.plan_shared(graphs, shared="0", weights=weights, cluster=SLOW_LINKS, donate_argnums=0)
+    for name, (fn, args) in graphs.items():
+        own = al.plan(fn, *args, cluster=SLOW_LINKS, donate_argnums=0)
+        assert layout.own[name] <= own.objective
+        options = al.PlanOptions(mesh_shape=own.mesh.shape, axis_names=own.mesh.axis_names)
+        costs = cost_with(graphs, [own.specs_by_path[f"0/{i}"] for i in range(2)], options)
+        assert layout.objective <= weighted(costs, dict(layout.weights)) * (1 + 1e-12)
+    assert layout.lower_bound <= layout.objective
+    assert sum(w * layout.own[name] for name, w in layout.weights.items()) <= layout.objective * (1 + 1e-12)
+
+
+def test_weights_of_numpy() -> None:
+    weights = {"product": np.int64(3), "rows": np.float32(0.5)}
+    layout = al.plan_shared(three_graphs(), shared="0", weights=weights, cluster=SLOW_LINKS, options=ONE_AXIS)
+    assert layout.weights == {"product": 3.0, "rows": 0.5, "columns": 1.0}
+
+
+def test_shared_leaves_are_no_ends_of_graphs_where_they_are_no_weights() -> None:
+    """What slapo wants whole at the ends may be split where another graph reads it as a weight."""
+    params = shapes((1024, 96), (96, 1024))
+    graphs = {
+        "rows": (scaled(0, 1), (params, *shapes((65536, 1024)))),
+        "soft": (softmax, (params, *shapes((1, 1024)))),
+    }
+    options = replace(PLAIN, costs="slapo-head")
+    layout = al.plan_shared(graphs, shared="0", cluster=SLOW_LINKS, options=options, donate_argnums=0)
+    best = cheapest(graphs, dict.fromkeys(graphs, 1.0), options)
+    assert layout.objective == layout.lower_bound == best
+
+
+def test_own_optimum_is_no_bound_where_it_has_shared_leaves_whole() -> None:
+    """Alone the argument arrives whole and is cut for 1; as a shared leaf it may lie as the result does."""
+    x = shapes((64, 64))
+    graphs = {name: (lambda x, by=by: (x * by).astype(jnp.float32), x) for name, by in (("twice", 2), ("thrice", 3))}
+    options, pins = replace(PLAIN, costs="slapo-head"), {"out": P("x")}
+    layout = al.plan_shared(graphs, shared="0", cluster=SLOW_LINKS, options=options, pins=pins)
+    assert al.plan(graphs["twice"][0], *x, cluster=SLOW_LINKS, options=options, pins=pins).objective == 1.0
+    assert (layout.objective, layout.lower_bound, layout.gap) == (0.0, 0.0, 0.0)

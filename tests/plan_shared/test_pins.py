@@ -1,0 +1,154 @@
+"""``al.plan_shared`` with pins and followed plans: they hold in all graphs, or the clash is named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import alpa_lite as al
+from alpa_lite.errors import PinClashError, PinError
+from tests.plan_shared.graphs import (
+    ONE_AXIS,
+    SLOW_LINKS,
+    columns,
+    rows,
+    shapes,
+    three_graphs,
+)
+
+
+def test_pins_hold_in_all_graphs() -> None:
+    graphs = three_graphs()
+    layout = al.plan_shared(graphs, shared="0", cluster=SLOW_LINKS, pins={"columns": {"0/0": P(None, "model")}})
+    assert layout.mesh.axis_names == ("model",)
+    assert all(plan.specs_by_path["0/0"] == P(None, "model") for plan in layout.plans.values())
+    layout = al.plan_shared(graphs, shared="0", cluster=SLOW_LINKS, pins={"0/*": P("model"), "1": P("model")})
+    specs = {plan.specs_by_path[path] for plan in layout.plans.values() for path in ("0/0", "0/1", "1")}
+    assert specs == {P("model", None)}
+
+
+def test_pins_on_axes_of_one_device_are_pins_of_whole_dims() -> None:
+    """Also for graphs whose own optimum is not what is shared."""
+    graphs = three_graphs()
+    options = al.PlanOptions(mesh_shape=(1, 4), axis_names=("x", "y"))
+    for name in graphs:
+        layout = al.plan_shared(
+            graphs, shared="0", weights={name: 1e6}, cluster=SLOW_LINKS, options=options, pins={"0/0": P("x")}
+        )
+        assert layout.parameter_layout["0/0"] == (0, P(None, None))
+        assert set(layout.costs) == set(graphs)
+
+
+def test_pins_of_two_graphs_that_clash_are_named() -> None:
+    """Each has plans, but what it pins decides where the shared leaf lies; other pins are not named."""
+    graphs = {"rows": (rows, three_graphs()["rows"][1]), "columns": (columns, three_graphs()["columns"][1])}
+    pins = {
+        "rows": {"out/0/1": P("x"), "1": P()},
+        "columns": {"out/0/1": P(None, "x"), "0/0": P("x"), "out/1": P("x")},
+    }
+    given: dict[str, Any] = {"shared": "0", "cluster": SLOW_LINKS, "options": ONE_AXIS}
+    with pytest.raises(PinClashError, match=r"no layout of the shared leaves on the mesh \(x=4\)") as raised:
+        al.plan_shared(graphs, pins=pins, **given)
+    assert [text.split(" (")[0] for text in raised.value.members] == [
+        "pin 'out/0/1': out/0/1 [4096,2048] is [x,_]",
+        "pin 'out/0/1': out/0/1 [4096,2048] is [_,x]",
+    ]
+    text = str(raised.value)
+    assert "of 'rows': pin" in text and "of 'columns': pin" in text and __file__ in text
+    for name in graphs:
+        other = {k: dict(v) for k, v in pins.items()}
+        del other[name]["out/0/1"]
+        assert al.plan_shared(graphs, pins=other, **given).plans
+
+
+def test_pins_of_a_shared_leaf_that_are_given_in_one_graph() -> None:
+    """They hold on the mesh that is given, under its names; a wrong one is shown with its graph."""
+    given: dict[str, Any] = {"shared": "0", "cluster": SLOW_LINKS, "options": al.PlanOptions(mesh_shape=(2, 2))}
+    layout = al.plan_shared(three_graphs(), pins={"columns": {"0/0": P("model"), "1": P("model")}}, **given)
+    assert layout.mesh.axis_names == ("model", "x")
+    assert {plan.specs_by_path["0/0"] for plan in layout.plans.values()} == {P("model", None)}
+    partial = {"rows": {"0/0": P("x", P.UNCONSTRAINED)}, "columns": {"0/0": P(P.UNCONSTRAINED, "y")}}
+    layout = al.plan_shared(three_graphs(), pins=partial, **given)
+    assert layout.parameter_layout["0/0"] == (0, P("x", "y"))
+    twice = {"rows": {"0/0": P("x", P.UNCONSTRAINED)}, "columns": {"0/0": P(P.UNCONSTRAINED, "x")}}
+    with pytest.raises(PinError, match=r"pin '0/0' of 'columns' .* as \[\?,x\], and that of 'rows' as \[x,\?\]"):
+        al.plan_shared(three_graphs(), pins=twice, **given)
+    named = given | {"options": al.PlanOptions(mesh_shape=(2, 2), axis_names=("x", "y"))}
+    with pytest.raises(
+        PinError, match=r"the graph 'product': the pin .*'0/0' of the graph 'columns'.* uses the axis 'q'"
+    ):
+        al.plan_shared(three_graphs(), pins={"columns": {"0/0": P("q")}}, **named)
+
+
+def test_a_clash_is_looked_for_on_a_mesh_that_all_pins_fit() -> None:
+    """A dim of two does not divide over the first mesh's axis of four."""
+    graphs = {
+        "two": (lambda m, x: m * x.sum(), shapes((64, 64), (64, 2))),
+        "three": (lambda m, x: m * x.sum(), shapes((64, 64), (64, 64))),
+    }
+    pins = {"two": {"out": P("x"), "1": P(None, "y")}, "three": {"out": P(None, "x")}}
+    with pytest.raises(PinClashError, match=r"no layout of the shared leaves") as raised:
+        al.plan_shared(graphs, shared="0", cluster=SLOW_LINKS, pins=pins)
+    assert [text.split(" (")[0] for text in raised.value.members] == [
+        "pin 'out': out [64,64] is [x,_]",
+        "pin 'out': out [64,64] is [_,x]",
+    ]
+
+
+def test_graphs_without_a_common_mesh() -> None:
+    """The pin of one holds where x has at most 2 devices, that of the other where y has one."""
+    graphs = {
+        "two": (lambda m, x: m * x.sum(), shapes((64, 64), (2, 64))),
+        "three": (lambda m, x: m * x.sum(), shapes((64, 64), (3, 64))),
+    }
+    options = al.PlanOptions(axis_names=("x", "y"))
+    with pytest.raises(PinError, match=r"no mesh of 1x4:h100-sxm has a layout that all of 'two', 'three' can share"):
+        al.plan_shared(
+            graphs, shared="0", cluster=SLOW_LINKS, options=options, pins={"two": {"1": P("x")}, "three": {"1": P("y")}}
+        )
+
+
+def test_parallelized_steps_keep_their_own_pins_and_options() -> None:
+    """As ``al.plan`` of one keeps them, unless others are given."""
+    graphs = three_graphs()
+    fn, args = graphs["rows"]
+    graphs["rows"] = al.parallelize(fn, cluster=SLOW_LINKS, pins={"0/0": P(None, "x")}, options=ONE_AXIS), args
+    with pytest.raises(al.AlpaLiteError, match=r"'product' and 'rows' are parallelized with different options"):
+        al.plan_shared(graphs, shared="0", cluster=SLOW_LINKS)
+    layout = al.plan_shared(graphs, shared="0", cluster=SLOW_LINKS, options=ONE_AXIS)
+    assert layout.parameter_layout["0/0"] == (0, P(None, "x"))
+    alone = al.plan_shared({"rows": graphs["rows"]}, shared="0", cluster=SLOW_LINKS)
+    assert alone.mesh.shape == (4,) and alone.parameter_layout["0/0"] == (0, P(None, "x"))
+    layout = al.plan_shared(graphs, shared="0", cluster=SLOW_LINKS, options=ONE_AXIS, pins={"0/0": P("x")})
+    assert layout.parameter_layout["0/0"] == (0, P("x", None))
+
+
+def test_graphs_follow_a_training_plan() -> None:
+    """Parameters stay where training has them, though the graphs alone want them elsewhere."""
+    graphs = three_graphs()
+    fn, args = graphs["columns"]
+    trained = al.plan(fn, *args, cluster=SLOW_LINKS, donate_argnums=0)
+    del graphs["columns"]
+    free = al.plan_shared(graphs, shared="0", weights={"rows": 1e6}, cluster=SLOW_LINKS, donate_argnums=0)
+    layout = al.plan_shared(
+        graphs, shared="0", weights={"rows": 1e6}, cluster=SLOW_LINKS, donate_argnums=0, follow=trained
+    )
+    assert free.parameter_layout != layout.parameter_layout
+    assert layout.mesh == trained.mesh
+    for plan in layout.plans.values():
+        assert [leaf.spec for leaf in plan.inputs[:2]] == [leaf.spec for leaf in trained.inputs[:2]]
+
+
+def test_follow_like_of_each_graph() -> None:
+    """Where the graphs have the followed leaves at different paths."""
+    params = shapes((512, 512))
+    first = lambda params, x: x @ params[0]  # noqa: E731
+    last = lambda x, state: x @ state["params"][0]  # noqa: E731
+    plan = al.plan(first, params, *shapes((64, 512)), cluster=SLOW_LINKS, pins={"0/0": P(None, "x")}, options=ONE_AXIS)
+    graphs = {"first": (first, (params, *shapes((8, 512)))), "last": (last, (*shapes((8, 512)), {"params": params}))}
+    shared = {"first": "0", "last": "1/params"}
+    like = {"first": {"0": "0"}, "last": {"1/params": "0"}}
+    layout = al.plan_shared(graphs, shared=shared, cluster=SLOW_LINKS, follow=plan, follow_like=like)
+    assert layout.plans["last"].specs_by_path["1/params/0"] == P(None, "x")

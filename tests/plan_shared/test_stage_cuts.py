@@ -1,0 +1,219 @@
+"""``al.plan_shared`` with stages: the cut and the submeshes that are best for all graphs."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import alpa_lite as al
+from alpa_lite.api import shared_stages
+from alpa_lite.planner.joint_stages import best_cut
+from tests.plan_shared.stages import (
+    CLUSTER,
+    KERNELS,
+    NARROW,
+    SEARCHED,
+    TWO,
+    WIDE,
+    chain,
+    shape,
+)
+
+
+@given(st.data())
+def test_the_best_cut_is_that_of_brute_force(data):
+    layers, kinds = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 3))
+    stages = data.draw(st.integers(1, min(4, layers)))
+    sizes = data.draw(st.lists(st.integers(1, 4), min_size=kinds, max_size=kinds))
+    price = st.integers(0, 9) | st.just(np.inf)
+    row = st.lists(price, min_size=layers, max_size=layers)
+    prices = data.draw(st.lists(row, min_size=kinds, max_size=kinds))
+    pinned = data.draw(st.dictionaries(st.integers(0, layers - 1), st.integers(0, stages - 1), max_size=2))
+    holds = data.draw(st.lists(st.integers(0, 9), min_size=layers, max_size=layers))
+    budget = data.draw(st.sampled_from([5, 15, np.inf]))
+    known = data.draw(st.lists(st.integers(0, kinds - 1), min_size=stages, max_size=stages) | st.none())
+    devices = data.draw(st.integers(1, 8)) if known is None else sum(sizes[m] for m in known)
+
+    def cost(cut: Any, on: Any) -> tuple[float, float]:
+        runs = [[k for k in range(layers) if cut[k] == s] for s in range(stages)]
+        if any(sum(holds[k] for k in run) > budget * sizes[m] for run, m in zip(runs, on, strict=True)):
+            return np.inf, np.inf
+        sums = [sum(prices[m][k] for k in run) for run, m in zip(runs, on, strict=True)]
+        return max(sums), sum(sums)
+
+    best = np.inf, np.inf
+    for ends in itertools.combinations(range(1, layers), stages - 1):
+        edges = (0, *ends, layers)
+        cut = tuple(s for s in range(stages) for _ in range(edges[s], edges[s + 1]))
+        if all(cut[layer] == stage for layer, stage in pinned.items()):
+            for on in itertools.product(range(kinds), repeat=stages) if known is None else [known]:
+                if sum(sizes[m] for m in on) == devices:
+                    best = min(best, cost(cut, on))
+    found = best_cut(
+        prices, sizes, devices, pinned, num_stages=stages, submeshes=known, holds=holds, budget=budget
+    )  # fmt: skip
+    assert (found is None) == (best[0] == np.inf)
+    if found is not None:
+        cut, on = found
+        assert all(cut[layer] == stage for layer, stage in pinned.items())
+        assert known is None or list(on) == known
+        assert sum(sizes[m] for m in on) == devices and cost(cut, on) == best
+
+
+def test_the_cut_is_for_all_graphs(monkeypatch):
+    """The last layers are dear in one graph alone, which is called most; with equal layers stages are halves."""
+    monkeypatch.setattr(shared_stages._StagedSearch, "own_cuts", lambda self: ())
+
+    def stages(weight: float) -> list[int]:
+        graphs = {"even": (chain, WIDE), "late": (dear(1024), NARROW)}
+        layout = al.plan_shared(graphs, shared="0", weights={"late": weight}, cluster=CLUSTER, options=TWO)
+        return [layout.parameter_layout[f"0/{i}"][0] for i in range(4)]
+
+    assert stages(1e-3) == [0, 0, 1, 1]
+    assert stages(1e3) == [0, 0, 0, 1]
+
+
+def dear(rows: int) -> Any:
+    """A chain whose last layer has so many times the rows of the others."""
+    return lambda params, x: chain(params[3:], jnp.tile(chain(params[:3], x), (rows, 1)))
+
+
+NARROWING = [shape(a, b) for a, b in itertools.pairwise((4096, 4096, 64, 64, 4096))]
+
+
+CUT_OTHERWISE = {
+    "by what crosses": ({"big": (chain, (NARROWING, shape(8192, 4096))), "small": (chain, (NARROWING, shape(2, 4096)))},
+                        {"small": 1000.0}),
+    "by a dear layer": ({"even": (chain, WIDE), "late": (dear(1024), NARROW)}, {"late": 1e3}),
+    "by the other": ({"even": (chain, WIDE), "late": (dear(1024), NARROW)}, {"late": 1e-3}),
+}  # fmt: skip
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("options", [TWO, al.PlanOptions(num_stages=2, submeshes="auto")], ids=["equal", "searched"])
+@pytest.mark.parametrize("case", CUT_OTHERWISE)
+def test_never_dearer_than_with_the_stages_of_one_graph(case, options):
+    """With the stages and layouts of any graph's own plan as pins, all together cost as much or more."""
+    graphs, weights = CUT_OTHERWISE[case]
+    settings = {"shared": "0", "weights": weights, "cluster": CLUSTER}
+    layout = al.plan_shared(graphs, options=options, **settings)
+    assert not list(layout.faults())
+    for name, graph in graphs.items():
+        own = al.plan_shared({name: graph}, shared="0", cluster=CLUSTER, options=options).plans[name]
+        if options is TWO:
+            own = min(own, al.plan(graph[0], *graph[1], cluster=CLUSTER, options=options), key=lambda p: p.objective)
+        as_own = al.plan_shared(graphs, follow=own, **settings)
+        assert layout.objective <= as_own.objective * (1 + 1e-9), name
+    assert all(price >= 0 for price in layout.price.values())
+
+
+def searched(graphs: dict[str, Any], budget: float | None = None, **weights: float) -> list[tuple[Any, int]]:
+    """Of three stages the submesh and the number of layers."""
+    options = al.PlanOptions(num_stages=3, submeshes="auto", memory_budget_bytes=budget)
+    layout = al.plan_shared(graphs, shared="0", weights=weights, cluster=CLUSTER, options=options)
+    assert not list(layout.faults()) and all(price >= 0 for price in layout.price.values())
+    stages = [stage for stage, _ in layout.parameter_layout.values()]
+    return [(s.submesh, stages.count(n)) for n, s in enumerate(next(iter(layout.plans.values())).stages)]
+
+
+def test_submeshes_are_searched_for_all_graphs(monkeypatch):
+    monkeypatch.setattr(shared_stages._StagedSearch, "own_cuts", lambda self: ())
+    graphs = {"even": (chain, WIDE), "late": (dear(2**16), NARROW)}
+    assert sorted(searched(graphs, late=1e-3)) == [((1, 1), 1), ((1, 1), 1), ((1, 2), 2)]
+    assert searched(graphs, late=1e3) == [((1, 1), 1), ((1, 1), 2), ((1, 2), 1)]
+
+
+def test_searched_submeshes_have_room_for_what_is_shared():
+    """A table of 64 MiB that costs little, and a dear layer of 8 MiB: within 40 MiB the table has the two devices."""
+
+    def looked_up(params: Any, x: jax.Array) -> jax.Array:
+        x = al.layer_boundary(params[0][x])
+        x = al.layer_boundary(jnp.tanh(x @ params[1]))
+        return jnp.tanh(jnp.tile(x, (1024, 1)) @ params[2])
+
+    params = shape(2**14, 2048), shape(2048, 2048), shape(2048, 2048)
+    graphs = {"looked_up": (looked_up, (params, shape(2, dtype=jnp.int32)))}
+    assert [submesh for submesh, _ in searched(graphs)] == [(1, 1), (1, 1), (1, 2)]
+    assert [submesh for submesh, _ in searched(graphs, 40 * 2**20)] == [(1, 2), (1, 1), (1, 1)]
+
+
+def test_stacked_layers_scanned_and_written_out():
+    """One graph scans over the layers, the other takes rows: the same rows lie on each stage."""
+
+    def scanned(params: Any, x: Any) -> Any:
+        return jax.lax.scan(lambda x, kernel: (jnp.tanh(x @ kernel), None), x, params)[0]
+
+    params = shape(6, 256, 256)
+    graphs = {
+        "scanned": (scanned, (params, shape(512, 256))),
+        "taken": (lambda p, x: chain(list(p), x), (params, shape(2, 256))),
+    }
+    for weights in ({"scanned": 1e3}, {"taken": 1e3}):  # either may lead
+        layout = al.plan_shared(graphs, shared="0", weights=weights, cluster=CLUSTER, options=TWO)
+        rows = {path: stage for path, (stage, _) in layout.parameter_layout.items()}
+        assert sum(stage == 0 for stage in rows.values()) and set(rows.values()) == {0, 1}
+        assert all(layout.shared[name] == tuple(rows) for name in graphs)
+
+
+@pytest.mark.parametrize("weight", [1e-3, 1e3])
+def test_leaves_that_a_graph_does_not_read(weight):
+    """The other graph tells no layers apart by them, whichever leads."""
+    for unread in (slice(1, None), slice(2, None), slice(0, None, 2)):
+        part = lambda params, x, unread=unread: chain(params[unread], x)  # noqa: E731
+        graphs = {"all": (chain, WIDE), "part": (part, NARROW)}
+        layout = al.plan_shared(graphs, shared="0", weights={"part": weight}, cluster=CLUSTER, options=TWO)
+        assert not list(layout.faults())
+        stages = [stage for stage, _ in layout.parameter_layout.values()]
+        assert stages == sorted(stages) and set(stages) == {0, 1}
+
+
+def updated(params: Any, x: Any) -> Any:
+    """Reads every matrix twice."""
+    return [kernel * 2 for kernel in params], chain(params, x)
+
+
+def tied(params: Any, x: Any) -> Any:
+    return chain(params["kernels"], x @ params["table"]) @ params["table"].T
+
+
+UPDATED = [shape(64, 1024), shape(1024, 256)]
+
+
+TIED = {"table": shape(64, 256), "kernels": KERNELS}
+
+
+READ_TWICE = {
+    "alone": ({"one": (updated, (UPDATED, shape(2, 64)))}, "0"),
+    "leads": ({"one": (updated, (UPDATED, shape(64, 64))), "other": (chain, (UPDATED, shape(2, 64)))}, "0"),
+    "follows": ({"one": (updated, (UPDATED, shape(2, 64))), "other": (chain, (UPDATED, shape(64, 64)))}, "0"),
+    "both": ({"one": (updated, (UPDATED, shape(2, 64))), "other": (updated, (UPDATED, shape(64, 64)))}, "0"),
+    "table": ({"one": (tied, (TIED, shape(64, 64)))}, "0/table"),
+    "tables": ({"one": (tied, (TIED, shape(64, 64))), "other": (tied, (TIED, shape(2, 64)))}, "0/table"),
+}
+
+
+@pytest.mark.parametrize("options", [TWO, SEARCHED], ids=["equal", "searched"])
+@pytest.mark.parametrize("case", READ_TWICE)
+def test_leaves_that_two_layers_read(case, options):
+    """They tell no layers apart, and layers are needed all the same."""
+    graphs, shared = READ_TWICE[case]
+    layout = al.plan_shared(graphs, shared=shared, cluster=CLUSTER, options=options)
+    assert not list(layout.faults())
+    assert all(
+        len(plan.stages) == 2 and all(stage.decisions for stage in plan.stages) for plan in layout.plans.values()
+    )
+    assert all(price >= 0 for price in layout.price.values())
+
+
+def test_results_of_parameters_alone():
+    """Nobody reads them, and what they are made of comes first."""
+    graph = lambda p, x: (jnp.tanh(p[0] @ p[1]), chain(p, x)[:, :8])  # noqa: E731
+    layout = al.plan_shared({"one": (graph, WIDE)}, shared="0", cluster=CLUSTER, options=TWO)
+    assert {stage for stage, _ in layout.parameter_layout.values()} == {0, 1}

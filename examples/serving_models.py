@@ -12,6 +12,7 @@ of a head.
 from __future__ import annotations
 
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -66,7 +67,7 @@ def masked_softmax(scores: jax.Array, mask: jax.Array) -> jax.Array:
 
 
 @dataclass(frozen=True)
-class Cut:
+class Cut(ABC):
     """A model of blocks ``first`` to ``last`` - 1 of all; a whole one has them all."""
 
     config: Any
@@ -81,8 +82,9 @@ class Cut:
         parts = [replace(self, first=first, last=last) for first, last in pairwise(cuts)]
         return [(part, part._picked) for part in parts]
 
+    @abstractmethod
     def _picked(self, params: PyTree) -> PyTree:
-        raise NotImplementedError
+        """Of the whole model's parameters those of these blocks."""
 
     @property
     def _is_first(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -225,15 +226,15 @@ def _other_arguments(
     )
 
 
-class Parallelized:
+class Parallelized(ABC):
     """What ``parallelize`` makes of the user's function, ``__wrapped__``, as ``_request`` asks."""
 
     __wrapped__: Callable[..., Any]
     _request: Any
 
+    @abstractmethod
     def known_plan(self) -> Plan | None:
         """The plan that was made first, or given."""
-        raise NotImplementedError
 
 
 def plain(fn: Any) -> Callable[..., Any]:

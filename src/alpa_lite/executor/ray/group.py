@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -35,7 +36,7 @@ _SEEN_S = 1.0
 _TOGETHER_S = 0.002
 
 
-class ActorGroup:
+class ActorGroup(ABC):
     """One actor per site, each in the ``jax.distributed`` world of its submesh. Subclasses say in ``_give`` what they do.
 
     Args:
@@ -97,8 +98,9 @@ class ActorGroup:
             options = actor.options(scheduling_strategy=strategy, **resources, **({"runtime_env": env} if env else {}))
             self.actors.append(options.remote())
 
+    @abstractmethod
     def _give(self) -> None:
-        raise NotImplementedError
+        """What the actors run, given to them once they are there."""
 
     def _start(self) -> None:
         limit = self.settings.start_timeout_s

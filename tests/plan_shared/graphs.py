@@ -14,11 +14,7 @@ import alpa_lite as al
 from alpa_lite.errors import MemoryBudgetError, PinError
 
 SLOW_LINKS = al.Cluster.parse("1x4:h100-sxm")
-
-
 ONE_AXIS = al.PlanOptions(mesh_shape=(4,), axis_names=("x",))
-
-
 PLAIN = al.PlanOptions(mesh_shape=(4,), axis_names=("x",), padding="off")
 
 

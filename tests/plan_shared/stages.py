@@ -10,14 +10,8 @@ import jax.numpy as jnp
 import alpa_lite as al
 
 CLUSTER = al.Cluster.parse("1x4:h100-sxm")
-
-
 TWO = al.PlanOptions(num_stages=2)
-
-
 SEARCHED = al.PlanOptions(num_stages=2, submeshes="auto")
-
-
 ONE_AXIS = al.PlanOptions(num_stages=2, axis_names=("x",), stage_mesh_shapes=((2,), (2,)))
 
 

@@ -1,0 +1,172 @@
+"""An engine's beginning and end: programs compiled and kept, threads, what is copied, what is refused."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import threading
+import weakref
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import alpa_lite as al
+from alpa_lite.errors import EngineClosed, ServeError
+from alpa_lite.serve.layout import plan_graphs
+from tests.serve.engines import (
+    SIZES,
+    Given,
+    model_and_params,
+    pinned,
+    prompts_of,
+)
+
+pytestmark = pytest.mark.medium  # each model's programs take seconds to compile
+
+
+_ROOT = __file__.rsplit("/tests/", 1)[0]
+
+
+def test_programs_are_compiled_when_first_used(caplog: pytest.LogCaptureFixture) -> None:
+    def compiled() -> int:
+        return sum("Finished XLA compilation of jit(step)" in record.getMessage() for record in caplog.records)
+
+    before = jax.config.jax_log_compiles
+    jax.config.update("jax_log_compiles", True)  # in every thread
+    try:
+        with al.serve.Engine(*model_and_params("gpt"), pinned("gpt"), **SIZES) as engine:
+            assert compiled() == len(engine.programs.compile_s) == 0
+            engine.generate(prompts_of(6), max_tokens=3)
+            assert set(engine.programs.compile_s) == {"prefill_8", "decode"}
+            assert compiled() == 2
+            engine.generate(prompts_of(5, 8), max_tokens=3)
+            assert compiled() == 2
+    finally:
+        jax.config.update("jax_log_compiles", before)
+
+
+def test_a_process_of_a_job_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(ServeError, match=r"one of 2 processes of a jax\.distributed job.*test_engine"):
+        al.serve.Engine(*model_and_params("gpt"), **SIZES)
+
+
+def test_sizes_that_are_none_are_refused() -> None:
+    model, params = model_and_params("gpt")
+    for settings, match in (
+        ({"slots": 0}, "slots=0 was given; it must be a whole number from 1"),
+        ({"max_length": 2.5}, r"max_length=2\.5 was given"),
+        ({"buckets": ()}, r"buckets=\(\) was given; they must be whole numbers from 1 to max_length=32"),
+        ({"buckets": (64,)}, r"buckets=\(64,\) was given"),
+        ({"queue_limit": 0}, "queue_limit=0 was given"),
+        ({"prefills_per_step": 0}, "prefills_per_step=0 was given.*test_engine"),
+    ):
+        with pytest.raises(ServeError, match=match):
+            al.serve.Engine(model, params, **SIZES | settings)
+
+    class Odd:
+        def init_cache(self, slots: int, max_length: int) -> dict:
+            return {"flat": jnp.zeros((slots * max_length,))}
+
+    with pytest.raises(
+        ServeError, match=r"leaf 'flat' of the model's cache has the shapes \[64\] for 2 slots and \[96\] for 3"
+    ):
+        al.serve.graphs(Odd(), params, **SIZES)
+
+
+def test_the_thread_ends_when_the_engine_is_closed_or_forgotten() -> None:
+    model, params = model_and_params("gpt")
+    layout = Given(plan_graphs(al.serve.graphs(model, params, **SIZES)))
+
+    def engines() -> int:
+        return sum(thread.name == "alpa_lite-engine" for thread in threading.enumerate())
+
+    before = engines()
+    closed, forgotten = (al.serve.Engine(model, params, layout, **SIZES) for _ in range(2))
+    assert engines() == before + 2
+    request = closed.submit([1, 2, 3], max_tokens=28)
+    closed.close()
+    closed.close()
+    assert closed.closed and request.done and engines() == before + 1
+    with pytest.raises(EngineClosed):
+        closed.submit([1])
+    del forgotten
+    gc.collect()
+    assert engines() == before
+
+
+SCRIPT = """
+import sys
+import jax
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_platforms", "cpu")
+import alpa_lite as al
+from examples.serving_models import GPT, MODELS
+hits = []
+jax.monitoring.register_event_listener(lambda event, **_: hits.append(event.rsplit("/", 1)[-1]))
+model = MODELS["llama"]("small")
+params = jax.jit(model.init_params)(jax.random.key(3))
+engine = al.serve.Engine(model, params, slots=2, max_length=16, buckets=(8,), compile_cache=sys.argv[1])
+print(engine.generate([[1, 2, 3]], max_tokens=5)[0], hits.count("cache_hits") > 2)
+"""  # it ends without closing the engine
+
+
+def test_programs_are_kept_on_disk_and_a_process_ends_with_an_engine_open(tmp_path: Any) -> None:
+    lines = []
+    for _ in range(2):
+        command = [sys.executable, "-c", SCRIPT, str(tmp_path / "compiled")]
+        found = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=_ROOT)
+        assert found.returncode == 0 and not found.stderr.strip(), found.stderr
+        lines.append(found.stdout.rsplit(" ", 1))
+    assert lines[0][0] == lines[1][0], "other tokens"
+    assert [line[1].strip() for line in lines] == ["False", "True"]
+
+
+def test_programs_that_were_written_half_are_made_again(tmp_path: Any) -> None:
+    place = tmp_path / "compiled"
+    command = [sys.executable, "-c", SCRIPT, str(place)]
+    subprocess.run(command, capture_output=True, timeout=300, check=True, cwd=_ROOT)
+    files = {file: file.stat().st_size for file in place.glob("*-cache")}
+    for file, size in files.items():
+        with file.open("r+b") as damaged:
+            damaged.truncate(size // 2)
+    found = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True, cwd=_ROOT)
+    assert not found.stderr.strip(), "JAX warns of what it cannot read"
+    assert {file: file.stat().st_size for file in place.glob("*-cache")}.keys() == files.keys()
+    assert all(file.stat().st_size > size // 2 for file, size in files.items())
+
+
+def test_parameters_of_the_host_are_copied() -> None:
+    """Also where an array's place would let JAX on CPUs use it as it is."""
+    model, params = model_and_params("gpt")
+
+    def aligned(x: Any) -> np.ndarray:
+        room = np.empty(x.nbytes + 64, np.uint8)
+        start = -room.ctypes.data % 64
+        made = room[start : start + x.nbytes].view(x.dtype).reshape(x.shape)
+        made[...] = x
+        return made
+
+    given = jax.tree.map(aligned, params)
+    with al.serve.Engine(
+        model, given, slots=2, max_length=32, buckets=(8,), cluster=al.Cluster.parse("1x1:cpu")
+    ) as engine:
+        before = engine.generate([[1, 2, 3]])
+        for x in jax.tree.leaves(given):
+            x[...] = 0
+        assert engine.generate([[1, 2, 3]]) == before
+
+
+def test_an_answer_that_is_kept_does_not_keep_the_engine() -> None:
+    model, params = model_and_params("gpt")
+    engine = al.serve.Engine(model, params, slots=2, max_length=32, buckets=(8,), cluster=al.Cluster.parse("1x1:cpu"))
+    request = engine.submit([1, 2, 3], max_tokens=2)
+    tokens, programs = request.result(), weakref.ref(engine.programs)
+    engine.close()
+    del engine
+    gc.collect()
+    assert request.tokens == tokens and programs() is None

@@ -1,0 +1,172 @@
+"""Layouts of an engine: those of another model are refused, memory is what was planned."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import alpa_lite as al
+from alpa_lite.errors import ServeError
+from alpa_lite.serve.layout import plan_graphs
+from examples.serving_models import GPT
+from tests.serve.engines import (
+    NAMES,
+    PINS,
+    SIZES,
+    Given,
+    assert_greedy,
+    assert_split,
+    model_and_params,
+    pinned,
+    prompts_of,
+    split_layout,
+)
+
+pytestmark = pytest.mark.medium  # each model's programs take seconds to compile
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_planned_memory_is_what_compiled_programs_take(name: str) -> None:
+    """With a cache that is most of it: it must be counted once, and written in place."""
+    model, params = model_and_params(name)
+    graphs = al.serve.graphs(model, params, slots=16, max_length=32, buckets=(16,))
+    for graph, plan in plan_graphs(graphs).items():
+        fn, args = graphs[graph]
+        compiled = al.parallelize(fn, plan=plan, donate_argnums=1).compile(*args)
+        assert compiled.audit().ok
+        assert 0.95 <= plan.memory.peak / compiled.peak_bytes() <= 1.25, graph
+
+
+def test_a_cache_beyond_the_memory_budget_is_refused_when_planning() -> None:
+    model, params = model_and_params("llama")
+    graphs = al.serve.graphs(model, params, slots=8, max_length=4096, buckets=(8,))
+    fn, args = graphs["decode"]
+    cache_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(args[1]))
+    options = al.PlanOptions(memory_budget_bytes=cache_bytes // 8)
+    with pytest.raises(al.AlpaLiteError, match="budget"):
+        al.plan(fn, *args, cluster=al.Cluster.parse("1x8:cpu"), donate_argnums=1, options=options)
+
+
+def test_layouts_that_are_not_of_this_model_are_refused() -> None:
+    model, params = model_and_params("gpt")
+    plans = plan_graphs(al.serve.graphs(model, params, **SIZES))
+    make = partial(al.serve.Engine, model, params)
+    with pytest.raises(ServeError, match=r"no plan for 'prefill_12'; it has.*same buckets"):
+        make(Given(plans), **SIZES | {"buckets": (4, 12)})
+    with pytest.raises(ServeError, match=r"plan of 'prefill_4' the leaf '1/block0/key' is .*4, 32.* there and .*4, 30"):
+        make(Given(plans), **SIZES | {"max_length": 30})
+    other = al.serve.Engine, *model_and_params("llama")
+    with pytest.raises(ServeError, match=r"another model or other sizes.*leaf '0/"):
+        partial(*other)(Given(plans), **SIZES)
+    fn, args = al.serve.graphs(model, params, **SIZES)["decode"]
+    free = plans["prefill_4"].specs_by_path["0/block0/up/kernel"]
+    pinned = jax.sharding.PartitionSpec(None, plans["decode"].mesh.axis_names[0])
+    assert free != pinned
+    moved = al.plan(fn, *args, cluster=al.Cluster.local(), donate_argnums=1, pins={"0/block0/up/kernel": pinned})
+    with pytest.raises(ServeError, match=r"0/.*lies as .* for 'prefill_4' and as .* for 'decode'.*plan_shared"):
+        make(Given(plans | {"decode": moved}), **SIZES)
+
+
+def test_buckets_and_cache_of_a_layout_of_the_parameters_alone(tmp_path: Any) -> None:
+    """What a user writes: buckets are those of the layout, and the cache lies as ``decode`` has it."""
+    model, params = model_and_params("gpt")
+    pins = {path: spec for path, spec in PINS["gpt"].items() if path.startswith("0/")}
+    pins |= {"3": P(None, "x"), "out/0": P(None, "y")}  # tokens of prompts, and logits
+    sizes, weights = SIZES | {"buckets": (8, 24)}, {"decode": 100.0}
+    made = split_layout("gpt", model, params, sizes, shared="0", weights=weights, pins=pins, donate_argnums=())
+    made.save(tmp_path / "layout.json")
+    layout = al.SharedLayout.load(tmp_path / "layout.json")
+    given = {name: lies(plan, "1") for name, plan in layout.plans.items()}
+    again = {name for name in given if given[name] != given["decode"]}
+    assert again, "the cache lies in one layout by itself"
+    with al.serve.Engine(model, params, layout=layout, slots=4, max_length=32) as engine:
+        assert engine.buckets == sizes["buckets"]
+        assert_split(engine)
+        for name, plan in engine.plans.items():
+            assert (lies(plan, "0"), lies(plan, "1")) == (lies(layout.plans["decode"], "0"), given["decode"])
+            assert (plan == layout.plans[name]) == (name not in again)
+            noted = [note for note in plan.notes if 'al.plan_shared(graphs, shared=("0", "1"), ...)' in note]
+            assert len(noted) == (name in again) and all(f"{name!r} was planned again" in note for note in noted)
+            assert plan.specs_by_path["out/0"] == P(None, "y")
+            assert name == "decode" or plan.specs_by_path["3"] == P(None, "x")
+        prompts = prompts_of(1, 8, 13, 24)
+        for prompt, tokens in zip(prompts, engine.generate(prompts, max_tokens=6), strict=True):
+            assert_greedy("gpt", prompt, tokens)
+    tight = {
+        name: replace(plan, options=(*plan.options, ("memory_budget_bytes", 1e4))) for name, plan in made.plans.items()
+    }
+    with pytest.raises(
+        ServeError,
+        match=r"(?s)the cache lies otherwise for 'prefill_\d+' than for 'decode', .*budget.*test_engine.*shared=\(\"0\", \"1\"\)",
+    ):
+        al.serve.Engine(model, params, Given(tight), slots=4, max_length=32)
+
+
+def lies(plan: al.Plan, argument: str) -> dict[str, str]:
+    return {leaf.path: str(leaf.spec) for leaf in plan.inputs if leaf.path.startswith(f"{argument}/")}
+
+
+def test_layouts_without_the_buckets_that_an_engine_needs_are_refused() -> None:
+    model, params = model_and_params("gpt")
+    plans = pinned("gpt").plans
+    make = partial(al.serve.Engine, model, params, slots=4)
+    others = {"encode": plans["decode"], "prefill_04": plans["prefill_4"], "decode": plans["decode"]}
+    with pytest.raises(
+        ServeError,
+        match=r"plans for 'encode', 'prefill_04', 'decode', and none to take a prompt in.*test_engine.*buckets=",
+    ):
+        make(layout=Given(others), max_length=32)
+    with pytest.raises(ServeError, match=r"a plan for 'prefill_24', and max_length=16 was given.*test_engine"):
+        make(layout=Given(plans), max_length=16)
+    with make(layout=Given(plans | others), max_length=32) as engine:  # what it has no use for is left alone
+        assert engine.buckets == SIZES["buckets"]
+
+
+class OtherDecode(GPT):
+    def decode(self, params: Any, cache: Any, tokens: Any) -> Any:
+        logits, cache = super().decode(params, cache, tokens)
+        return 2 * logits + jnp.sin(logits), cache
+
+
+class OtherPrefill(GPT):
+    def prefill(self, params: Any, cache: Any, tokens: Any, lengths: Any) -> Any:
+        logits, cache = super().prefill(params, cache, tokens, lengths)
+        return jnp.sin(logits), cache
+
+
+@pytest.mark.parametrize("shared", ["0", ("0", "1")])
+def test_a_layout_of_another_model_with_the_same_shapes_is_refused(shared: Any) -> None:
+    """At once, not by each request."""
+    model, params = model_and_params("gpt")
+    layout = split_layout("gpt", model, params, SIZES, shared=shared, pins=None)
+    for other, graph in ((OtherDecode, "decode"), (OtherPrefill, "prefill_4")):
+        with pytest.raises(
+            ServeError,
+            match=rf"the layout is of another model, as its plan of '{graph}' shows: .* ops were planned, .*test_engine.*"
+            r"Plan the graphs of this model",
+        ):
+            al.serve.Engine(other(model.config), params, layout, **SIZES)
+
+
+def test_tokens_lie_as_their_plan_has_them() -> None:
+    model, params = model_and_params("llama")
+    graphs = al.serve.graphs(model, params, **SIZES)
+    plans = plan_graphs(graphs)
+    mesh = plans["decode"].mesh
+    options = al.PlanOptions(mesh_shape=mesh.shape, axis_names=mesh.axis_names)
+    axis = next(name for name, size in zip(mesh.axis_names, mesh.shape, strict=True) if SIZES["slots"] % size == 0)
+    for name, path, spec in (("decode", "2", (axis,)), ("prefill_8", "3", (None, axis))):
+        fn, args = graphs[name]
+        pins = {leaf: spec for leaf, spec in plans["decode"].specs_by_path.items() if leaf[:2] in ("0/", "1/")}
+        pins[path] = jax.sharding.PartitionSpec(*spec)
+        plans[name] = al.plan(fn, *args, cluster=al.Cluster.local(), donate_argnums=1, pins=pins, options=options)
+    with al.serve.Engine(model, params, Given(plans), **SIZES) as engine:
+        prompts = prompts_of(7, 3)
+        for prompt, tokens in zip(prompts, engine.generate(prompts, max_tokens=4), strict=True):
+            assert_greedy("llama", prompt, tokens)

@@ -84,15 +84,21 @@ def test_it_listens_on_loopback_alone(port: int) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_goes_away_frees_its_slot(port: int, expected: list[list[int]], stream: bool) -> None:
+    """On a busy machine the word of it may come when the answer is finished: then it is tried again."""
+    assert any(
+        _cancelled_by_leaving(port, {"tokens": PROMPTS[0], "max_tokens": 4000, "stream": stream}) for _ in range(3)
+    )
+    assert json.loads(ask(port, PROMPTS[1])[1])["tokens"] == expected[1]
+
+
+def _cancelled_by_leaving(port: int, body: dict[str, Any]) -> bool:
     before = _metric(port, 'finished_requests_total{reason="cancelled"}')
-    body = {"tokens": PROMPTS[0], "max_tokens": 4000, "stream": stream}
     with socket.create_connection(("127.0.0.1", port)) as link:
         data = json.dumps(body).encode()
         link.sendall(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(data) + data)
         wait_until(lambda: _metric(port, "active_requests") == 1)
-    wait_until(lambda: _metric(port, 'finished_requests_total{reason="cancelled"}') == before + 1)
-    wait_until(lambda: _metric(port, "active_requests") == 0)  # with the engine's next step
-    assert json.loads(ask(port, PROMPTS[1])[1])["tokens"] == expected[1]
+    wait_until(lambda: _metric(port, "active_requests") == 0)
+    return _metric(port, 'finished_requests_total{reason="cancelled"}') == before + 1
 
 
 def _metric(port: int, name: str) -> float:
@@ -152,7 +158,7 @@ def test_the_command_line_serves_and_ends(ray_session: None, tmp_path: Path) -> 
     port, token = free_port(), tmp_path / "token"
     token.write_text("secret\n")
     command = [sys.executable, "-m", "alpa_lite", "serve", "tests.serve.served_target:target"]
-    options = ["--buckets", "8", "--slots", "2", "--max-length", "1024", "--cluster", "1x1:cpu", "--port", str(port)]
+    options = ["--buckets", "8", "--slots", "2", "--max-length", "4096", "--cluster", "1x1:cpu", "--port", str(port)]
     environment = os.environ | {"RAY_AUTH_TOKEN": "0" * 32}
     environment.pop("RAY_ADDRESS", None)
     with subprocess.Popen(
@@ -163,7 +169,7 @@ def test_the_command_line_serves_and_ends(ray_session: None, tmp_path: Path) -> 
             assert any(line.startswith("serving ") for line in served.stdout)
             assert ask(port, [1, 2])[0] == 401
             assert ask(port, [1, 2], Authorization="Bearer secret")[0] == 200
-            body = {"tokens": [1, 2], "max_tokens": 1000, "stream": True}
+            body = {"tokens": [1, 2], "max_tokens": 4000, "stream": True}
             with begin(port, body, Authorization="Bearer secret") as running:
                 events = [running.readline()]
                 served.send_signal(signal.SIGTERM)
@@ -177,7 +183,7 @@ def test_the_command_line_serves_and_ends(ray_session: None, tmp_path: Path) -> 
             raise
         served.communicate(timeout=60)
     tokens = [json.loads(event.removeprefix(b"data: ")) for event in events if event.strip()]
-    assert len(tokens) == 1001 and tokens[-1]["finish_reason"] == "length"
+    assert len(tokens) == 4001 and tokens[-1]["finish_reason"] == "length"
     assert served.returncode == 0
     with pytest.raises(OSError):
         ask(port, [1, 2])

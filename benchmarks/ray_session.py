@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import secrets
+import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,15 @@ def local_ray(num_cpus: int) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def free_port(ports: range = range(20_000, 32_000)) -> int:
+    """One where nobody listens, by default below those that systems choose from, as Ray makes many use of these."""
+    for port in random.sample(ports, 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise OSError(f"no free port was found in {ports}")
 
 
 def step_of(fn: Any, num_stages: int, num_microbatches: int, executor: Any) -> Any:

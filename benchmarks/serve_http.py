@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import socket
 import statistics
 import sys
 import time
@@ -19,7 +18,7 @@ if __package__ in (None, ""):  # run as a script: make `benchmarks` and `example
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import alpa_lite as al
-from benchmarks.ray_session import local_ray
+from benchmarks.ray_session import free_port, local_ray
 from benchmarks.report import Row, finish
 
 NUM_REQUESTS, NUM_WARM_UP = 300, 50
@@ -74,9 +73,7 @@ def added() -> Row:
 
     from alpa_lite.serve import deployment
 
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        port = listening.getsockname()[1]
+    port = free_port()
     settings = al.serve.ServerSettings(port=port, slots=4, max_length=64, buckets=(8, 32), cluster="1x1:cpu")
     deployment.start(target, settings)
     serve.run(serve.deployment(Empty).bind(), name="empty", route_prefix="/empty")

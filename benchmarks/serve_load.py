@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import random
-import socket
 import subprocess
 import sys
 import tempfile
@@ -25,8 +24,9 @@ if __package__ in (None, ""):  # run as a script: make `benchmarks` and `example
 import numpy as np
 
 import alpa_lite as al
-from benchmarks.ray_session import held, local_ray, pids_below
+from benchmarks.ray_session import free_port, held, local_ray, pids_below
 from benchmarks.report import Row, finish
+from benchmarks.serve_http import target
 
 SIZES: dict[str, Any] = {"slots": 16, "max_length": 128, "buckets": (8, 32, 96)}
 TOKEN, BODY_BYTES = "secret", 4096
@@ -35,16 +35,6 @@ USERS = Path(__file__).with_name("serve_load_users.py")
 NUM_USERS, STEADY = 26, ("Reader", "Streamer", "SlowReader", "Leaver", "Mistaken")
 AFTER_S = 3.0  # until connections are closed on both sides
 PROCESSES = {"engine": "ray::EngineActor", "HTTP": "ray::ServeReplica", "proxy": "ray::ProxyActor"}
-
-
-def target() -> Any:
-    """The examples' Llama, small, with random parameters."""
-    import jax
-
-    from examples.serving_models import Llama
-
-    model = Llama.of("small")
-    return al.serve.ServeTarget(model=model, params=lambda: model.init_params(jax.random.key(0)))
 
 
 def expected() -> list[tuple[dict[str, Any], list[int]]]:
@@ -67,9 +57,7 @@ def load(seconds: float, steady: bool = False) -> list[Row]:
     """Serves and measures."""
     from alpa_lite.serve import deployment
 
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        port = listening.getsockname()[1]
+    port = free_port()
     settings = al.serve.ServerSettings(port=port, token=TOKEN, body_bytes=BODY_BYTES, cluster="1x1:cpu", **SIZES)
     deployment.start(target, settings)
     try:

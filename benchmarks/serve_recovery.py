@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import sys
 import time
 from pathlib import Path
@@ -18,7 +17,7 @@ if __package__ in (None, ""):  # run as a script: make `benchmarks` and `example
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import alpa_lite as al
-from benchmarks.ray_session import local_ray, pids_below
+from benchmarks.ray_session import free_port, local_ray, pids_below
 from benchmarks.report import Row, finish
 from benchmarks.serve_http import target
 from examples.client import Refused, stream
@@ -40,9 +39,7 @@ def asked(port: int) -> list[int] | None:
 def recovered(cluster: str, title: str) -> Row:
     from alpa_lite.serve import deployment
 
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        port = listening.getsockname()[1]
+    port = free_port()
     settings = al.serve.ServerSettings(port=port, slots=4, max_length=64, buckets=(8, 32), cluster=cluster)
     deployment.start(target, settings)
     try:

@@ -6,7 +6,6 @@ import contextlib
 import os
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -14,6 +13,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from benchmarks.ray_session import free_port
 
 ROOT = Path(__file__).parents[2]
 _STARTED = "Ray runtime started"
@@ -65,12 +66,6 @@ def own_environment() -> dict[str, str]:
     """This process's environment, in which Ray's processes find the same sources and no cluster of somebody else."""
     env = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
     return env | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def session_processes(session: int) -> list[int]:

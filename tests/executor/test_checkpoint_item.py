@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import itertools
-import time
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -116,8 +116,10 @@ def test_rows_are_stored_and_wanted_in_any_cuts(tmp_path, monkeypatch, stored, w
 
 
 def test_start_returns_while_it_writes_and_the_state_may_go(tmp_path, monkeypatch):
+    looked = threading.Event()
+
     def slow_digests(folder, done=checkpoint_item.digests):
-        time.sleep(0.5)
+        assert looked.wait(60)
         return done(folder)
 
     monkeypatch.setattr(checkpoint_item, "digests", slow_digests)
@@ -131,6 +133,7 @@ def test_start_returns_while_it_writes_and_the_state_may_go(tmp_path, monkeypatc
     for array in arrays.values():
         array.delete()
     assert writer.poll() is None and folder.steps() == ()
+    looked.set()
     folder.commit(0, [writer.wait()], plan_text="")
     assert writer.poll() == writer.wait()
     got = read_leaves(folder.path(), folder.read(), structs(after, mesh(1, (1, 4)), P("y")))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from contextlib import ExitStack
@@ -22,6 +21,7 @@ import alpa_lite as al
 from alpa_lite.executor.checkpoint_item import read_leaves
 from alpa_lite.plan.checkpoint import ItemRecord
 from alpa_lite.plan.checkpoint_folder import CheckpointFolder
+from benchmarks.ray_session import free_port
 from tests.executor import exported_steps
 from tests.executor.checkpoint_states import assert_equal
 from tests.executor.checkpoint_worker import values
@@ -62,9 +62,7 @@ class Worker:
 
 
 def test_two_processes_write_one_item_and_a_third_another_one(tmp_path):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     root = CheckpointFolder(tmp_path / "checkpoints", keep=2)
     with ExitStack() as stack:
         pair = {"address": address, "item": "submesh_0", "rows": [0, 4]}

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import re
-import socket
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +16,7 @@ import numpy as np
 import pytest
 
 import alpa_lite as al
+from benchmarks.ray_session import free_port
 from examples import mlp
 from examples.cluster import train
 from tests.executor.exported_steps import batch, state, step
@@ -30,17 +28,9 @@ TIMEOUT_S = 240  # on a busy machine
 def job(case: str, folder: Path, num_processes: int, devices_each: int) -> list[Any]:
     """What every process of the job returned."""
     start = [sys.executable, "-m", "tests.executor.job_worker", case]
-    rest = [str(num_processes), str(devices_each), str(free_port(range(20_000, 60_000))), str(folder)]
+    rest = [str(num_processes), str(devices_each), str(free_port()), str(folder)]
     run_all([[*start, str(rank), *rest] for rank in range(num_processes)], [{}] * num_processes, folder)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(num_processes)]
-
-
-def free_port(ports: range) -> int:
-    for port in random.sample(ports, 100):
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
-    pytest.fail("no free port")
 
 
 def run_all(commands: list[list[str]], environments: list[dict[str, str]], folder: Path) -> list[str]:

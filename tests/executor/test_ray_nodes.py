@@ -12,9 +12,9 @@ from collections.abc import Mapping
 
 import pytest
 
+from benchmarks.ray_session import free_port
 from tests.executor.ray_nodes import (
     ROOT,
-    free_port,
     listening_hosts,
     own_environment,
     ray_nodes,

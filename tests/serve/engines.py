@@ -104,3 +104,7 @@ def split(tree: Any) -> list[str]:
 def assert_split(engine: al.serve.Engine) -> None:
     """Parameters and the cache, so that what is said of where they lie says something."""
     assert split(engine.params) and split(engine.programs.cache)
+
+
+def pointers(tree: Any) -> list[int]:
+    return [s.data.unsafe_buffer_pointer() for x in jax.tree.leaves(tree) for s in x.addressable_shards]

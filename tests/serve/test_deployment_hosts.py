@@ -11,7 +11,8 @@ import jax
 import pytest
 
 import alpa_lite as al
-from tests.serve.clients import PROMPTS, ask, free_port, kill_under_load
+from benchmarks.ray_session import free_port
+from tests.serve.clients import PROMPTS, ask, kill_under_load
 from tests.serve.served_target import target
 
 pytest.importorskip("ray.serve", reason="Ray Serve is not installed: pip install 'alpa-lite[serve]'")

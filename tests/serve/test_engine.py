@@ -24,6 +24,7 @@ from tests.serve.engines import (
     assert_split,
     model_and_params,
     pinned,
+    pointers,
     prompts_of,
     unsharded,
 )
@@ -65,10 +66,6 @@ def test_logits_are_those_of_the_unsharded_model_in_every_slot_and_bucket(engine
             logits = np.asarray(programs.decode_logits(new))
             for slot, prompt in enumerate(prompts):
                 np.testing.assert_allclose(logits[slot], unsharded(engine.name)(prompt)[-1], rtol=1e-4, atol=1e-5)
-
-
-def pointers(tree: Any) -> list[int]:
-    return [s.data.unsafe_buffer_pointer() for x in jax.tree.leaves(tree) for s in x.addressable_shards]
 
 
 def test_switching_buckets_moves_no_byte_of_parameters_and_cache(engine: al.serve.Engine) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import subprocess
 import sys
 import threading
@@ -16,6 +17,7 @@ import pytest
 
 import alpa_lite as al
 from alpa_lite.errors import EngineClosed, ServeError
+from alpa_lite.executor.compiled import delete_damaged
 from alpa_lite.serve.layout import plan_graphs
 from tests.serve.engines import (
     SIZES,
@@ -134,10 +136,20 @@ def test_programs_that_were_written_half_are_made_again(tmp_path: Any) -> None:
     for file, size in files.items():
         with file.open("r+b") as damaged:
             damaged.truncate(size // 2)
+        os.utime(file, (0, 0))
     found = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True, cwd=_ROOT)
     assert not found.stderr.strip(), "JAX warns of what it cannot read"
     assert {file: file.stat().st_size for file in place.glob("*-cache")}.keys() == files.keys()
     assert all(file.stat().st_size > size // 2 for file, size in files.items())
+
+
+def test_what_another_process_is_writing_stays(tmp_path: Any) -> None:
+    files = [tmp_path / f"{name}-cache" for name in ("old", "young")]
+    for file in files:
+        file.write_bytes(b"half of it")
+    os.utime(files[0], (0, 0))
+    delete_damaged(tmp_path)
+    assert [file.exists() for file in files] == [False, True]
 
 
 def test_parameters_of_the_host_are_copied() -> None:

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 import alpa_lite as al
 from alpa_lite.errors import ClusterError, EngineClosed, EngineLost, ServeError
 from examples.serving_models import Llama
-from tests.serve.clients import BACK_S
+from tests.serve.clients import BACK_S, wait_until
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'alpa-lite[ray]'")
 pytestmark = [pytest.mark.ray, pytest.mark.medium]
@@ -140,10 +140,7 @@ def test_actors_end_with_the_engine(ray_session: None, layout: Any) -> None:
     engine.close()
     with pytest.raises(EngineClosed):
         request.result(10)
-    ended_s = time.monotonic() + 10
-    while any(os.path.exists(f"/proc/{pid}") for pid in pids):
-        assert time.monotonic() < ended_s
-        time.sleep(0.05)
+    wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in pids))
 
 
 def other_params() -> Any:

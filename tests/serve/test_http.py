@@ -54,7 +54,7 @@ class FakeEngine:
 
     @property
     def closed(self) -> bool:
-        return not self.thread.is_alive()
+        return self.scheduler.shut
 
     def close(self) -> None:
         self.scheduler.close("it was asked to")
@@ -179,14 +179,14 @@ def test_a_body_that_is_too_large(server: Server) -> None:
 
 @pytest.mark.parametrize("sent", [b"", b'{"tokens": '], ids=["nothing", "some"])
 def test_a_body_that_does_not_come(sent: bytes) -> None:
-    server = Server(FakeEngine(), body_timeout_s=0.5)
+    server = Server(FakeEngine(), body_timeout_s=3.0)
     try:
         with socket.create_connection(("127.0.0.1", server.port), timeout=30) as link:
             link.sendall(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n" + sent)
             assert server.generate(tokens=PROMPT, max_tokens=2)[1]["tokens"] == answer(PROMPT, 2)
             got = http.client.HTTPResponse(link)
             got.begin()
-            assert got.status == 408 and "within 0.5 s" in json.loads(got.read())["error"]
+            assert got.status == 408 and "within 3 s" in json.loads(got.read())["error"]
             assert link.recv(1) == b"", "the connection is closed"
     finally:
         server.end()
@@ -263,7 +263,10 @@ def test_a_tokenizer_that_fails() -> None:
         server.end()
 
 
-@pytest.mark.parametrize("place", ["At file.py:3 (f).", "At a/b.py:10 (<lambda>).", "At the command line."])
+@pytest.mark.parametrize(
+    "place",
+    ["At file.py:3 (f).", "At /my files/b.py:10 (<lambda>).", "At <stdin>:1 (<module>).", "At the command line."],
+)
 def test_clients_are_not_told_of_the_servers_code(place: str) -> None:
     assert _shown(f"what. At most 3 may. {place} Change it.") == "what. At most 3 may. Change it."
 
@@ -342,6 +345,30 @@ def test_a_client_that_goes_away_frees_its_slot(slow: Server, stream: bool) -> N
     wait_until(lambda: slow.engine.requests[0].done)
     assert slow.engine.requests[0].finish_reason == "cancelled" and len(slow.engine.requests[0].tokens) < 100
     assert wait_for_room(slow) == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_away_leaves_the_queue(slow: Server, stream: bool) -> None:
+    running, waiting = slow.begin(tokens=PROMPT, max_tokens=400), None
+    wait_until(lambda: slow.engine.statistics().active == 1)
+    waiting = slow.begin(tokens=PROMPT, max_tokens=400, stream=stream)
+    wait_until(lambda: slow.engine.statistics().queued == 1)
+    waiting.close()
+    wait_until(lambda: slow.engine.statistics().queued == 0)
+    first, second = slow.engine.requests
+    assert (second.finish_reason, second.tokens, first.done) == ("cancelled", (), False)
+    running.close()
+
+
+def test_health_while_it_ends(slow: Server) -> None:
+    """As long as requests run, new ones are refused, and /health says so."""
+    running = slow.begin(tokens=PROMPT, max_tokens=400)
+    wait_until(lambda: slow.engine.statistics().active == 1)
+    assert slow.ask("GET", "/health")[0] == 200
+    slow.engine.scheduler.drain()
+    assert [slow.ask("GET", "/health")[0], slow.generate(tokens=PROMPT)[0]] == [503, 503]
+    assert slow.engine.statistics().active == 1
+    running.close()
 
 
 def test_a_slow_reader_holds_nobody_up() -> None:

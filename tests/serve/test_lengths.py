@@ -16,7 +16,7 @@ import pytest
 import alpa_lite as al
 from examples.serving_models import MODELS
 from tests.compiling import QUICK_COMPILE
-from tests.serve.test_engine import assert_split, pointers, split_layout
+from tests.serve.engines import assert_split, pointers, split_layout
 
 pytestmark = pytest.mark.slow
 LONGEST, STEPS = 2048, 8

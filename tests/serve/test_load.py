@@ -127,6 +127,5 @@ def test_nothing_is_kept_of_requests_that_ended() -> None:
             return set(statuses), len(statuses), held[2] - held[1]
 
         statuses, count, blocks = asyncio.run(grown(20))
-        print("BLOCKS", count, blocks)
     assert statuses == {200, 400, 401, 413, 429}
     assert blocks < count, f"{blocks} blocks more after {count} requests"

@@ -91,6 +91,13 @@ def test_what_cannot_be_cut_is_refused() -> None:
     with pytest.raises(ServeError, match=r"4 slots were given in num_groups=3"):
         cut_by_model(model, params, num_stages=2, num_groups=3, **SIZES)
 
+    llama = MODELS["llama"]("small")
+    stored = al.serve.StoredParams("nowhere", jax.eval_shape(llama.init_params, jax.random.key(0)))
+    with pytest.raises(
+        ServeError, match=r"cannot be picked of shapes alone: TypeError.*test_pipeline.*Load the parameters"
+    ):
+        al.serve.Engine(llama, stored, num_stages=2, **SIZES)
+
     class Wrong(GPT):
         def split(self, num_stages: int) -> list:
             return super().split(num_stages + 1)

@@ -173,14 +173,14 @@ def test_a_deadline_ends_a_request_while_the_model_is_busy() -> None:
         return [token async for token in request]
 
     ways = (Request.result, list, lambda request: asyncio.run(read(request)))
-    with running(scheduler_of(FakeRunner(delay_s=1.0))) as scheduler:
+    with running(scheduler_of(FakeRunner(delay_s=5.0))) as scheduler:
         for way in ways:
             request = request_of(1, timeout_s=0.05)
             scheduler.submit(request)
             start_s = time.monotonic()
             with pytest.raises(DeadlineExceeded, match="0 of 3 tokens"):
                 way(request)
-            assert time.monotonic() - start_s < 0.8
+            assert time.monotonic() - start_s < 4
         whole = request_of(7)
         scheduler.submit(whole)
         with pytest.raises(TimeoutError, match=r"within 0\.05 s"):
@@ -293,7 +293,7 @@ def test_closing_ends_all_and_draining_lets_them_finish() -> None:
         for request in requests:
             scheduler.submit(request)
         scheduler.drain()
-        with pytest.raises(EngineClosed, match="about to end"):
+        with pytest.raises(EngineClosed, match=r"about to end|has ended"):
             scheduler.submit(request_of(1))
         assert [list(r.result(10)) for r in requests] == [answer([n], 5) for n in range(3)]
 
@@ -321,7 +321,7 @@ def test_tokens_come_one_by_one_to_many_readers() -> None:
         for index, token in enumerate(request):
             assert token == request.tokens[index]
             lags.append(len(request.tokens) - index)
-        assert min(lags) == 1, "no token was read before the next one came"
+        assert min(lags[:-1]) == 1, "no token was read before the next one came"
         assert list(request) == list(request.result()) == answer([5], 40), "a second reader begins with the first token"
 
 
@@ -375,6 +375,36 @@ def test_many_threads_at_once() -> None:
             thread.join(60)
         assert not failures and not any(thread.is_alive() for thread in threads)
         assert sum(scheduler.statistics().finished.values()) == 8 * 15
+
+
+@pytest.mark.parametrize("reason", ["length", "cancelled"])
+def test_who_sees_that_a_request_is_finished_finds_it_counted(reason: str) -> None:
+    scheduler = scheduler_of()
+    request, seen, count = request_of(1, count=2), [], scheduler.counters.finished
+
+    def counted(found: str) -> None:
+        seen.append((found, request.done))
+        count(found)
+
+    scheduler.counters.finished = counted
+    scheduler.submit(request)
+    if reason == "cancelled":
+        request.cancel()
+    finish(scheduler)
+    assert seen == [(reason, False)] and scheduler.statistics().finished == {reason: 1}
+
+
+def test_an_error_does_not_grow_with_its_readers() -> None:
+    scheduler = scheduler_of()
+    request = request_of(1, timeout_s=0.001)
+    scheduler.submit(request)
+    time.sleep(0.01)
+    depths = []
+    for _ in range(3):
+        with pytest.raises(DeadlineExceeded) as raised:
+            request.result()
+        depths.append(len(raised.traceback))
+    assert len(set(depths)) == 1
 
 
 def test_a_request_that_waits_too_long_for_its_result_goes_on() -> None:

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 import alpa_lite as al
 from alpa_lite.cli import main
 from alpa_lite.errors import EngineClosed, ServeError
-from tests.serve.clients import free_port
+from benchmarks.ray_session import free_port
 from tests.serve.served_target import not_a_target, target
 
 pytest.importorskip("ray.serve", reason="Ray Serve is not installed: pip install 'alpa-lite[serve]'")
@@ -83,6 +83,7 @@ def test_bad_settings_are_told_at_once(given: list[str], words: str) -> None:
         ({"num_gpus": True}, r"num_gpus=True"),
         ({"token": "s\u00e9cret"}, r"printable ASCII"),
         ({"token": ""}, r"printable ASCII"),
+        ({"token": "secret "}, r"begins or ends with a blank"),
     ],
 )
 def test_settings_that_cannot_be(given: dict[str, Any], words: str) -> None:
@@ -96,6 +97,22 @@ def test_a_token_that_headers_cannot_carry(tmp_path: Path) -> None:
         main, ["serve", "tests.serve.served_target:target", "--token-file", str(tmp_path / "token")]
     )
     assert found.exit_code == 2 and "printable ASCII" in found.output
+
+
+def test_whoever_interrupts_a_start_leaves_no_server(ray_session: None) -> None:
+    """At the last moment: from ``started`` on there is a server to be stopped."""
+    from ray import serve
+
+    from alpa_lite.serve import deployment
+
+    def interrupted() -> None:
+        assert list(serve.status().applications)
+        raise KeyboardInterrupt
+
+    settings = al.serve.ServerSettings(port=free_port(), cluster="1x1:cpu", slots=1, max_length=48, buckets=(8,))
+    with pytest.raises(KeyboardInterrupt):
+        deployment.start(target, settings, started=interrupted)
+    assert not serve.status().applications
 
 
 def broken() -> al.serve.ServeTarget:

@@ -17,7 +17,7 @@ import alpa_lite as al
 from alpa_lite.errors import CheckpointError
 from examples import gpt_linen
 from examples.serving_models import MODELS
-from tests.serve.test_engine import assert_split, split_layout
+from tests.serve.engines import assert_split, split_layout
 
 pytestmark = pytest.mark.medium
 P = PartitionSpec

@@ -113,8 +113,7 @@ def serve(
         connect(address or None, _cpus(settings))
         for number in (signal.SIGINT, signal.SIGTERM):  # after Ray has set its own, which does not end well
             signal.signal(number, end)
-        start(partial(served, target, os.getcwd()), settings)
-        started.set()
+        start(partial(served, target, os.getcwd()), settings, started=started.set)
         try:
             typer.echo(f"serving {target} at http://{host}:{port}: POST /generate, GET /health, GET /metrics")
             ended.wait()

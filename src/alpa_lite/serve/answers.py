@@ -114,9 +114,11 @@ class Answers:
             yield self._whole(running, sent)
 
     async def check(self) -> None:
-        """Raises ``EngineClosed`` when there are no answers any more."""
+        """Raises ``EngineClosed`` when no more requests are taken."""
         if self._engine.closed:
-            raise EngineClosed("the engine has ended. It takes no more requests. Try again when another has started.")
+            raise EngineClosed(
+                "the engine has ended, or is about to. It takes no more requests. Try again when another has started."
+            )
 
     async def metrics(self) -> bytes:
         """For Prometheus."""

@@ -280,11 +280,14 @@ def set_devices(cluster: Cluster | None) -> None:
         jax.config.update("jax_num_cpu_devices", cluster.num_devices)
 
 
-def start(make: Callable[[], ServeTarget], settings: ServerSettings) -> None:
+def start(
+    make: Callable[[], ServeTarget], settings: ServerSettings, *, started: Callable[[], object] = lambda: None
+) -> None:
     """Start a server on the Ray cluster that this process is connected to; returns when it takes requests.
 
     Args:
         make: makes the target, in the engine's process.
+        started: called at the very end. Whoever interrupts before that leaves no server; after it there is one to ``stop``.
 
     Raises:
         ServeError: the port is taken, the cluster serves already or has too little, or the engine could not be made.
@@ -305,6 +308,8 @@ def start(make: Callable[[], ServeTarget], settings: ServerSettings) -> None:
     try:
         handle: Any = serve.run(front.bind(make, settings), name=APPLICATION, route_prefix="/")
         failure = handle.failure.remote().result()
+        if not failure:
+            started()
     except RuntimeError as error:
         details = serve.status().applications[APPLICATION]
         said = "; ".join(d.message for d in details.deployments.values() if d.message) or details.message

@@ -285,7 +285,8 @@ class Engine:
 
     @property
     def closed(self) -> bool:
-        return not self._thread.is_alive()
+        """Whether it takes no more requests; those that it has may still go on (``close(drain_s=...)``)."""
+        return self._scheduler.shut
 
     def statistics(self) -> Statistics:
         """What was counted so far."""

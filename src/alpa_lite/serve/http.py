@@ -29,8 +29,8 @@ import asyncio
 import contextlib
 import hmac
 import re
-from collections.abc import AsyncIterator
-from typing import Any, Protocol
+from collections.abc import AsyncIterator, Awaitable
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
@@ -43,7 +43,9 @@ from alpa_lite.serve.metrics import CONTENT_TYPE
 _JSON = "application/json"
 _NOT_SENT = 499  # the client went away; nobody sees it
 _RETRY_AFTER_S = 1
-_PLACE = re.compile(r" At (the command line|\S+:\d+( \([^)]*\))?)\.")
+# As `errors.user_line` writes it: the path of a file may have blanks in it.
+_PLACE = re.compile(r" At (the command line|(?:(?! At )[^\n:])+(?:\.py|>):\d+(?: \([^)\n]*\))?)\.")
+_T = TypeVar("_T")
 
 
 class Backend(Protocol):
@@ -119,20 +121,15 @@ class HttpService:
         body = _decoded(await self._body(request))
         if body.stream:
             events = self._backend.stream(body)
-            first = await anext(events)  # what is refused has a status of its own
+            try:
+                first = await _unless_gone(request, anext(events))  # what is refused has a status of its own
+            except BaseException:
+                await events.aclose()  # pyrefly: ignore[missing-attribute] - an asynchronous generator
+                raise
             return StreamingResponse(
                 _sent(first, events), media_type="text/event-stream", headers={"Cache-Control": "no-store"}
             )
-        answered = asyncio.ensure_future(self._backend.generate(body))
-        gone = asyncio.ensure_future(_disconnected(request))
-        try:
-            await asyncio.wait((answered, gone), return_when=asyncio.FIRST_COMPLETED)
-            if not answered.done():
-                raise ClientDisconnect
-            return _json(200, answered.result())
-        finally:
-            answered.cancel()
-            gone.cancel()
+        return _json(200, await _unless_gone(request, self._backend.generate(body)))
 
     async def _body(self, request: Request) -> bytes:
         try:
@@ -174,6 +171,21 @@ async def _sent(first: Any, events: AsyncIterator[Any]) -> AsyncIterator[bytes]:
         yield _event({"error": _shown(error), "status": status_of(error)})
     finally:
         await events.aclose()  # pyrefly: ignore[missing-attribute] - an asynchronous generator
+
+
+async def _unless_gone(request: Request, answer: Awaitable[_T]) -> _T:
+    """The answer; when the client goes away first it is cancelled, and that is raised."""
+    answered = asyncio.ensure_future(answer)
+    gone = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait((answered, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not answered.done():
+            raise ClientDisconnect
+        return answered.result()
+    finally:
+        answered.cancel()
+        gone.cancel()
+        await asyncio.gather(answered, gone, return_exceptions=True)  # a generator cannot be closed while it runs
 
 
 async def _disconnected(request: Request) -> None:

@@ -257,5 +257,12 @@ def _parts(model: Any, num_stages: int) -> Sequence[tuple[Model, Callable[[Any],
 
 def _picked(params: Any, pick: Callable[[Any], Any]) -> Any:
     if isinstance(params, StoredParams):
-        return replace(params, shapes=pick(params.shapes))
+        try:
+            return replace(params, shapes=pick(params.shapes))
+        except Exception as error:  # of the user's function, which may compute what shapes alone do not give
+            raise ServeError(
+                "num_stages was given with parameters of a checkpoint, and what the model's split(num_stages) picks of them "
+                f"cannot be picked of shapes alone: {type(error).__name__}: {error!s:.200}. At {user_line()}. Load the "
+                "parameters first, or give a layout with stages, which reads rows of a leaf where they belong."
+            ) from error
     return (lambda: pick(params())) if callable(params) else pick(params)

@@ -46,7 +46,8 @@ class Request:
         self._reason: str | None = None
         self._error: BaseException | None = None
         self._listeners: list[Callable[[], None]] = []
-        self._on_finish: Callable[[Request, str], None] | None = None
+        self._count: Callable[[str], None] = lambda reason: None
+        self._on_finish: Callable[[Request], None] | None = None
 
     # -- for users -----------------------------------------------------------------------------------------------------
 
@@ -142,35 +143,34 @@ class Request:
 
     def _check(self) -> None:
         if self._error is not None:
-            raise self._error
+            raise self._error.with_traceback(None)  # else it grows with each reader
 
     # -- for the engine ------------------------------------------------------------------------------------------------
 
-    def _append(self, token: int) -> bool:
-        """Whether it goes on after this token."""
+    def _append(self, token: int) -> None:
         with self._changed:
             if self.done:
-                return False
+                return
             self._tokens.append(token)
             ended = "stop" if token in self.stop else "length" if len(self._tokens) == self.max_tokens else None
             if ended is None:
                 self._tell()
         if ended is not None:
             self._finish(ended)
-        return ended is None
 
     def _finish(self, reason: str, error: BaseException | None = None) -> None:
         """Ends it, if nothing else has."""
         with self._changed:
             if self.done:
                 return
-            # A reader that sees `done` must see why.
+            # A reader that sees `done` must see why, and find it counted.
+            self._count(reason)
             self._error = error
             self._reason = reason
             self._tell()
             tell, self._on_finish = self._on_finish, None  # who keeps an answer need not keep the engine
         if tell is not None:
-            tell(self, reason)
+            tell(self)
 
     def _expire(self) -> None:
         self._finish(

@@ -90,8 +90,8 @@ class Scheduler:
         """
         with self._changed:
             if wait:
-                self._changed.wait_for(lambda: self._has_room() or self._shut())
-            if self._shut():
+                self._changed.wait_for(lambda: self._has_room() or self.shut)
+            if self.shut:
                 raise _closed(self._closed or "it is about to end")
             if not self._has_room():
                 self.counters.finished("refused")
@@ -99,7 +99,7 @@ class Scheduler:
                     f"{len(self._queue)} requests wait already for one of {self._runner.slots} slots. At most "
                     f"queue_limit={self._queue_limit} may. Try again later, or give the engine more slots or a longer queue."
                 )
-            request._on_finish = self._finished
+            request._count, request._on_finish = self.counters.finished, self._finished
             self._queue.append(request)
             self._changed.notify_all()
 
@@ -112,7 +112,7 @@ class Scheduler:
         """Calls it in the thread that runs the model, when no request is in a slot."""
         future: Future[None] = Future()
         with self._changed:
-            if self._shut():
+            if self.shut:
                 raise _closed(self._closed or "it is about to end")
             self._calls.append((future, function))
             self._changed.notify_all()
@@ -137,17 +137,18 @@ class Scheduler:
             return not self._queue and not self._running
 
     def _has_work(self) -> bool:
-        return bool(self._queue or self._running or self._calls or self._shut())
+        return bool(self._queue or self._running or self._calls or self.shut)
 
     def _has_room(self) -> bool:
         return len(self._queue) < self._queue_limit
 
-    def _shut(self) -> bool:
+    @property
+    def shut(self) -> bool:
+        """Whether it takes no more requests."""
         return self._draining or self._closed is not None
 
-    def _finished(self, request: Request, reason: str) -> None:
+    def _finished(self, request: Request) -> None:
         """Called once per request, by the thread that ended it."""
-        self.counters.finished(reason)
         with self._changed:
             if request in self._queue:  # its place there is free at once
                 self._queue.remove(request)

@@ -94,10 +94,11 @@ class ServerSettings:
                     f"{name}={value!r} was given; it must be {kind} from {low:g}{most}. Correct it (at the command line "
                     f"--{name.removesuffix('_s').replace('_', '-')})."
                 )
-        if self.token is not None and not (self.token.isascii() and self.token.isprintable() and self.token.strip()):
+        token = self.token
+        if token is not None and not (token and token.isascii() and token.isprintable() and token == token.strip()):
             raise ServeError(
-                "a token was given that is empty or has other characters than printable ASCII, which HTTP headers cannot carry "
-                "safely. Take letters and digits, e.g. of `openssl rand -hex 32`."
+                "a token was given that is empty, begins or ends with a blank, or has other characters than printable ASCII, "
+                "which HTTP headers cannot carry safely. Take letters and digits, e.g. of `openssl rand -hex 32`."
             )
 
     def planned_for(self, layout: SharedLayout | None) -> Cluster | None:

@@ -320,7 +320,9 @@ def test_the_client_of_the_examples_knows_a_cut_from_an_end() -> None:
     def answer(said: bytes) -> None:
         link, _ = listening.accept()
         with link:
-            link.recv(2**16)
+            asked = b""
+            while b"}" not in asked:  # head and body may come apart; a link that is closed with some unread is reset
+                asked += link.recv(2**16)
             link.sendall(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n" + said)
 
     with socket.create_server(("127.0.0.1", 0)) as listening:

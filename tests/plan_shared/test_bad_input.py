@@ -37,6 +37,12 @@ SMALL = with_params((4096, 64))
         ({"weights": {"product": 0}}, al.AlpaLiteError, r"weight of 'product' is 0. It must be a number above 0"),
         ({"weights": {"product": float("nan")}}, al.AlpaLiteError, r"weight of 'product' is nan"),
         ({"weights": {"product": 10**400}}, al.AlpaLiteError, r"weight of 'product' is 1000"),
+        ({"weights": {"product": 1e-320}}, al.AlpaLiteError, r"weight of 'product' is 1e-320.* from 1e-30 to 1e\+30"),
+        (
+            {"weights": {"product": 1e12}},
+            al.AlpaLiteError,
+            r"weights of 'product' and 'rows' are 1e\+12 and 1\. They may be 1e\+09 times apart.*follow=",
+        ),
         ({"weights": {"product": True}}, al.AlpaLiteError, r"weight of 'product' is True"),
         ({"weights": [1, 2]}, al.AlpaLiteError, r"weights=\[1, 2\] was given"),
         ({"shared": "3"}, al.AlpaLiteError, r"shared='3' matches no argument leaf of 'product'"),

@@ -20,6 +20,8 @@ from tests.plan_shared.graphs import (
     ONE_AXIS,
     SLOW_LINKS,
     cost_with,
+    keep,
+    rows,
     shapes,
     three_graphs,
 )
@@ -35,6 +37,23 @@ def test_plans_are_ordinary_agree_and_are_the_same_again() -> None:
         for path, (stage, spec) in layout.parameter_layout.items():
             assert (stage, plan.specs_by_path[path]) == (0, spec)
     assert list(layout.parameter_layout) == ["0/0", "0/1"]
+
+
+def test_bound_of_an_optimum_is_no_larger_than_the_sum_of_three_costs(tmp_path: Path) -> None:
+    """Sums in another order differ in their last digit, which made the file one that ``load`` refuses."""
+    float32 = {"dtype": jnp.float32}
+    params, gradient = (
+        shapes((64, 32), (32, 64), **float32),
+        jax.grad(lambda p, x: ((jnp.tanh(x @ p[0]) @ p[1]) ** 2).sum()),
+    )
+    graphs = {
+        name: (fn, (params, *shapes((count, 64), **float32)))
+        for name, fn, count in (("gradient", gradient, 4), ("kept", keep, 1024), ("rows", rows, 8192))
+    }
+    layout = al.plan_shared(graphs, shared="0", cluster=SLOW_LINKS, options=ONE_AXIS)
+    assert not list(layout.faults())
+    layout.save(tmp_path / "layout.json")
+    assert al.SharedLayout.load(tmp_path / "layout.json").lower_bound == layout.lower_bound
 
 
 def test_saved_and_loaded(tmp_path: Path) -> None:

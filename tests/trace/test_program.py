@@ -190,6 +190,16 @@ def test_a_failing_function_keeps_its_own_message():
         trace(lambda x: x @ x + jnp.ones(3), (struct(8, 8),), {})
 
 
+def test_keys_with_slashes_that_name_one_leaf_are_refused():
+    tree = {"a/b": jnp.ones(2), "a": {"b": jnp.ones(2)}}
+    with pytest.raises(
+        TraceError, match=r"two leaves of the arguments have the path '0/a/b'.*test_program\.py.*Rename"
+    ):
+        trace(lambda x: x["a/b"] + x["a"]["b"], (tree,), {})
+    with pytest.raises(TraceError, match=r"two leaves of the results have the path 'out/a/b'"):
+        trace(lambda x: {"a/b": x, "a": {"b": x * 2}}, (jnp.ones(2),), {})
+
+
 def test_arguments_with_a_dim_of_size_zero_are_refused():
     with pytest.raises(TraceError, match=r"argument '1/x' has a dim of size 0 \(shape \(0, 8\)\)"):
         trace(lambda a, b: a + b["x"].sum(), (X, {"x": struct(0, 8)}), {})

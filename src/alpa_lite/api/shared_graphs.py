@@ -32,6 +32,7 @@ Settings = tuple[
 """Options, what is static or donated, and what is followed, as for ``plan``."""
 # Begins origins of pins that a graph has from others: their own origins, and the graphs.
 PINNED_ELSEWHERE = "the shared pin"
+_LARGEST_WEIGHT, _WEIGHTS_APART = 1e30, 1e9
 
 
 @dataclass(eq=False, slots=True)
@@ -218,12 +219,20 @@ def weights_of(graphs: Mapping[str, Any], weights: Any, source: str) -> dict[str
                 f"weights has {name!r}, which is no graph. There are {', '.join(map(repr, graphs))}. At {source}. Correct "
                 "the name."
             )
-        if not 0 < _number(weight) < math.inf:
+        if not 1 / _LARGEST_WEIGHT <= _number(weight) <= _LARGEST_WEIGHT:
             raise AlpaLiteError(
-                f"the weight of {name!r} is {weight!r}. It must be a number above 0, e.g. how often the graph runs. At {source}. "
-                "Give a small one where it hardly runs."
+                f"the weight of {name!r} is {weight!r:.60}. It must be a number above 0, from {1 / _LARGEST_WEIGHT:g} to "
+                f"{_LARGEST_WEIGHT:g}, e.g. how often the graph runs. At {source}. Give a small one where it hardly runs."
             )
-    return {name: float(given.get(name, 1.0)) for name in graphs}
+    found = {name: float(given.get(name, 1.0)) for name in graphs}
+    least, most = min(found, key=lambda name: found[name]), max(found, key=lambda name: found[name])
+    if found[most] > _WEIGHTS_APART * found[least]:
+        raise AlpaLiteError(
+            f"the weights of {most!r} and {least!r} are {found[most]:g} and {found[least]:g}. They may be {_WEIGHTS_APART:g} "
+            f"times apart: with more between them, what {least!r} costs is lost to rounding. At {source}. Give {least!r} a "
+            "larger weight, or plan the others and let it follow them (follow=)."
+        )
+    return found
 
 
 def _number(x: Any) -> float:

@@ -89,7 +89,7 @@ class SharedLayout:
     @property
     def objective(self) -> float:
         """Weighted sum of the costs."""
-        return sum(self.weights[name] * cost for name, cost in self.costs.items())
+        return math.fsum(self.weights[name] * cost for name, cost in self.costs.items())  # rounded once, in any order
 
     @property
     def gap(self) -> float:

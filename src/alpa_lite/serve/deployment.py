@@ -343,8 +343,8 @@ def stop(drain_s: float = 30.0) -> None:
 
 
 def _start_proxy(settings: ServerSettings) -> None:
-    """Starts Ray Serve. It gives up a proxy that is not there after 15 s, and starts another with more time, as often as it takes;
-    ``serve.start`` waits for the first one alone."""
+    """Starts Ray Serve. It gives up a proxy that is not there after 15 s, and starts another with more time, as often as it
+    takes; ``serve.start`` waits for the first one alone."""
     from ray import serve
     from ray.exceptions import RayActorError
     from ray.serve.schema import ProxyStatus

@@ -126,6 +126,13 @@ def trace(
             f"argument {in_paths[zero[0]]!r} has a dim of size 0 (shape {flat.avals[flat.inputs[zero[0]]].shape}); "
             "a plan needs sizes of at least 1 on every dim. Pass arguments with the shapes of a real step."
         )
+    for what, paths in (("arguments", in_paths), ("results", out_paths)):
+        if len(set(paths)) < len(paths):
+            twice = next(path for number, path in enumerate(paths) if path in paths[:number])
+            raise TraceError(
+                f"two leaves of the {what} have the path {twice!r}: a key with a slash in it reads as two keys. Plans name "
+                f"leaves by their paths. At {user_line()}. Rename one of the keys."
+            )
     known = {} if known is None else known
     program = build_program(flat, in_paths, out_paths, donated, rules, known=known)
     in_tree = jax.tree_util.tree_structure((tuple(dynamic.values()), named))

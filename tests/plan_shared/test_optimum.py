@@ -138,6 +138,16 @@ def test_never_dearer_than_the_own_optimum_of_one_graph_for_all(weights: dict[st
     assert sum(w * layout.own[name] for name, w in layout.weights.items()) <= layout.objective * (1 + 1e-12)
 
 
+def test_price_where_alone_a_graph_is_free() -> None:
+    """Where collectives alone count, each graph has a layout of its own that needs none."""
+    options = al.PlanOptions(mesh_shape=(4,), axis_names=("x",), costs="alpa")
+    graphs = {name: graph for name, graph in three_graphs().items() if name != "product"}
+    layout = al.plan_shared(graphs, shared="0", cluster=SLOW_LINKS, options=options, donate_argnums=0)
+    assert layout.objective > 0 and set(layout.own.values()) == {0.0}
+    assert layout.price == {name: float("inf") if cost else 0.0 for name, cost in layout.costs.items()}
+    assert "+inf%" in str(layout)
+
+
 def test_weights_of_numpy() -> None:
     weights = {"product": np.int64(3), "rows": np.float32(0.5)}
     layout = al.plan_shared(three_graphs(), shared="0", weights=weights, cluster=SLOW_LINKS, options=ONE_AXIS)

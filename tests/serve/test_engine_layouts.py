@@ -73,6 +73,80 @@ def test_layouts_that_are_not_of_this_model_are_refused() -> None:
         make(Given(plans | {"decode": moved}), **SIZES)
 
 
+class Returns(GPT):
+    """A model that returns what it must not."""
+
+    def __init__(self, config: Any, method: str, change: Any) -> None:
+        super().__init__(config)
+        object.__setattr__(self, "method", method)
+        object.__setattr__(self, "change", change)
+
+    def prefill(self, *args: Any) -> Any:
+        return self.change(*super().prefill(*args)) if self.method == "prefill" else super().prefill(*args)
+
+    def decode(self, *args: Any) -> Any:
+        return self.change(*super().decode(*args)) if self.method == "decode" else super().decode(*args)
+
+
+def shorter(cache: Any) -> Any:
+    return jax.tree.map(lambda x: x[:, :-1] if x.ndim > 1 else x, cache)
+
+
+@pytest.mark.parametrize(
+    ("method", "change", "words"),
+    [
+        ("decode", lambda x, cache: cache, r"Returns\.decode: dict was returned\. It must return an array"),
+        (
+            "decode",
+            lambda x, cache: (x[:3], cache),
+            r"Returns\.decode: an array of shape \[3, \d+\] was returned for 4 slots",
+        ),
+        (
+            "decode",
+            lambda x, cache: (x, shorter(cache)),
+            r"the leaf 'cache/block0/key' was float32\[4, 32.*\] as given and is float32\[4, 31.*\] as returned",
+        ),
+        ("decode", lambda x, cache: (x, {}), r"the cache has the leaves 'cache/block0/key'.* and \(none\) as returned"),
+        ("decode", lambda x, cache: (x, jax.tree.map(lambda y: y.astype(jnp.float16), cache)), r"and is float16\["),
+        ("prefill", lambda x, cache: (x, shorter(cache)), r"Returns\.prefill: the leaf 'cache/block0/key' was"),
+        (
+            "prefill",
+            lambda x, cache: (x[:, :7], cache),
+            r"'prefill_4' returns float32\[1,7\], and 'decode' .*one vocabulary",
+        ),
+        (
+            "prefill",
+            lambda x, cache: (x.astype(jnp.int32), cache),
+            r"'prefill_4' returns int32.*floating-point numbers",
+        ),
+    ],
+)
+def test_what_a_model_must_not_return(method: str, change: Any, words: str) -> None:
+    """A cache that is cut short would give wrong answers without a word."""
+    model, params = model_and_params("gpt")
+    with pytest.raises(ServeError, match=words):
+        al.serve.Engine(Returns(model.config, method, change), params, cluster=al.Cluster.parse("1x1:cpu"), **SIZES)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"model": None}, r"the model None has no init_cache, prefill, decode\..*test_engine"),
+        (
+            {"layout": "layout.json"},
+            r"layout='layout.json' was given; it must be an al.SharedLayout.*SharedLayout.load",
+        ),
+        ({"layout": {}}, r"layout=\{\} was given"),
+        ({"params": "checkpoints"}, r"the parameter 'params' is 'checkpoints'.*al.serve.StoredParams"),
+    ],
+)
+def test_what_is_no_model_no_layout_and_no_parameters(given: dict[str, Any], words: str) -> None:
+    model, params = model_and_params("gpt")
+    whole = {"model": model, "params": params} | given
+    with pytest.raises(ServeError, match=words):
+        al.serve.Engine(**whole, **SIZES)
+
+
 def test_buckets_and_cache_of_a_layout_of_the_parameters_alone(tmp_path: Any) -> None:
     """What a user writes: buckets are those of the layout, and the cache lies as ``decode`` has it."""
     model, params = model_and_params("gpt")

@@ -83,8 +83,11 @@ class SharedLayout:
 
     @property
     def price(self) -> dict[str, float]:
-        """Graph -> the price of sharing: cost under the layout over the graph's own optimum, less 1."""
-        return {name: cost / self.own[name] - 1 if self.own[name] else 0.0 for name, cost in self.costs.items()}
+        """Graph -> the price of sharing: cost under the layout over the graph's own optimum, less 1; inf if that is free."""
+        return {
+            name: cost / self.own[name] - 1 if self.own[name] else math.inf if cost else 0.0
+            for name, cost in self.costs.items()
+        }
 
     @property
     def objective(self) -> float:

@@ -19,15 +19,14 @@ from alpa_lite.executor.compiled import keep_compiled
 from alpa_lite.executor.ray.settings import RayExecutor
 from alpa_lite.plan.files import as_path
 from alpa_lite.plan.plan import Plan
-from alpa_lite.serve.layout import buckets_of, plans_of
-from alpa_lite.serve.model_graphs import Model, check_sizes, graphs
+from alpa_lite.serve.layout import buckets_of
+from alpa_lite.serve.model_graphs import Model, check_sizes
 from alpa_lite.serve.pipeline import Pipeline, cut_as_planned, cut_by_model, groups_of, parts_of
 from alpa_lite.serve.programs import Programs
 from alpa_lite.serve.request import Request
 from alpa_lite.serve.sampling import Sampling
 from alpa_lite.serve.scheduler import Scheduler
 from alpa_lite.serve.statistics import Statistics
-from alpa_lite.serve.stored import shapes_of
 
 if TYPE_CHECKING:
     from alpa_lite.serve.hosts import Hosts
@@ -98,6 +97,7 @@ class Engine:
         prefills_per_step: int = 4,
         compile_cache: str | PathLike[str] | None = None,
     ) -> None:
+        _check_layout(layout)
         sizes = check_sizes(slots, max_length, buckets_of(layout, max_length) if buckets is None else buckets)
         limit = 4 * slots if queue_limit is None else queue_limit
         for name, value in (
@@ -328,6 +328,15 @@ def _end(scheduler: Scheduler, thread: threading.Thread, runner: Programs | Pipe
         runner.close()
 
 
+def _check_layout(layout: Any) -> None:
+    for one in layout if isinstance(layout, (tuple, list)) else () if layout is None else (layout,):
+        if not isinstance(getattr(one, "plans", None), Mapping):
+            raise ServeError(
+                f"layout={layout!r:.80} was given; it must be an al.SharedLayout, or a list of one per stage. At {user_line()}. "
+                "Make one with al.plan_shared, or read it from its file: al.SharedLayout.load(path)."
+            )
+
+
 def _runner(
     model: Any,
     params: Any,
@@ -369,8 +378,8 @@ def _runner(
                 f'process. At {user_line()}. Leave one of them out, or add executor="ray".'
             )
         return cut_by_model(model, params, num_stages=num_stages, layouts=layouts, **sizes)
-    made = graphs(model, shapes_of(params), **sizes)
-    return Programs(model, params, made, plans_of(made, None if layouts is None else layouts[0], cluster), **sizes)
+    (part,) = parts_of(model, params, 1, layouts, cluster, **sizes)
+    return Programs(part.model, part.params, part.graphs, part.plans, **sizes)
 
 
 def _on_hosts(

@@ -31,7 +31,7 @@ from alpa_lite.plan.load import read_plan
 from alpa_lite.plan.plan import Plan
 from alpa_lite.serve.model_graphs import DECODE, Model, graphs
 from alpa_lite.serve.pipeline import Part, in_turns
-from alpa_lite.serve.programs import Programs, check_plans, run_all, traced_graphs
+from alpa_lite.serve.programs import Programs, check_plans, run_all, traced_graphs, vocab_size_of
 from alpa_lite.serve.sampling import Rows
 from alpa_lite.serve.stored import StoredParams, shapes_of
 from alpa_lite.trace.paths import leaf_paths
@@ -196,7 +196,7 @@ class Hosts:
             traced_graphs(part.graphs, part.plans)  # before actors, which trace them again
         self.parts, self.buckets, self.num_groups, self.per_group = parts, buckets, num_groups, slots
         self.slots = num_groups * slots
-        self.vocab_size = parts[-1].plans[DECODE].outputs[0].value.shape[-1]
+        self.vocab_size = vocab_size_of(parts[-1].graphs, parts[-1].plans)
         self._settings = settings
         self._charges = [
             Charge(

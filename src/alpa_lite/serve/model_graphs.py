@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from alpa_lite.errors import ServeError, user_line
+from alpa_lite.trace.paths import leaf_paths
 
 Graph = tuple[Callable[..., Any], tuple[Any, ...]]
 DECODE = "decode"
@@ -70,17 +71,24 @@ def graphs(
         given: for a stage of a pipeline: graph -> what it takes in place of tokens, as the stage before returns it.
 
     Raises:
-        ServeError: a number is not allowed, or the model's cache has a leaf without a slot dim.
+        ServeError: a number is not allowed, something is no model or no parameter, or the model's cache has a leaf without a
+            slot dim. When a graph is traced: the model returns other arrays than it must.
 
     Example:
         >>> graphs = al.serve.graphs(model, params, slots=16, max_length=2048, buckets=(128, 512, 2048))
         >>> layout = al.plan_shared(graphs, shared=("0", "1"), cluster=cluster, donate_argnums=1)
     """
     buckets = check_sizes(slots, max_length, buckets)
+    if lacks := [name for name in ("init_cache", "prefill", "decode") if not callable(getattr(model, name, None))]:
+        raise ServeError(
+            f"the model {model!r:.80} has no {', '.join(lacks)}. A model is an object with init_cache, prefill and decode. At "
+            f"{user_line()}. See al.serve.Model, and examples/serving_models.py for a GPT and a Llama."
+        )
     dims = slot_dims(model, max_length)
 
     def prefill(params: Any, cache: Any, slot: jax.Array, tokens: jax.Array, lengths: jax.Array) -> tuple[Any, Any]:
-        logits, own = model.prefill(params, model.init_cache(tokens.shape[0], max_length), tokens, lengths)
+        empty = model.init_cache(tokens.shape[0], max_length)
+        logits, own = _checked(model, "prefill", model.prefill(params, empty, tokens, lengths), empty, tokens.shape[0])
 
         def put(whole: jax.Array, rows: jax.Array, dim: int) -> jax.Array:
             return jax.lax.dynamic_update_slice_in_dim(whole, rows.astype(whole.dtype), slot, axis=dim)
@@ -88,9 +96,9 @@ def graphs(
         return logits, jax.tree.map(put, cache, own, dims)
 
     def decode(params: Any, cache: Any, tokens: jax.Array) -> tuple[Any, Any]:
-        return model.decode(params, cache, tokens)
+        return _checked(model, "decode", model.decode(params, cache, tokens), cache, slots)
 
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), x.dtype), params)
+    shapes = _shapes(params)
     cache = jax.eval_shape(lambda: model.init_cache(slots, max_length))
     tokens = {prefill_name(bucket): _ints(1, bucket) for bucket in buckets} | {DECODE: _ints(slots)}
     x = tokens if given is None else given
@@ -98,6 +106,54 @@ def graphs(
         name: (prefill, (shapes, cache, _ints(), x[name], _ints(1))) for name in tokens if name != DECODE
     }
     return made | {DECODE: (decode, (shapes, cache, x[DECODE]))}
+
+
+def _checked(model: Model, method: str, found: Any, cache: Any, slots: int) -> tuple[Any, Any]:
+    """What a model's method returned: one array with a row per slot, and a cache like the one that it was given.
+
+    Raises:
+        ServeError: it is something else.
+    """
+    fault = ""
+    if not isinstance(found, (tuple, list)) or len(found) != 2:
+        fault = f"{type(found).__name__} was returned"
+    elif jnp.ndim(found[0]) == 0 or jnp.shape(found[0])[0] != slots:
+        fault = f"an array of shape {list(jnp.shape(found[0]))} was returned for {slots} slots"
+    elif jax.tree.structure(found[1]) != jax.tree.structure(cache):
+        fault = f"the cache has the leaves {_paths(cache)} as given and {_paths(found[1])} as returned"
+    else:
+        for (path, had), (_, has) in zip(leaf_paths(cache, "cache"), leaf_paths(found[1], "cache"), strict=True):
+            # A prompt's cache is brought to the type of the whole one when it is put there.
+            if had.shape != has.shape or (method == "decode" and had.dtype != has.dtype):
+                types = [f"{x.dtype}{list(x.shape)}" for x in (had, has)]
+                fault = f"the leaf {path!r} was {types[0]} as given and is {types[1]} as returned"
+                break
+    if fault:
+        raise ServeError(
+            f"{type(model).__name__}.{method}: {fault}. It must return an array with a row for each slot, and the cache with the "
+            f"leaves that it was given. At {user_line()}. Correct the model; see al.serve.Model."
+        )
+    return found[0], found[1]
+
+
+def _paths(cache: Any) -> str:
+    return ", ".join(repr(path) for path, _ in leaf_paths(cache, "cache")) or "(none)"
+
+
+def _shapes(params: Any) -> Any:
+    """Of the parameters.
+
+    Raises:
+        ServeError: one is no array.
+    """
+    for path, leaf in leaf_paths(params, "params"):
+        if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+            raise ServeError(
+                f"the parameter {path!r} is {leaf!r:.60}. Parameters are arrays, a function that makes them, or those of a "
+                f"checkpoint. At {user_line()}. Give jnp.asarray(...) of a number; for a folder write al.serve.StoredParams(dir, "
+                "shapes)."
+            )
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), x.dtype), params)
 
 
 def slot_dims(model: Model, max_length: int) -> Any:

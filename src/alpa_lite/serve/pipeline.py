@@ -20,7 +20,7 @@ from alpa_lite.executor.calibrate import local_cluster
 from alpa_lite.plan.plan import Plan
 from alpa_lite.serve.layout import plans_of
 from alpa_lite.serve.model_graphs import DECODE, Graph, Model, graphs
-from alpa_lite.serve.programs import Programs, run_all
+from alpa_lite.serve.programs import Programs, check_types, run_all, vocab_size_of
 from alpa_lite.serve.sampling import Rows
 from alpa_lite.serve.stored import StoredParams, shapes_of
 
@@ -200,6 +200,8 @@ def parts_of(
         own = params if pick is None else _picked(params, pick)
         made = graphs(part, shapes_of(own), **sizes, given=given)
         plans = plans_of(made, None if layouts is None else layouts[number], cluster)
+        if number == num_stages - 1:
+            vocab_size_of(made, plans)
         yield Part(model=part, params=own, given=given, graphs=made, plans=plans)
         given = {name: jax.eval_shape(fn, *args)[0] for name, (fn, args) in made.items()}
 
@@ -220,6 +222,8 @@ def cut_as_planned(
         )
     sizes: dict[str, Any] = {"slots": planned, "max_length": max_length, "buckets": buckets}
     made = graphs(model, shapes_of(params), **sizes)
+    check_types(made, plans)
+    vocab_size_of(made, plans)
     return Pipeline([Programs(model, params, made, plans, **sizes, num_groups=slots // planned)])
 
 

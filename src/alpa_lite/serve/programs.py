@@ -73,7 +73,6 @@ class Programs:
         self.slots, self.buckets, self.plans = slots, buckets, plans
         self._graphs, self._traced = graphs, traced_graphs(graphs, plans)
         decode = plans[DECODE]
-        self.vocab_size = decode.outputs[0].value.shape[-1]  # of the last stage, where there are several
         self._devices, meshes = devices, stage_meshes(decode, devices)
         params_at, cache_at = (places_of(arguments(decode, number), meshes) for number in "01")
         self.params = placed(params, params_at)
@@ -89,6 +88,10 @@ class Programs:
         self._runs: dict[str, Any] = {}
         self._numbers: dict[tuple[str, int, int], jax.Array] = {}
         self.compile_s: dict[str, float] = {}  # per program, its first call
+
+    @property
+    def vocab_size(self) -> int:
+        return vocab_size_of(self._graphs, self.plans)
 
     @property
     def cache(self) -> Any:
@@ -225,6 +228,23 @@ def check_plans(graphs: Mapping[str, Graph], plans: Mapping[str, Plan], num_grou
                 )
     if num_groups > 1:
         _check_caches({name: plans[name] for name in graphs}, num_groups)
+
+
+def vocab_size_of(graphs: Mapping[str, Graph], plans: Mapping[str, Plan]) -> int:
+    """Of the logits that all graphs of a model, or of its last part, return.
+
+    Raises:
+        ServeError: they are no logits, or of different vocabularies.
+    """
+    logits = {name: plans[name].outputs[0].value for name in graphs}
+    size = logits[DECODE].shape[-1]
+    for name, value in logits.items():
+        if len(value.shape) != 2 or value.shape[-1] != size or not jnp.issubdtype(value.dtype, jnp.floating):
+            raise ServeError(
+                f"{name!r} returns {value}, and {DECODE!r} returns {logits[DECODE]}. Both must be logits: floating-point numbers "
+                f"for each slot and each token of one vocabulary. At {user_line()}. Correct the model; see al.serve.Model."
+            )
+    return size
 
 
 def check_types(graphs: Mapping[str, Graph], plans: Mapping[str, Plan]) -> None:

@@ -28,6 +28,7 @@ from alpa_lite.units import format_cost
 
 WORTH = 0.01  # of the plan's objective: groups whose ops and conversions cost less together are not tried
 _WASTES = (0.25, 0.05)  # groups of which more is padding are left out; the second is tried where the first loses
+_FEW = 4  # groups up to which fewer are tried
 _OVERHEAD = ("pad", "slice", "pad_mask")
 
 _NO_WAY = (
@@ -206,7 +207,21 @@ class _Search:
         return 1 - group.size / next_multiple(group.size, self.devices)
 
     def best(self, groups: Sequence[PadGroup]) -> tuple[Padded, Plan] | None:
-        """With all groups, then with those that the plan splits; None if none is split or nothing can be planned."""
+        """With all groups, or fewer of them; None if none is split or nothing can be planned."""
+        found = self._split(groups)
+        if found is None:
+            return None
+        # What padding one dim saves, it may cost where the padded tensors meet others.
+        while len(found[2]) <= _FEW:
+            fewer = (self._split([h for h in found[2] if h is not g]) for g in found[2])
+            cheapest = min(filter(None, fewer), key=lambda one: one[1].objective, default=found)
+            if not _wins(cheapest[1], found[1]):
+                break
+            found = cheapest
+        return self._recorded(*self._tightened(*found))
+
+    def _split(self, groups: Sequence[PadGroup]) -> tuple[Padded, Plan, tuple[PadGroup, ...]] | None:
+        """With these groups, then with those of them that the plan splits; None also if that was tried before."""
         while groups and frozenset(groups) not in self.tried:
             self.tried.add(frozenset(groups))
             found = self._planned({g: next_multiple(g.size, self.devices) for g in groups})
@@ -214,7 +229,7 @@ class _Search:
                 return None
             used = [g for g in groups if _parts(g, *found)]
             if len(used) == len(groups):
-                return self._recorded(*self._tightened(found, groups))
+                return *found, tuple(groups)
             groups = used
         return None
 
@@ -226,9 +241,10 @@ class _Search:
             return None
 
     def _tightened(
-        self, found: tuple[Padded, Plan], groups: Sequence[PadGroup]
+        self, padded: Padded, plan: Plan, groups: Sequence[PadGroup]
     ) -> tuple[Padded, Plan, dict[PadGroup, int]]:
         """The plan again with sizes that its own splits divide, if that takes away padding worth the time."""
+        found = padded, plan
         loose = {g: next_multiple(g.size, self.devices) for g in groups}
         tight = {g: next_multiple(g.size, math.lcm(*_parts(g, *found))) for g in groups}
         if all(loose[g] - tight[g] < WORTH * loose[g] for g in groups):

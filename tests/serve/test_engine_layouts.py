@@ -147,6 +147,14 @@ def test_what_is_no_model_no_layout_and_no_parameters(given: dict[str, Any], wor
         al.serve.Engine(**whole, **SIZES)
 
 
+def test_a_length_that_the_model_does_not_have() -> None:
+    """The default is 2048; the example has learned 64 positions."""
+    model, params = model_and_params("gpt")
+    words = r"GPT.init_cache\(slots, max_length=2048\) failed: AssertionError: positions are learned up to \d+\. At .*test_engine"
+    with pytest.raises(ServeError, match=words + r".*--max-length"):
+        al.serve.Engine(model, params)
+
+
 def test_buckets_and_cache_of_a_layout_of_the_parameters_alone(tmp_path: Any) -> None:
     """What a user writes: buckets are those of the layout, and the cache lies as ``decode`` has it."""
     model, params = model_and_params("gpt")

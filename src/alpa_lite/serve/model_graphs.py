@@ -173,7 +173,13 @@ def slot_dims(model: Model, max_length: int) -> Any:
             f"entries as there are slots: there a prompt is put. At {user_line()}. Change init_cache(slots, max_length)."
         )
 
-    sizes = [jax.eval_shape(lambda slots=slots: model.init_cache(slots, max_length)) for slots in (2, 3)]
+    try:
+        sizes = [jax.eval_shape(lambda slots=slots: model.init_cache(slots, max_length)) for slots in (2, 3)]
+    except Exception as error:  # of the user's function, whatever it raises
+        raise ServeError(
+            f"{type(model).__name__}.init_cache(slots, max_length={max_length}) failed: {type(error).__name__}: {error!s:.200}. "
+            f"At {user_line()}. Give a max_length that the model has (--max-length at the command line), or correct it."
+        ) from error
     return jax.tree_util.tree_map_with_path(dim_of, *sizes)
 
 

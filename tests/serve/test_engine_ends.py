@@ -19,6 +19,7 @@ import alpa_lite as al
 from alpa_lite.errors import EngineClosed, ServeError
 from alpa_lite.executor.compiled import delete_damaged
 from alpa_lite.serve.layout import plan_graphs
+from examples.serving_models import GPT
 from tests.serve.engines import (
     SIZES,
     Given,
@@ -70,14 +71,14 @@ def test_sizes_that_are_none_are_refused() -> None:
         with pytest.raises(ServeError, match=match):
             al.serve.Engine(model, params, **SIZES | settings)
 
-    class Odd:
+    class Odd(GPT):
         def init_cache(self, slots: int, max_length: int) -> dict:
             return {"flat": jnp.zeros((slots * max_length,))}
 
     with pytest.raises(
         ServeError, match=r"leaf 'flat' of the model's cache has the shapes \[64\] for 2 slots and \[96\] for 3"
     ):
-        al.serve.graphs(Odd(), params, **SIZES)
+        al.serve.graphs(Odd(model.config), params, **SIZES)
 
 
 def test_the_thread_ends_when_the_engine_is_closed_or_forgotten() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
 
 import alpa_lite as al
 from alpa_lite.api import shared_stages
@@ -19,6 +21,7 @@ from tests.plan_shared.stages import (
     CLUSTER,
     KERNELS,
     NARROW,
+    ONE_AXIS,
     SEARCHED,
     TWO,
     WIDE,
@@ -217,3 +220,43 @@ def test_results_of_parameters_alone():
     graph = lambda p, x: (jnp.tanh(p[0] @ p[1]), chain(p, x)[:, :8])  # noqa: E731
     layout = al.plan_shared({"one": (graph, WIDE)}, shared="0", cluster=CLUSTER, options=TWO)
     assert {stage for stage, _ in layout.parameter_layout.values()} == {0, 1}
+
+
+def reads_two_layers(params: Any, x: Any) -> Any:
+    return al.layer_boundary(x @ params[0] + params[1].sum()) @ params[1]
+
+
+def reads_the_last(params: Any, x: Any) -> Any:
+    return jnp.tanh(al.layer_boundary(x @ params[0]) @ params[1])
+
+
+@pytest.mark.parametrize(
+    "options", [TWO, SEARCHED, replace(TWO, stage_layers=(1, 1))], ids=["equal", "searched", "given"]
+)
+def test_leaves_that_one_graph_reads_earlier_whatever_the_order(options):
+    """They lie as suits the graph that counts, or it would have to be sent what it reads last."""
+    args = (shape(1024, 2048), shape(2048, 512)), shape(4, 1024)
+    graphs = {"rare": (reads_two_layers, args), "often": (reads_the_last, args)}
+    for ordered in (graphs, dict(reversed(graphs.items()))):
+        layout = al.plan_shared(ordered, shared="0", weights={"often": 1e3}, cluster=CLUSTER, options=options)
+        assert [stage for stage, _ in layout.parameter_layout.values()] == [0, 1]
+        assert layout.price["often"] < 1e-9
+
+
+@pytest.mark.parametrize("shared", ["0", "0/l"])
+def test_followed_leaves_stay_on_their_stages(shared):
+    """Also those that no graph reads, reads in an earlier layer, or shares."""
+
+    def chained(params: Any, x: Any) -> Any:
+        for kernel in params["l"]:
+            x = jnp.tanh(x @ kernel)
+        return x
+
+    params = {"l": [shape(16, 32), shape(32, 32), shape(32, 32), shape(32, 8)], "aux": shape(8, 8)}
+    layout = {f"0/l/{i}": (i // 2, P(None, None)) for i in range(4)} | {"0/aux": (1, P(None, None))}
+    graphs = {name: (chained, (params, shape(rows, 16))) for name, rows in (("big", 64), ("one", 2))}
+    found = al.plan_shared(graphs, shared=shared, cluster=CLUSTER, options=ONE_AXIS, follow=layout)
+    for plan in found.plans.values():
+        assert {leaf.path: leaf.stage for leaf in plan.inputs if leaf.path in layout} == {
+            path: stage for path, (stage, _) in layout.items()
+        }

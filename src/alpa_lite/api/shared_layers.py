@@ -90,9 +90,13 @@ class LayeredGraph:
         leaves = [(homes[p], p) if p in homes else None for p in self.traced.program.input_paths]
         return [*self.layered.pins, *(pin for pin in layers_of(self.flat, leaves).pins if pin.leaf)]
 
-    def staged(self, stage_of_layer: Sequence[int], owner: Mapping[LeafKey, int]) -> StagedStep:
-        """Cut into stages; ``owner``: layer with which each shared leaf lies."""
+    def staged(
+        self, stage_of_layer: Sequence[int], owner: Mapping[LeafKey, int], homes: Mapping[str, int] | None = None
+    ) -> StagedStep:
+        """Cut into stages; ``owner``: layer of each shared leaf, ``homes``: stages of leaves that are known, by path."""
         owners = {i: stage_of_layer[owner[key]] for i, key in self.keys.items() if key in owner}
+        if homes:
+            owners |= {i: homes[path] for i, path in enumerate(self.traced.program.input_paths) if path in homes}
         rules = self.graph.request.options.rules
         known = self.traced.known
         return staged_step(

@@ -22,6 +22,7 @@ from itertools import combinations
 from typing import Any
 
 from alpa_lite.api.asked import check_stage_count
+from alpa_lite.api.follow import check_stages
 from alpa_lite.api.shared_graphs import PINNED_ELSEWHERE, SharedGraph, named
 from alpa_lite.api.shared_layers import LayeredGraph, cuts_by_layers, every_cut, leaf_path, leaves_read, stages_of
 from alpa_lite.api.shared_layout import SharedLayout
@@ -89,6 +90,9 @@ class _StagedSearch:
                 bound = other.search(graph)
                 if other.plans:
                     lower, self.total, self.plans, self.layered = bound, other.total, other.plans, other.layered
+        for graph, plan in zip(self.graphs, self.plans, strict=True):
+            with named(f"the graph {graph.name!r}"):
+                check_stages(plan, graph.request.homes(graph.args, {}), self.source)
         costs = [plan.objective for plan in self.plans]
         order = sorted(self.layered[0].paths, key=lambda key: (key[0], key[1] or (0, 0)))
         return SharedLayout(
@@ -113,7 +117,7 @@ class _StagedSearch:
 
     def own_cuts(self) -> Iterator[tuple[SharedGraph, _StagedSearch]]:
         """Graphs whose own plans have the shared leaves on other stages, what counts most first, and searches with these."""
-        if self.options.stage_layers is not None or any(g.request.follow is not None for g in self.graphs):
+        if any(g.request.follow is not None for g in self.graphs):
             return
         seen = [stages_of(self.graphs[0], self.plans[0])]
         for graph in sorted(self.graphs, key=self.importance, reverse=True):
@@ -140,7 +144,7 @@ class _StagedSearch:
         self.layered = self.layers()
         self.owner = self.owners()
         cut = self.cut()
-        self.steps = [graph.staged(cut.stage_of_layer, self.owner) for graph in self.layered]
+        self.steps = [g.staged(cut.stage_of_layer, self.owner, self.homes(g.graph)) for g in self.layered]
         if own is not None:
             layered = self.layered[self.graphs.index(own)]
             self.offer(cut, layered.layout_of(own.best()), [0.0] * len(self.graphs))
@@ -241,9 +245,9 @@ class _StagedSearch:
         return found
 
     def owners(self) -> dict[LeafKey, int]:
-        """The layer with which each shared leaf lies: the first that reads it, in the first graph in which one does."""
+        """The layer with which each shared leaf lies: the first that reads it, in the graph that counts most of those that do."""
         found: dict[LeafKey, int] = {}
-        for graph in self.layered:
+        for graph in sorted(self.layered, key=lambda layered: -self.importance(layered.graph)):
             for key, layers in graph.readers().items():
                 if layers:
                     found.setdefault(key, layers[0])

@@ -175,3 +175,16 @@ def test_own_optimum_is_no_bound_where_it_has_shared_leaves_whole() -> None:
     layout = al.plan_shared(graphs, shared="0", cluster=SLOW_LINKS, options=options, pins=pins)
     assert al.plan(graphs["twice"][0], *x, cluster=SLOW_LINKS, options=options, pins=pins).objective == 1.0
     assert (layout.objective, layout.lower_bound, layout.gap) == (0.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("weight", [2.0**28, 0.3])
+def test_weights_of_whole_prices(weight: float) -> None:
+    """A price of slices that only decides between equals, weighted, made the layout that costs nothing look dear."""
+    args = shapes((16, 64), (16, 16), dtype=jnp.float32)
+    graphs = {name: (lambda m, x: (x @ m).astype(jnp.bfloat16), args) for name in ("often", "rare")}
+    options = al.PlanOptions(mesh_shape=(2,), axis_names=("x",), padding="off", costs="hidet")
+    pins = {"often": {"out": P(None, "x")}, "rare": {"out": P()}}
+    layout = al.plan_shared(
+        graphs, shared="0", weights={"often": weight}, cluster=al.Cluster.parse("1x2:cpu"), options=options, pins=pins
+    )
+    assert (layout.objective, layout.lower_bound, layout.gap) == (0.0, 0.0, 0.0)

@@ -25,8 +25,9 @@ from alpa_lite.intraop.decision_graph import DecisionGraph
 from alpa_lite.intraop.problem import IntraOpProblem, check_problem
 from alpa_lite.intraop.repeated import Repeated, RepeatedEdges, repeated, repeated_edges
 from alpa_lite.intraop.repeats import node_classes
+from alpa_lite.intraop.solve import solve
 from alpa_lite.intraop.state import LARGE_GAP
-from alpa_lite.planner.one_mesh import MeshTask, pose, solve_in_units
+from alpa_lite.planner.one_mesh import MeshTask, in_ties, pose
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +100,12 @@ def solve_jointly(
     problems = [within(limit) for _, _, within in posed]
     if region != EVERYWHERE:
         problems[0] = _inside(problems[0], region, graphs[0], ports[0])
-    problem = joint_problem(problems, weights, graphs, ports)
+    # Slices are free there: a price that only decides between equals would count once it is weighted.
+    whole = in_ties(posed[0][0])
+    problem = joint_problem(problems, weights, graphs, ports, whole=whole)
     check_problem(problem)
-    solution = solve_in_units(problem, posed[0][0], tasks[0].options, cutoff, large_gap=large_gap)
+    options = tasks[0].options
+    solution = solve(problem, time_limit_s=options.time_limit_s, seed=options.seed, cutoff=cutoff, large_gap=large_gap)
     if not len(solution.choice):
         return JointAnswer(status=solution.status)
     return JointAnswer(
@@ -135,12 +139,20 @@ def joint_problem(
     weights: Sequence[float],
     graphs: Sequence[DecisionGraph],
     ports: Sequence[Sequence[int]],
+    *,
+    whole: bool = False,
 ) -> IntraOpProblem:
-    """The problems side by side, the first one's nodes first; ``ports``: per graph the nodes of the shared leaves."""
+    """The problems side by side, the first one's nodes first.
+
+    Args:
+        problems, weights, graphs: of each graph.
+        ports: per graph the nodes of the shared leaves.
+        whole: costs are rounded down to whole ones before they are weighted.
+    """
     first = np.cumsum([0, *(p.num_nodes for p in problems)]).tolist()
     start = np.cumsum([0, *(p.num_times for p in problems)]).tolist()
-    nodes = [repeated(p.node_costs).changed(_times(w)) for p, w in zip(problems, weights, strict=True)]
-    edges = [repeated_edges(p.edges).changed(_times(w)) for p, w in zip(problems, weights, strict=True)]
+    nodes = [repeated(p.node_costs).changed(_times(w, whole)) for p, w in zip(problems, weights, strict=True)]
+    edges = [repeated_edges(p.edges).changed(_times(w, whole)) for p, w in zip(problems, weights, strict=True)]
     edges = [RepeatedEdges(e.u + n, e.v + n, e.costs) for e, n in zip(edges, first, strict=False)]
     edges.append(_ties(graphs, ports, first))
     usages = [
@@ -169,9 +181,9 @@ def _base(problem: IntraOpProblem) -> np.ndarray:
     return np.zeros(problem.num_times, dtype=np.int64) if problem.base_usage is None else problem.base_usage
 
 
-def _times(weight: float) -> Callable[[np.ndarray], np.ndarray]:
-    """Costs times a weight; forbidden ones stay so."""
-    return lambda costs: costs * weight
+def _times(weight: float, whole: bool) -> Callable[[np.ndarray], np.ndarray]:
+    """Costs, whole ones if asked for, times a weight; forbidden ones stay so."""
+    return lambda costs: (np.floor(costs) if whole else costs) * weight
 
 
 def side_by_side(parts: Sequence[Repeated]) -> Repeated:

@@ -208,7 +208,7 @@ def greedy_first(task: MeshTask, cluster: Cluster, result: MeshResult) -> Search
     if problem is None:  # a number of a symbolic plan, which keeps none
         problem = pose(task, cluster, result.mesh)[2](result.limit)
     step = greedy_step(problem, result.solution)
-    if step is None or not _in_ties(task_costs(task, cluster, result.mesh)):
+    if step is None or not in_ties(task_costs(task, cluster, result.mesh)):
         return step
     return replace(step, objective=float(math.floor(step.objective)))
 
@@ -295,10 +295,10 @@ def solve_in_units(
 
 def _units(costs: CostModel) -> float:
     """By which prices are brought to whole numbers; 1 where that is not done."""
-    return 1.0 / TIE if _in_ties(costs) else 1.0
+    return 1.0 / TIE if in_ties(costs) else 1.0
 
 
-def _in_ties(costs: CostModel) -> bool:
+def in_ties(costs: CostModel) -> bool:
     """Whether prices are whole but for those of slices."""
     return costs.rules.whole and not costs.slice_price
 

@@ -189,3 +189,24 @@ def test_where_training_has_them():
     assert {leaf.path: leaf.stage for leaf in again.inputs if leaf.path[0] == "0"} == {
         path: stage for path, (stage, _) in plan.parameter_layout.items()
     }
+
+
+def test_a_budget_in_which_alone_no_plan_is_found():
+    """The search for one graph ends with a plan that is too large, and there is one with a layout that is fixed."""
+    graph = (
+        (lambda p, x: al.layer_boundary(x @ p[0]) @ p[1]),
+        ((shape(1024, 2048), shape(2048, 1024)), shape(1024, 1024)),
+    )
+    settings = {
+        "cluster": CLUSTER,
+        "options": replace(ONE_AXIS, memory_budget_bytes=11_722_078),
+        "donate_argnums": 0,
+    }
+    with pytest.raises(MemoryBudgetError) as raised:
+        al.plan(graph[0], *graph[1], **settings)
+    assert not raised.value.proven
+    pinned = al.plan(graph[0], *graph[1], pins={"0/0": P(), "0/1": P("x")}, **settings)
+    layout = al.plan_shared({"one": graph}, shared="0", **settings)
+    assert layout.objective <= pinned.objective * (1 + 1e-9)
+    assert all(stage.memory.peak <= 11_722_078 for stage in layout.plans["one"].stages)
+    assert layout.price["one"] == 0.0

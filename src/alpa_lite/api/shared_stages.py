@@ -81,9 +81,14 @@ class _StagedSearch:
 
     def run(self) -> SharedLayout:
         for graph in self.graphs:
-            with named(f"the graph {graph.name!r}"):
-                graph.own = self.own(graph)
-        lower = self.search()
+            graph.own = self.own_or_unlimited(graph)
+        try:
+            lower = self.search()
+        except MemoryBudgetError:
+            for graph in self.graphs:
+                if graph.refused is not None:  # which says more
+                    raise graph.refused from None
+            raise
         for graph, other in self.own_cuts():
             with suppress(LayerError, MemoryBudgetError, PinError):  # not all graphs can be cut so
                 other.total = self.total
@@ -98,10 +103,27 @@ class _StagedSearch:
         return SharedLayout(
             plans={g.name: plan for g, plan in zip(self.graphs, self.plans, strict=True)},
             weights={g.name: g.weight for g in self.graphs},
-            own={g.name: min(g.best().objective, cost) for g, cost in zip(self.graphs, costs, strict=True)},
+            own={
+                g.name: cost if g.refused else min(g.best().objective, cost)
+                for g, cost in zip(self.graphs, costs, strict=True)
+            },
             lower_bound=min(lower, self.total),
             shared={g.graph.name: tuple(g.paths[key] for key in order) for g in self.layered},
         )
+
+    def own_or_unlimited(self, graph: SharedGraph) -> Plan:
+        """The plan of a graph alone; without the budget where none is found within it, and none is ruled out."""
+        try:
+            with named(f"the graph {graph.name!r}"):
+                return self.own(graph)
+        except MemoryBudgetError as error:
+            if error.proven:
+                raise
+            self.refused = graph.refused = error
+            free = replace(graph.request, options=replace(graph.request.options, memory_budget_bytes=math.inf))
+            options = replace(self.options, memory_budget_bytes=math.inf)
+            unlimited = replace(graph, request=free)
+            return _StagedSearch([unlimited], self.cluster, options, self.source).own(unlimited)
 
     def own(self, graph: SharedGraph) -> Plan:
         """The plan of a graph alone."""
@@ -379,9 +401,17 @@ class _StagedSearch:
 
     def own_layouts(self, cut: StageCut) -> None:
         """Offers how each graph alone would have the shared leaves on these stages."""
-        alone = [g.plan(step, cut, self.cluster) for g, step in zip(self.layered, self.steps, strict=True)]
+        alone: list[Plan | None] = []
+        for graph, step in zip(self.layered, self.steps, strict=True):
+            try:
+                alone.append(graph.plan(step, cut, self.cluster))
+            except (MemoryBudgetError, PinError) as error:  # in a layout that is fixed the search may find one
+                self.refused = self.refused or error
+                alone.append(None)
+        least = [-math.inf if plan is None else plan.lower_bound for plan in alone]
         for graph, plan in zip(self.layered, alone, strict=True):
-            self.offer(cut, graph.layout_of(plan), [p.objective for p in alone])
+            if plan is not None:
+                self.offer(cut, graph.layout_of(plan), least)
 
     def offer(self, cut: StageCut, layout: Sequence[StageLayout], least: Sequence[float] = ()) -> bool:
         """Plans all graphs in a layout, unless it cannot win; whether all have plans, as far as that was looked at.

@@ -285,7 +285,8 @@ def _plan_stage(
         raise MemoryBudgetError(
             f"no plan of the stage of layers {part.layers[0]}-{part.layers[-1]} with {flying.residuals} microbatches in flight "
             f"fits: the smallest peak found is {least:,.0f} bytes, the budget {task.budget:,.0f} per device ({cluster}). At "
-            f"{pins.source}. Give more stages, more microbatches, jax.checkpoint around layers, or a larger memory_budget_bytes."
+            f"{pins.source}. Give more stages, more microbatches, jax.checkpoint around layers, or a larger memory_budget_bytes.",
+            proven=False,
         )
     raise no_plan(task, results, cluster)
 

@@ -27,6 +27,7 @@ from alpa_lite.errors import (
     SolverError,
     TraceError,
 )
+from alpa_lite.executor.local import stage_meshes
 from alpa_lite.intraop.problem import Solution
 from alpa_lite.planner import one_mesh
 
@@ -225,6 +226,20 @@ def test_too_few_devices_for_the_plan():
     message = str(error.value)
     assert "needs 64 devices, this process has 8 (cpu)" in message
     assert "jax.config.update('jax_num_cpu_devices', 64)" in message
+
+
+def test_too_few_devices_for_stages():
+    """Also where the last stage would have none at all."""
+    options = al.PlanOptions(num_stages=2)
+    plan = al.plan(
+        lambda w, x: jnp.tanh(jnp.tanh(x @ w[0]) @ w[1]),
+        [f32(32, 32)] * 2,
+        f32(8, 32),
+        cluster=al.Cluster.parse("1x4:cpu"),
+        options=options,
+    )
+    with pytest.raises(ClusterError, match=r"the plan's 2 stages need 4 devices, this process has 1 \(cpu\)"):
+        stage_meshes(plan, jax.devices()[:1])
 
 
 @pytest.mark.parametrize("text", ["8 h100", "1x8", "0x8:cpu", "1x8:abacus"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,7 @@ def test_saved_and_loaded(tmp_path: Path) -> None:
             lambda text: re.sub(r'"own": \{"product":[^,]*', '"own": {"product":9', text),
             "own optimum of 'product' is 9",
         ),
-        (lambda text: re.sub(r'"lower_bound": [^,]*', '"lower_bound": 99', text, count=1), "lower bound 99.0 is above"),
+        (lambda text: re.sub(r'"lower_bound": [^,]*', '"lower_bound": 99', text, count=1), "lower bound 99.0 is below 0 or above"),
         (lambda text: text.replace('"0/1"', '"0/0"', 1), "shares no leaf, or one twice: 0/0, 0/0"),
         (lambda text: text.replace("1x4:h100-sxm", "2x2:h100-sxm", 1), "the plan of .* is for .*h100-sxm"),
     ],
@@ -96,6 +97,17 @@ def test_damaged_file(tmp_path: Path, change: Any, message: str) -> None:
     file.write_text(changed)
     with pytest.raises(PlanFileError, match=message):
         al.SharedLayout.load(file)
+
+
+def test_a_bound_below_0_and_plans_that_count_otherwise_are_faults() -> None:
+    layout = al.plan_shared(three_graphs(), shared="0", cluster=SLOW_LINKS, options=ONE_AXIS)
+    assert list(replace(layout, lower_bound=-5.0).faults()) == [
+        f"the lower bound -5.0 is below 0 or above what the layout costs, {layout.objective}"
+    ]
+    other = dict(layout.plans) | {"rows": replace(layout.plans["rows"], costs="alpa", unit="bytes")}
+    assert "the plans count costs in different ways: alpa in bytes, roofline in s" in list(
+        replace(layout, plans=other).faults()
+    )
 
 
 def test_text_shows_the_price_of_each_graph(golden: Any) -> None:

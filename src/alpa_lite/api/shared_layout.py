@@ -197,8 +197,10 @@ class SharedLayout:
             for (path, *what), (other, *wanted) in zip(leaves, first, strict=False):
                 if what != wanted:
                     yield f"{path!r} of {name!r} and {other!r} of {names[0]!r} differ"
-        if not self.lower_bound <= self.objective:
-            yield f"the lower bound {self.lower_bound} is above what the layout costs, {self.objective}"
+        if len(kinds := {(plan.costs, plan.unit) for plan in self.plans.values()}) > 1:
+            yield f"the plans count costs in different ways: {', '.join(sorted(map(' in '.join, kinds)))}"
+        if not 0 <= self.lower_bound <= self.objective:
+            yield f"the lower bound {self.lower_bound} is below 0 or above what the layout costs, {self.objective}"
 
     def __str__(self) -> str:
         return "\n\n".join("\n".join(section_lines(section)) for section in self._sections()) + "\n"

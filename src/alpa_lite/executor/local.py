@@ -41,14 +41,18 @@ def local_mesh(mesh: DeviceMesh, devices: Sequence[Any] | None = None) -> Mesh:
         ClusterError: there are fewer devices than the mesh has.
     """
     devices = jax.devices() if devices is None else devices
-    if len(devices) < mesh.num_devices:
-        raise ClusterError(
-            f"the plan's mesh {mesh} needs {mesh.num_devices} devices, this process has {len(devices)} "
-            f"({devices[0].platform}). A plan runs on exactly its mesh. To try it on virtual CPU devices, call "
-            f"jax.config.update('jax_num_cpu_devices', {mesh.num_devices}) before JAX is used, or plan for "
-            f"Cluster.parse('1x{len(devices)}:...')."
-        )
+    _check_enough(f"mesh {mesh} needs", mesh.num_devices, devices)
     return Mesh(np.array(devices[: mesh.num_devices]).reshape(mesh.shape), mesh.axis_names)
+
+
+def _check_enough(need: str, count: int, devices: Sequence[Any]) -> None:
+    if len(devices) < count:
+        platform = f" ({devices[0].platform})" if devices else ""
+        raise ClusterError(
+            f"the plan's {need} {count} devices, this process has {len(devices)}{platform}. A plan runs on exactly its mesh. To "
+            f"try it on virtual CPU devices, call jax.config.update('jax_num_cpu_devices', {count}) before JAX is used, or plan "
+            f"for Cluster.parse('1x{len(devices)}:...')."
+        )
 
 
 def stage_meshes(plan: Plan, devices: Sequence[Any] | None = None) -> list[Mesh]:
@@ -58,6 +62,9 @@ def stage_meshes(plan: Plan, devices: Sequence[Any] | None = None) -> list[Mesh]
         ClusterError: there are fewer devices than the plan has.
     """
     devices = jax.devices() if devices is None else devices
+    needed = max(stage.first_device + stage.mesh.num_devices for stage in plan.stages)
+    if len(plan.stages) > 1:
+        _check_enough(f"{len(plan.stages)} stages need", needed, devices)
     return [local_mesh(stage.mesh, devices[stage.first_device :]) for stage in plan.stages]
 
 

@@ -397,5 +397,5 @@ def _check_free(host: str, port: int) -> None:
         except OSError as error:
             raise ServeError(
                 f"the server cannot listen on {host}:{port}: {error.strerror}. It must be an address of this machine and a port "
-                "that is free. Give another --port."
+                "that is free. Give another --port, or another --host."
             ) from error

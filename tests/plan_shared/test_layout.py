@@ -82,7 +82,10 @@ def test_saved_and_loaded(tmp_path: Path) -> None:
             lambda text: re.sub(r'"own": \{"product":[^,]*', '"own": {"product":9', text),
             "own optimum of 'product' is 9",
         ),
-        (lambda text: re.sub(r'"lower_bound": [^,]*', '"lower_bound": 99', text, count=1), "lower bound 99.0 is below 0 or above"),
+        (
+            lambda text: re.sub(r'"lower_bound": [^,]*', '"lower_bound": 99', text, count=1),
+            "lower bound 99.0 is below 0 or above",
+        ),
         (lambda text: text.replace('"0/1"', '"0/0"', 1), "shares no leaf, or one twice: 0/0, 0/0"),
         (lambda text: text.replace("1x4:h100-sxm", "2x2:h100-sxm", 1), "the plan of .* is for .*h100-sxm"),
     ],

@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 import alpa_lite as al
 from alpa_lite.errors import ServeError
 from alpa_lite.serve.pipeline import Pipeline
-from examples.serving_models import GPT, MODELS
-from tests.compiling import QUICK_COMPILE
+from examples.serving_models import GPT
+from tests.serve.engines import model_and_params
 
 pytestmark = pytest.mark.medium
 SIZES: dict[str, Any] = {"slots": 4, "max_length": 32, "buckets": (8, 24)}
@@ -37,12 +37,6 @@ PINS = {
         "1/*/value": P(None, None, "x"),
     },
 }
-
-
-@cache
-def model_and_params(name: str) -> tuple[Any, Any]:
-    model = MODELS[name]("small")
-    return model, jax.jit(model.init_params, compiler_options=QUICK_COMPILE)(jax.random.key(3))
 
 
 @cache

@@ -76,6 +76,7 @@ class _StagedSearch:
     ) -> None:
         self.graphs, self.cluster, self.options, self.source = graphs, cluster, options, source
         self.given = homes or {}
+        self.followed: dict[str, Mapping[str, int]] = {}
         self.total, self.plans = math.inf, list[Plan]()
         self.refused: AlpaLiteError | None = None
 
@@ -97,7 +98,7 @@ class _StagedSearch:
                     lower, self.total, self.plans, self.layered = bound, other.total, other.plans, other.layered
         for graph, plan in zip(self.graphs, self.plans, strict=True):
             with named(f"the graph {graph.name!r}"):
-                check_stages(plan, graph.request.homes(graph.args, {}), self.source)
+                check_stages(plan, self.homes(graph), self.source)
         costs = [plan.objective for plan in self.plans]
         order = sorted(self.layered[0].paths, key=lambda key: (key[0], key[1] or (0, 0)))
         return SharedLayout(
@@ -152,11 +153,13 @@ class _StagedSearch:
                     options = replace(options, submeshes=submeshes)
                 yield graph, _StagedSearch(self.graphs, self.cluster, options, self.source, homes)
 
-    def homes(self, graph: SharedGraph) -> dict[str, int]:
+    def homes(self, graph: SharedGraph) -> Mapping[str, int]:
         """Path of a shared leaf of a graph, or of rows of it, -> the stage on which it must lie."""
-        if not self.given:
-            return graph.request.homes(graph.args, {})
-        return {leaf_path(graph, key): stage for key, stage in self.given.items()}
+        if self.given:
+            return {leaf_path(graph, key): stage for key, stage in self.given.items()}
+        if graph.name not in self.followed:  # it is traced for that
+            self.followed[graph.name] = graph.request.homes(graph.args, {})
+        return self.followed[graph.name]
 
     def search(self, own: SharedGraph | None = None) -> float:
         """Finds the plans; returns what no layout of their stages costs less than.

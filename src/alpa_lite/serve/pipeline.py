@@ -200,10 +200,11 @@ def parts_of(
         own = params if pick is None else _picked(params, pick)
         made = graphs(part, shapes_of(own), **sizes, given=given)
         plans = plans_of(made, None if layouts is None else layouts[number], cluster)
-        if number == num_stages - 1:
+        last = number == num_stages - 1
+        if last:
             vocab_size_of(made, plans)
         yield Part(model=part, params=own, given=given, graphs=made, plans=plans)
-        given = {name: jax.eval_shape(fn, *args)[0] for name, (fn, args) in made.items()}
+        given = None if last else {name: jax.eval_shape(fn, *args)[0] for name, (fn, args) in made.items()}
 
 
 def cut_as_planned(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from os import PathLike
 from typing import Any
@@ -24,6 +22,7 @@ from alpa_lite.api.follow import (
     stages_here,
 )
 from alpa_lite.api.given import argnames, argnums, checked_options
+from alpa_lite.api.progress import Progress, told
 from alpa_lite.cluster.cluster import Cluster as ClusterData
 from alpa_lite.cluster.symbolic import SymbolicCluster
 from alpa_lite.core.mesh import DeviceMesh
@@ -69,7 +68,6 @@ class SymbolicPlan(PlansByNumber):
         draw_symbolic(self, path, **budgets)
 
 
-Progress = Callable[[str], None] | None
 _MAX_DOUBLINGS = 12  # of the number of microbatches, where it is searched
 ONE_MESH: dict[str, Any] = {"num_stages": "auto", "submeshes": None, "stage_layers": None, "stage_mesh_shapes": None}
 VERSIONS = Versions(jax=jax.__version__, alpa_lite=__version__)
@@ -185,7 +183,7 @@ class Request:
             return self.following(cluster).plan(args, kwargs, cluster, search=search)
         if self.options.num_microbatches == "auto":
             return self._with_fewest_microbatches(args, kwargs, cluster)
-        with _told(self.options.verbose) as progress:
+        with told(self.options.verbose) as progress:
             if search and is_searched(self.options, cluster):
                 return self._searched(args, kwargs, cluster, progress)
             if self.options.has_stages:
@@ -296,7 +294,7 @@ class Request:
     ) -> tuple[Traced, Plan]:
         """The plan of a step on one mesh that was traced; ``tasks`` as of ``plan_step``."""
         check_cluster(self.options, cluster, self.source)
-        with _told(self.options.verbose) as progress:
+        with told(self.options.verbose) as progress:
             found, made = self._on_one_mesh(args, {}, cluster, progress, traced, tasks)
         return found, self.finished(made, found)
 
@@ -446,22 +444,3 @@ class Request:
         origins = dict.fromkeys(fixed, origin) if isinstance(origin, str) else origin
         found = {i: (fixed[path], origins[path]) for i, path in enumerate(whole) if fixed.get(path)}
         return pins.with_fixed(found, mesh)
-
-
-def _tell(text: str) -> None:
-    sys.stderr.write(f"alpa_lite: {text}\n")
-
-
-@contextlib.contextmanager
-def _told(verbose: bool) -> Iterator[Callable[[str], None] | None]:
-    """Every line on stderr if ``verbose``; else one line that changes on a terminal, and nothing elsewhere."""
-    if verbose:
-        yield _tell
-        return
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-
-    with Console(stderr=True).status("alpa_lite: tracing") as status:
-        yield lambda text: status.update(f"alpa_lite: {text}")

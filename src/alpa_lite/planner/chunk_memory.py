@@ -16,7 +16,7 @@ from alpa_lite.planner.stage_costs import StageCosts
 from alpa_lite.schedule import InFlight, Schedule, mesh_residuals
 
 if TYPE_CHECKING:
-    from alpa_lite.planner.pipeline import PlannedStage
+    from alpa_lite.planner.joined_stages import PlannedStage
 
 _ROUNDS = 4  # of planning stages that do not fit side by side
 

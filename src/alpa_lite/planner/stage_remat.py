@@ -14,7 +14,7 @@ from alpa_lite.trace.remat_step import RecomputedStages
 from alpa_lite.trace.staged import StagedStep
 
 if TYPE_CHECKING:
-    from alpa_lite.planner.pipeline import PlannedStage
+    from alpa_lite.planner.joined_stages import PlannedStage
 
 
 def plan_with_remat(

@@ -86,7 +86,17 @@ SMALL = with_params((4096, 64))
         (
             {"graphs": {"a": SMALL, "b": with_params((4096, 64), (2, 2))}},
             al.AlpaLiteError,
-            r"the leaf '0/1' of 'b' is shared, and 'a' has none at that path",
+            r"the leaf '0/1' of 'b' is shared, and 'a' has none at '0/1'",
+        ),
+        (
+            {"graphs": {"a": SMALL, "b": with_params((4096, 64))}, "shared": {"a": "0/*", "b": "0/0"}},
+            al.AlpaLiteError,
+            r"the leaf '0/0' of 'a' is shared, and 'b' has none at '0/0/0'",
+        ),
+        (
+            {"graphs": {"a": SMALL, "b": with_params((4096, 64))}, "shared": {"a": ["0", "1"], "b": "0"}},
+            al.AlpaLiteError,
+            r"the leaf '1' of 'a' is shared, and 'b' has none of its own: it has 1 of the globs",
         ),
     ],
 )

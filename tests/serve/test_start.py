@@ -45,14 +45,14 @@ def test_more_than_the_cluster_has(ray_session: None) -> None:
         (not_a_target, r"could not be made. Correct its cause:\n(.*\n)*AttributeError: 'int' object"),
         (
             target,
-            r"could not be started: buckets=\(64,\) was given; they must be .* max_length=48.*At the command line",
+            r"could not be started: .*num_stages=2.*At the command line",
         ),
     ],
 )
 def test_an_engine_that_cannot_be_made_says_why_without_rays_traces(ray_session: None, make: Any, words: str) -> None:
     from alpa_lite.serve import deployment
 
-    settings = al.serve.ServerSettings(port=free_port(), cluster="1x1:cpu", slots=4, max_length=48, buckets=(64,))
+    settings = al.serve.ServerSettings(port=free_port(), cluster="1x1:cpu", slots=4, max_length=48, num_stages=2)
     with pytest.raises(ServeError, match=words) as raised:
         deployment.start(make, settings)
     assert "ServeReplica" not in str(raised.value)
@@ -63,6 +63,10 @@ def test_an_engine_that_cannot_be_made_says_why_without_rays_traces(ray_session:
     [
         (["tests.serve.served_target:nothing"], "has no callable 'nothing'"),
         (["tests.serve.served_target:target", "--buckets", "1,x"], "--buckets '1,x'"),
+        (
+            ["tests.serve.served_target:target", "--buckets", "64", "--max-length", "48"],
+            "buckets=(64,) was given; they must be whole numbers from 1 to max_length=48",
+        ),
         (["tests.serve.served_target:target", "--token-file", "/nowhere"], "cannot be read from '/nowhere'"),
     ],
 )
@@ -81,6 +85,11 @@ def test_bad_settings_are_told_at_once(given: list[str], words: str) -> None:
         ({"timeout_s": float("nan")}, r"timeout_s=nan was given; it must be seconds"),
         ({"drain_s": -1}, r"drain_s=-1 .*--drain"),
         ({"num_gpus": True}, r"num_gpus=True"),
+        ({"slots": 0}, r"slots=0 was given; it must be a whole number from 1"),
+        ({"max_length": 1.5}, r"max_length=1.5 "),
+        ({"num_stages": -1}, r"num_stages=-1 "),
+        ({"queue_limit": 0}, r"queue_limit=0 "),
+        ({"buckets": (64, 4096)}, r"buckets=\(64, 4096\) was given; they must be .* max_length=2048"),
         ({"token": "s\u00e9cret"}, r"printable ASCII"),
         ({"token": ""}, r"printable ASCII"),
         ({"token": "secret "}, r"begins or ends with a blank"),

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -325,8 +326,8 @@ def match(graphs: Sequence[SharedGraph], shared: Any, source: str) -> None:
                 has, lacks = (graph, graphs[0]) if name in found else (graphs[0], graph)
                 path = has.paths[(found if name in found else first)[name]]
                 raise AlpaLiteError(
-                    f"the leaf {path!r} of {has.name!r} is shared, and {lacks.name!r} has none at that path. Shared leaves "
-                    f"must be the same in all graphs. At {source}. Give both the same tree, or narrow `shared`."
+                    f"the leaf {path!r} of {has.name!r} is shared, and {lacks.name!r} has none {_place(name, by_graph, lacks)}. "
+                    f"Shared leaves must be the same in all graphs. At {source}. Give both the same tree, or narrow `shared`."
                 )
             one, other = (
                 g.traced.program.values[g.traced.program.inputs[i]]
@@ -339,6 +340,16 @@ def match(graphs: Sequence[SharedGraph], shared: Any, source: str) -> None:
                     "same arrays, or narrow `shared`."
                 )
         graph.leaves = [found[name] for name in first]
+
+
+def _place(name: str, by_graph: Mapping[str, Any], graph: SharedGraph) -> str:
+    """Where a graph would have the leaf of this name (as of ``_selected``)."""
+    number, _, tail = name.partition(":")
+    given = by_graph[graph.name]
+    globs = [given] if isinstance(given, str) else given
+    if int(number) >= len(globs):
+        return f"of its own: it has {len(globs)} of the globs"
+    return f"at {'/'.join([*_beginning(globs[int(number)]), *([tail] if tail else [])])!r}"
 
 
 def _selected(graph: SharedGraph, globs: Any, source: str) -> dict[str, int]:
@@ -358,12 +369,16 @@ def _selected(graph: SharedGraph, globs: Any, source: str) -> dict[str, int]:
                 f"or keyword; * is one segment, ** any number. There are {', '.join(map(repr, graph.paths[:4]))}. At "
                 f"{source}. Correct it."
             )
-        segments = text.split("/")
-        fixed = next((i for i, segment in enumerate(segments) if is_glob(segment)), len(segments))
+        fixed = len(_beginning(text))
         for position in positions:
             if position not in found.values():
                 found[f"{number}:{'/'.join(graph.paths[position].split('/')[fixed:])}"] = position
     return found
+
+
+def _beginning(glob: str) -> list[str]:
+    """The segments of a path or glob before its first wildcard."""
+    return list(takewhile(lambda segment: not is_glob(segment), glob.split("/")))
 
 
 def share_pins(graphs: Sequence[SharedGraph], source: str) -> None:

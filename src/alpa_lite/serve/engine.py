@@ -20,7 +20,7 @@ from alpa_lite.executor.ray.settings import RayExecutor
 from alpa_lite.plan.files import as_path
 from alpa_lite.plan.plan import Plan
 from alpa_lite.serve.layout import buckets_of
-from alpa_lite.serve.model_graphs import Model, check_sizes
+from alpa_lite.serve.model_graphs import Model, check_counts, check_sizes
 from alpa_lite.serve.pipeline import Pipeline, cut_as_planned, cut_by_model, groups_of, parts_of
 from alpa_lite.serve.programs import Programs
 from alpa_lite.serve.request import Request
@@ -100,15 +100,7 @@ class Engine:
         _check_layout(layout)
         sizes = check_sizes(slots, max_length, buckets_of(layout, max_length) if buckets is None else buckets)
         limit = 4 * slots if queue_limit is None else queue_limit
-        for name, value in (
-            ("num_stages", num_stages),
-            ("queue_limit", limit),
-            ("prefills_per_step", prefills_per_step),
-        ):
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ServeError(
-                    f"{name}={value!r} was given; it must be a whole number from 1. At {user_line()}. Correct it."
-                )
+        check_counts(num_stages=num_stages, queue_limit=limit, prefills_per_step=prefills_per_step)
         if jax.process_count() > 1:
             raise ServeError(
                 f"this is one of {jax.process_count()} processes of a jax.distributed job. An engine runs on the devices of one "

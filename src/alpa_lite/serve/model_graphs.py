@@ -189,12 +189,7 @@ def check_sizes(slots: int, max_length: int, buckets: Sequence[int]) -> tuple[in
     Raises:
         ServeError: a number is not allowed.
     """
-    for name, value in (("slots", slots), ("max_length", max_length)):
-        if not _is_count(value):
-            raise ServeError(
-                f"{name}={value!r} was given; it must be a whole number from 1. At {user_line()}. Correct it, e.g. slots=16, "
-                "max_length=2048."
-            )
+    check_counts(slots=slots, max_length=max_length)
     found = (
         tuple(sorted(set(buckets))) if isinstance(buckets, (tuple, list, set)) and all(map(_is_count, buckets)) else ()
     )
@@ -204,6 +199,15 @@ def check_sizes(slots: int, max_length: int, buckets: Sequence[int]) -> tuple[in
             f"{user_line()}. Correct them, e.g. buckets=({max_length},); al.serve.propose_buckets finds good ones."
         )
     return found
+
+
+def check_counts(**values: object) -> None:
+    """Refuses what is no whole number from 1, by its name."""
+    for name, value in values.items():
+        if not _is_count(value):
+            raise ServeError(
+                f"{name}={value!r} was given; it must be a whole number from 1. At {user_line()}. Correct it."
+            )
 
 
 def _ints(*shape: int) -> jax.ShapeDtypeStruct:

@@ -11,7 +11,7 @@ from typing import Any
 from alpa_lite.api.shared_layout import SharedLayout
 from alpa_lite.cluster.cluster import Cluster
 from alpa_lite.errors import ServeError
-from alpa_lite.serve.model_graphs import DECODE
+from alpa_lite.serve.model_graphs import DECODE, check_counts, check_sizes
 
 _MARGIN = 64  # requests for /health and /metrics, and those that are being refused
 
@@ -52,7 +52,7 @@ class ServerSettings:
         num_cpus, num_gpus: that the engine takes of the Ray cluster.
 
     Raises:
-        ServeError: a value is not allowed. What the engine is given is checked by the engine.
+        ServeError: a value is not allowed, or none that an engine takes.
     """
 
     host: str = "127.0.0.1"
@@ -94,6 +94,8 @@ class ServerSettings:
                     f"{name}={value!r} was given; it must be {kind} from {low:g}{most}. Correct it (at the command line "
                     f"--{name.removesuffix('_s').replace('_', '-')})."
                 )
+        check_sizes(self.slots, self.max_length, (1,) if self.buckets is None else self.buckets)
+        check_counts(num_stages=self.num_stages, queue_limit=1 if self.queue_limit is None else self.queue_limit)
         token = self.token
         if token is not None and not (token and token.isascii() and token.isprintable() and token == token.strip()):
             raise ServeError(

@@ -15,9 +15,11 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import alpa_lite as al
+from alpa_lite.api.shared_graphs import given_graphs
 from alpa_lite.errors import PinError
 from alpa_lite.intraop.repeated import Repeated
 from alpa_lite.planner.joint import side_by_side
+from alpa_lite.planner.plan_step import DEARER
 from tests.plan_shared.graphs import (
     ONE_AXIS,
     PLAIN,
@@ -188,3 +190,21 @@ def test_weights_of_whole_prices(weight: float) -> None:
         graphs, shared="0", weights={"often": weight}, cluster=al.Cluster.parse("1x2:cpu"), options=options, pins=pins
     )
     assert (layout.objective, layout.lower_bound, layout.gap) == (0.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("name", ["product", "rows", "columns"])
+def test_a_plan_alone_bounds_the_meshes_that_it_does_not_write_out(name: str) -> None:
+    """What is cheaper on another mesh is known by its bound, which is that of a plan for all meshes."""
+    graphs = uneven_graphs() if name == "rows" else three_graphs()
+    fn, args = graphs[name]
+    cluster = al.Cluster.parse("1x8:h100-sxm")  # two axes are tried first
+    (graph,) = given_graphs({name: (fn, args)}, "0", None, None, (None, (), (), 0, None, None), cluster, "here")
+    graph.plan_own(cluster)
+    whole = al.plan(fn, *args, cluster=cluster, donate_argnums=0)
+    assert graph.best().objective == whole.objective and graph.best().mesh == whole.mesh
+    left_out = {row.mesh for row in graph.best().mesh_table if row.reason == DEARER}
+    for row in whole.mesh_table:
+        assert row.objective is not None and row.lower_bound is not None and row.peak_bytes is not None
+        assert (row.mesh in left_out) is (row.lower_bound > whole.objective)
+        assert graph.bound(row.mesh) == pytest.approx(row.lower_bound, rel=1e-12)
+    assert bool(left_out) is (name == "rows")

@@ -8,10 +8,12 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -154,30 +156,63 @@ def test_a_proxy_that_is_started_again_is_waited_for(monkeypatch: pytest.MonkeyP
     assert ended == [True] * (not comes)
 
 
-def test_the_command_line_serves_and_ends(ray_session: None, tmp_path: Path) -> None:
-    """In a process with a Ray of its own: SIGTERM ends it, a request that runs gets its whole answer, and nothing is left."""
-    port, token = free_port(), tmp_path / "token"
-    token.write_text("secret\n")
-    command = [sys.executable, "-m", "alpa_lite", "serve", "tests.serve.served_target:target"]
-    options = [
-        "--buckets",
-        "8",
-        "--slots",
-        "2",
-        "--max-length",
-        "4096",
-        "--cluster",
-        "1x1:cpu",
-        "--port",
-        str(port),
-        "--drain",
-        "300",
-    ]
+@pytest.mark.parametrize("gone", [True, False])
+def test_the_end_does_not_wait_for_a_cluster_that_is_gone(
+    ray_session: None, monkeypatch: pytest.MonkeyPatch, gone: bool
+) -> None:
+    from alpa_lite.executor.ray.cluster import is_gone
+    from alpa_lite.serve import deployment
+
+    assert not is_gone()
+    waits = threading.Event()
+    monkeypatch.setattr(deployment, "_end", lambda drain_s: waits.wait(300 if gone else 0.3))
+    monkeypatch.setattr(deployment, "_LOOK_S", 0.1)
+    if gone:
+        with socket.socket() as bound:  # to a port where nobody listens
+            bound.bind(("127.0.0.1", 0))
+            address = f"127.0.0.1:{bound.getsockname()[1]}"
+            monkeypatch.setattr("ray.get_runtime_context", lambda: SimpleNamespace(gcs_address=address))
+            with pytest.raises(ServeError, match=r"Ray has ended before the server.* KillMode=mixed"):
+                deployment.stop()
+    else:
+        deployment.stop()
+    waits.set()
+
+
+def test_what_fails_at_the_end_is_raised(ray_session: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    from alpa_lite.serve import deployment
+
+    def fails(drain_s: float) -> None:
+        raise OSError("no more files")
+
+    monkeypatch.setattr(deployment, "_end", fails)
+    with pytest.raises(OSError, match="no more files"):
+        deployment.stop()
+
+
+def command_line(port: int, *options: str, **settings: Any) -> subprocess.Popen[str]:
+    """``alpa-lite serve`` in a process with a Ray of its own."""
     environment = os.environ | {"RAY_AUTH_TOKEN": "0" * 32}
     environment.pop("RAY_ADDRESS", None)
-    with subprocess.Popen(
-        [*command, *options, "--token-file", str(token)], env=environment, stdout=subprocess.PIPE, text=True
-    ) as served:
+    command = [sys.executable, "-m", "alpa_lite", "serve", "tests.serve.served_target:target"]
+    fixed = ["--buckets", "8", "--slots", "2", "--max-length", "4096", "--cluster", "1x1:cpu", "--port", str(port)]
+    return subprocess.Popen([*command, *fixed, *options], env=environment, stdout=subprocess.PIPE, text=True, **settings)
+
+
+@pytest.mark.slow
+def test_a_signal_to_rays_processes_too_ends_the_server_soon() -> None:
+    with command_line(free_port(), stderr=subprocess.PIPE, start_new_session=True) as served:
+        assert served.stdout is not None and any(line.startswith("serving ") for line in served.stdout)
+        os.killpg(served.pid, signal.SIGTERM)
+        _, told = served.communicate(timeout=50)  # Ray's client itself waits for 60 s
+    assert served.returncode and "Ray has ended before the server, and requests that ran are lost" in told
+
+
+def test_the_command_line_serves_and_ends(ray_session: None, tmp_path: Path) -> None:
+    """SIGTERM ends it, a request that runs gets its whole answer, and nothing is left."""
+    port, token = free_port(), tmp_path / "token"
+    token.write_text("secret\n")
+    with command_line(port, "--drain", "300", "--token-file", str(token)) as served:
         assert served.stdout is not None
         try:
             assert any(line.startswith("serving ") for line in served.stdout)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import takewhile
 from typing import Any
 
@@ -51,7 +52,7 @@ class SharedGraph:
     traced: Traced
     weight: float
     leaves: list[int] = field(default_factory=list)
-    tasks: KnownTasks = field(default_factory=KnownTasks)
+    tasks: KnownTasks = field(default_factory=partial(KnownTasks, compares=False))
     own: Plan | None = None
     task: MeshTask | None = None
     stages: dict[str, Any] = field(default_factory=dict)

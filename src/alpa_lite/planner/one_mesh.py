@@ -97,6 +97,7 @@ def plan_on_mesh(
     mesh: DeviceMesh,
     *,
     cutoff: float = math.inf,
+    dearest: float = math.inf,
     begun: Begun | None = None,
 ) -> MeshResult:
     """Solve one mesh. Infeasible and unsolved are results, not errors; bad pins raise ``PinError``.
@@ -105,18 +106,19 @@ def plan_on_mesh(
         task: what is to be planned.
         cluster, mesh: the devices, and their logical grid.
         cutoff: the search of a large problem may end once it is known to cost more than this.
+        dearest: what must cost more than this, whatever the budget, is not written out.
         begun: what has been done of it (``begin_together``; no rent), so that it is not done again.
     """
     begin = time.perf_counter()
     costs, pricer, problem_within = begun.posed if begun else pose(task, cluster, mesh)
 
     def found(problem: IntraOpProblem, charged: IntraOpProblem) -> MeshResult:
-        return _found(task, costs, pricer, problem, charged, begin, cutoff)
+        return _found(task, costs, pricer, problem, charged, begin, cutoff, dearest=dearest)
 
     def solved(limit: int | None) -> MeshResult:
         """The best plan by the solver's own count of memory, written out."""
         if begun and limit is None:  # once, as it is changed
-            return _found(task, costs, pricer, begun.problem, begun.problem, begin, cutoff, begun.reduced)
+            return _found(task, costs, pricer, begun.problem, begun.problem, begin, cutoff, begun.reduced, dearest)
         problem = problem_within(limit)
         return replace(found(problem, _charged(task, pricer, problem)), limit=limit)
 
@@ -175,11 +177,24 @@ def _found(
     begin: float,
     cutoff: float = math.inf,
     reduced: CostGraph | None = None,
+    dearest: float = math.inf,
 ) -> MeshResult:
     if reduced is None:  # else it has been checked
         check_problem(problem)
     known = task.shared.shape
     solution = solve_in_units(charged, costs, task.options, cutoff, proof=task.proof, shape=known, reduced=reduced)
+    if not len(solution.choice) or solution.lower_bound > dearest:
+        return MeshResult(
+            mesh=pricer.graph.conversions.mesh,
+            status=solution.status,
+            objective=solution.objective,
+            lower_bound=solution.lower_bound,
+            solution=solution,
+            problem=problem,
+            seconds=time.perf_counter() - begin,
+            unit=costs.unit,
+            budgeted=costs.rules.budget,
+        )
     return _write_out(task, costs, pricer.graph, problem, solution, begin)
 
 
@@ -372,15 +387,6 @@ def _write_out(
     task: MeshTask, costs: CostModel, graph: DecisionGraph, problem: IntraOpProblem, solution: Solution, begin: float
 ) -> MeshResult:
     mesh = graph.conversions.mesh
-    if not len(solution.choice):
-        return MeshResult(
-            mesh=mesh,
-            status=solution.status,
-            solution=solution,
-            problem=problem,
-            seconds=time.perf_counter() - begin,
-            budgeted=costs.rules.budget,
-        )
     facts = task.shared.facts
     written = realise(task.program, graph, solution.choice, costs, facts)
     order = run_order(task, mesh, written)

@@ -33,6 +33,7 @@ from alpa_lite.units import format_cost
 
 BUDGET_SHARE = 0.9
 LIMITED = "limited by the memory budget"
+DEARER = "dearer than another mesh, and not written out"
 _MARGIN = 1.02  # a mesh that must cost more than this times the cheapest so far is not searched to the end
 LITERAL = Value(shape=(), dtype="float32", itemsize=4)  # a result that is a constant of the function
 
@@ -50,9 +51,11 @@ class KnownTasks:
     """Programs that were planned: the same one is planned again, with other pins or meshes, from what is known of it.
 
     Without ``explains`` an error says that there is no plan, and not why, which may take many times as long as to find it out.
+    Without ``compares`` plans on meshes that must be dearer than another one are not written out.
     """
 
     explains: bool = True
+    compares: bool = True
     _found: dict[int, MeshTask] = field(default_factory=dict)
 
     def task(self, program: Program, cluster: Cluster, pins: ResolvedPins, options: PlanOptions) -> MeshTask:
@@ -99,7 +102,8 @@ def plan_step(
         tell(f"planning {len(program.ops)} ops on mesh {mesh}")
         try:
             cheapest = min((r.objective for r in results if r.realised is not None), default=math.inf)
-            result = plan_on_mesh(task, cluster, mesh, cutoff=_MARGIN * cheapest)
+            dearest = math.inf if known.compares else cheapest
+            result = plan_on_mesh(task, cluster, mesh, cutoff=_MARGIN * cheapest, dearest=dearest)
         except PinError as error:
             refused.append(error)
             tried[mesh] = MeshCandidate(mesh=mesh, status="ruled out", reason=str(error))
@@ -125,6 +129,8 @@ def _outcome(result: MeshResult) -> str:
     if result.realised is not None:
         costs = (format_cost(cost, result.unit) for cost in (result.objective, result.lower_bound))
         found = "objective {}, lower bound {}".format(*costs)
+    elif math.isfinite(result.objective):
+        found = f"lower bound {format_cost(result.lower_bound, result.unit)}, {DEARER}"
     return f"mesh {result.mesh}: {result.status}, {found}, after {result.seconds:.1f} s"
 
 
@@ -192,6 +198,8 @@ def axis_names_of(options: PlanOptions, pinned: Sequence[str]) -> tuple[str, ...
 
 
 def _candidate(result: MeshResult) -> MeshCandidate:
+    if result.realised is None and math.isfinite(result.objective):
+        return MeshCandidate(mesh=result.mesh, lower_bound=result.lower_bound, status=result.status, reason=DEARER)
     if result.realised is None or result.peak is None:
         reason = result.solution.message if result.solution else "the peak stays above the budget"
         return MeshCandidate(mesh=result.mesh, status=result.status, reason=reason)

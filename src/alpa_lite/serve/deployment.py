@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
+import threading
 import time
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 APPLICATION = "alpa_lite"
 _MARGIN_S = 5.0  # for answers to come from the engine's process when it has ended
 _SENT_S = 0.5  # for answers to come through Ray Serve's proxy
+_LOOK_S = 1.0  # between two looks at whether Ray is still there
 _PROXY_S = 120.0  # for that proxy to start
 
 
@@ -330,7 +332,35 @@ def stop(drain_s: float = 30.0) -> None:
 
     Args:
         drain_s: of its settings.
+
+    Raises:
+        ServeError: Ray has ended before, as where a signal went to its processes too, and requests with it. Ray's client in this
+            process waits for a minute then, so that this process should end without it.
     """
+    from alpa_lite.executor.ray.cluster import is_gone
+
+    failed: list[BaseException] = []
+
+    def end() -> None:
+        try:
+            _end(drain_s)
+        except BaseException as error:
+            failed.append(error)
+
+    ending = threading.Thread(target=end, daemon=True)  # it may wait for good for what is gone
+    ending.start()
+    while ending.is_alive():
+        ending.join(_LOOK_S)
+        if ending.is_alive() and is_gone():
+            raise ServeError(
+                "Ray has ended before the server, and requests that ran are lost. Only the server's own process may get a signal "
+                "that ends it. Send it to that process alone (with systemd, KillMode=mixed)."
+            )
+    if failed:
+        raise failed[0]
+
+
+def _end(drain_s: float) -> None:
     import ray
     from ray import serve
     from ray.serve.exceptions import RayServeException

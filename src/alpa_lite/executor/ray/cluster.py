@@ -87,6 +87,17 @@ def _check_answers(address: str) -> None:
         raise ConnectionError("what listens there is no Ray head")
 
 
+def is_gone() -> bool:
+    """Whether nobody answers any more where the cluster was that this process joined."""
+    try:
+        _check_answers(ray.get_runtime_context().gcs_address)
+    except ConnectionError:
+        return True
+    except OSError:  # no answer yet, on a machine that is busy or far
+        return False
+    return False
+
+
 @contextlib.contextmanager
 def _guarded() -> Iterator[None]:
     """What Ray starts meanwhile ends with this process, however that ends: see ``guardian.py``."""

@@ -240,7 +240,7 @@ def test_results_made_of_one_gradient_share_a_kernel() -> None:
 
     program = program_of(fn, *[(64, 64)] * 4)
     maker = {o: index for index, op in enumerate(program.ops) for o in op.outputs}
-    assert joined_updates(program) == {maker[program.outputs[1]]}
+    assert joined_updates(program, fused=fused_values(program, gpu=True)) == {maker[program.outputs[1]]}
 
 
 def gathered_rows(dim: int) -> tuple[Program, list[OpDecision], Conversion]:

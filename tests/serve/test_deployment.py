@@ -196,7 +196,9 @@ def command_line(port: int, *options: str, **settings: Any) -> subprocess.Popen[
     environment.pop("RAY_ADDRESS", None)
     command = [sys.executable, "-m", "alpa_lite", "serve", "tests.serve.served_target:target"]
     fixed = ["--buckets", "8", "--slots", "2", "--max-length", "4096", "--cluster", "1x1:cpu", "--port", str(port)]
-    return subprocess.Popen([*command, *fixed, *options], env=environment, stdout=subprocess.PIPE, text=True, **settings)
+    return subprocess.Popen(
+        [*command, *fixed, *options], env=environment, stdout=subprocess.PIPE, text=True, **settings
+    )
 
 
 @pytest.mark.slow

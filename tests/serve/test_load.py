@@ -54,7 +54,7 @@ def test_right_answers_and_statuses_under_load(ray_session: None) -> None:
     per_minute = float(rows["all"].against.split()[0]) / SECONDS * 60
     for who in ("engine", "HTTP", "proxy"):
         assert rows[f"{who}, memory"].value * 1024 / per_minute < KEPT_KIB, rows
-        assert rows[f"{who}, open files"].value < 1.0, rows  # they may fall: connections of the start are closed meanwhile
+        assert rows[f"{who}, open files"].value < 1.0, rows  # they may fall, as what the start left closes
         assert abs(rows[f"{who}, open files left"].value) < 10, rows  # of some 2000 requests
 
 

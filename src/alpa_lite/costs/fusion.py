@@ -158,9 +158,11 @@ def _fuse_into_single_kernels(
             kernel[i] = here if kernel.get(i, here) == here else several
 
 
-def joined_updates(program: Program) -> frozenset[int]:
-    """Indices of the ops that one kernel computes beside an earlier op: results made of one gradient, as in an optimizer."""
-    fused = fused_values(program, gpu=True)
+def joined_updates(program: Program, *, fused: tuple[bool, ...]) -> frozenset[int]:
+    """Indices of the ops that one kernel computes beside an earlier op: results made of one gradient, as in an optimizer.
+
+    ``fused``: of the program, on GPUs.
+    """
     maker = {o: op for op in program.ops for o in op.outputs if o >= 0}
     results = set(program.outputs)
     seen: set[tuple[int, int]] = set()

@@ -189,7 +189,9 @@ def _live(
 
     ``stacked``: results that XLA:GPU writes out as they are made; ``carried``: (argument, result) of a loop's state.
     """
-    lives = facts.of(_lives, program, gpu=not out.order.on_cpu, stacked=stacked, outer=not prefix, carried=carried)
+    gpu = not out.order.on_cpu
+    fused = facts.of(fused_values, program, gpu=gpu, **({"stacked": stacked} if stacked else {}))
+    lives = facts.of(_lives, program, gpu=gpu, stacked=stacked, outer=not prefix, carried=carried, fused=fused)
     paths = _paths(program, prefix, facts)
     begin = np.array([out.start[path] for path in paths], dtype=np.int64)
     end = np.array([out.end[path] for path in paths], dtype=np.int64)
@@ -268,10 +270,15 @@ class _Lives:
 
 
 def _lives(
-    program: Program, *, gpu: bool, stacked: frozenset[int], outer: bool, carried: tuple[tuple[int, int], ...]
+    program: Program,
+    *,
+    gpu: bool,
+    stacked: frozenset[int],
+    outer: bool,
+    carried: tuple[tuple[int, int], ...],
+    fused: tuple[bool, ...],
 ) -> _Lives:
     """Of a region; ``outer``: of the whole program, whose results have buffers of their own. The rest as of ``_live``."""
-    fused = fused_values(program, gpu=gpu, stacked=stacked)
     outside = {*program.inputs, *program.constants, *(program.outputs if outer else ())}
     passed: list[list[int]] = []
     reads: list[list[int]] = []

@@ -126,8 +126,7 @@ class _Ops:
     kernels: list[int]
 
 
-def _ops_of(program: Program) -> _Ops:
-    fused = fused_values(program, gpu=True)
+def _ops_of(program: Program, *, fused: tuple[bool, ...]) -> _Ops:
     maker = {o: index for index, op in enumerate(program.ops) for o in op.outputs if o >= 0}
     reads = [sorted({maker[i] for i in op.inputs if i in maker}) for op in program.ops]
     users = [0] * len(reads)
@@ -191,7 +190,7 @@ def _graph(
 ) -> _Graph:
     ours = [d for d in decisions if "." not in d.path]
     mine = [c for c in conversions if "." not in c.op]
-    known = facts.of(_ops_of, program)
+    known = facts.of(_ops_of, program, fused=facts.of(fused_values, program, gpu=True))
     num_ops = len(ours)
     collective = [False] * num_ops + [any(step.kind is not None for step in c.steps) for c in mine]
     if any(collective):
@@ -293,7 +292,7 @@ def _op_seconds(
         if seconds is None:
             seconds = known[key] = _seconds(op, program, mesh, decision)
         found.append(seconds)
-    for index in facts.of(joined_updates, program):
+    for index in facts.of(joined_updates, program, fused=facts.of(fused_values, program, gpu=True)):
         found[index] = max(0.0, found[index] - LATENCY_SECONDS)
     return found
 

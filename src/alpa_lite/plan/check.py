@@ -105,10 +105,13 @@ def _stage_faults(stage: StagePlan) -> Iterator[str]:
     for path, count in Counter(d.path for d in stage.decisions).items():
         if count > 1:
             yield f"op {path} is decided {count} times"
+    unknown_of: dict[int, tuple[str, ...]] = {}  # by identity: most ops have specs in common
     for decision in stage.decisions:
-        for spec in decision.operands + decision.results:
-            if _unknown_axes(spec, stage.mesh):
-                yield f"op {decision.path}: {spec} uses {_unknown_axes(spec, stage.mesh)}, the mesh is {stage.mesh}"
+        for spec in (*decision.operands, *decision.results):
+            if id(spec) not in unknown_of:
+                unknown_of[id(spec)] = _unknown_axes(spec, stage.mesh)
+            if unknown_of[id(spec)]:
+                yield f"op {decision.path}: {spec} uses {unknown_of[id(spec)]}, the mesh is {stage.mesh}"
         if not (math.isfinite(decision.time_s) and decision.time_s >= 0):
             yield f"op {decision.path}: time {decision.time_s} is no duration"
     for conversion in stage.conversions:
@@ -153,7 +156,7 @@ def _rank_faults(decision: OpDecision, owner: Program, op: Op) -> Iterator[str]:
             yield f"op {decision.path} ({op.primitive}): {len(specs)} {word} specs for {len(values)} {word}s"
             continue
         for position, (value, spec) in enumerate(zip(values, specs, strict=True)):
-            if value >= 0 and spec.rank != len(owner.values[value].shape):
+            if value >= 0 and len(spec.dims) != len(owner.values[value].shape):
                 yield f"op {decision.path} ({op.primitive}): {word} {position} is {owner.values[value]}, spec {spec}"
 
 

@@ -242,8 +242,7 @@ def _workspace(
             continue
         made = made or {t.name: t for t in reversed(stored)}
         value, begin = op.outputs[0], line.start[path]
-        fused, readers = facts.of(fused_values, region, gpu=True), facts.of(readers_of, region)
-        kernels = kernels_that_read(region, fused, readers, value)
+        kernels = _kernels_that_read(facts, region, value)
         total = workspace_bytes(product, parts)
         end, size = begin + 1, total
         result = made.get(f"{prefix}%{value}")
@@ -259,6 +258,20 @@ def _workspace(
     return found
 
 
+def _kernels_that_read(facts: Facts, region: Program, value: int) -> list[int]:
+    """As ``kernels_that_read``, once per value."""
+    known = facts.of(_no_kernels, region)
+    if value not in known:
+        fused, readers = facts.of(fused_values, region, gpu=True), facts.of(readers_of, region)
+        known[value] = kernels_that_read(region, fused, readers, value)
+    return known[value]
+
+
+def _no_kernels(region: Program) -> dict[int, list[int]]:
+    """To be filled, for one region."""
+    return {}
+
+
 def _turned(facts: Facts, line: Timeline, conversions: Sequence[Conversion]) -> list[Stored]:
     """Second copies of tensors, in the order of the kernels of a norm, for as long as its reductions need them."""
     regions = facts.of(regions_of, facts.program)
@@ -268,8 +281,7 @@ def _turned(facts: Facts, line: Timeline, conversions: Sequence[Conversion]) -> 
         region, value = regions[prefix], conversion.value
         if not is_turned(conversion, region):
             continue
-        fused, readers = facts.of(fused_values, region, gpu=True), facts.of(readers_of, region)
-        kernels = kernels_that_read(region, fused, readers, value)
+        kernels = _kernels_that_read(facts, region, value)
         ends = [line.end[f"{prefix}{k}"] for k in kernels if sums_rows(region.ops[k])]
         if ends:
             _, lo = _times_of(conversion, line)

@@ -24,7 +24,7 @@ from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.core.program import Op, Program
 from alpa_lite.costs.conventions import cost_model
 from alpa_lite.costs.conversion import Conversions
-from alpa_lite.costs.profile import roles_of
+from alpa_lite.costs.roles import roles_of
 from alpa_lite.intraop.decisions import build_graph
 from alpa_lite.intraop.pricing import Pricer
 from alpa_lite.intraop.solve import solve

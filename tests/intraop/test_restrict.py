@@ -10,7 +10,7 @@ import pytest
 
 from alpa_lite.core.rule import FactorKind
 from alpa_lite.costs.model import SearchRules
-from alpa_lite.costs.profile import roles_of
+from alpa_lite.costs.roles import roles_of
 from alpa_lite.intraop.restrict import restricted, values_of, weight_positions
 from alpa_lite.trace.program import trace
 

@@ -25,7 +25,7 @@ from alpa_lite.api.request import Request, SymbolicPlan
 from alpa_lite.api.step import ParallelStep
 from alpa_lite.cluster.cluster import Cluster as ClusterData
 from alpa_lite.cluster.symbolic import SymbolicCluster
-from alpa_lite.costs.profile import roles_of
+from alpa_lite.costs.roles import roles_of
 from alpa_lite.errors import AlpaLiteError, ExportError, user_line
 from alpa_lite.executor.calibrate import local_cluster
 from alpa_lite.executor.host_data import HostData

@@ -260,15 +260,15 @@ def _workspace(
 
 def _kernels_that_read(facts: Facts, region: Program, value: int) -> list[int]:
     """As ``kernels_that_read``, once per value."""
-    known = facts.of(_no_kernels, region)
+    known = facts.of(_known_kernels, region)
     if value not in known:
         fused, readers = facts.of(fused_values, region, gpu=True), facts.of(readers_of, region)
         known[value] = kernels_that_read(region, fused, readers, value)
     return known[value]
 
 
-def _no_kernels(region: Program) -> dict[int, list[int]]:
-    """To be filled, for one region."""
+def _known_kernels(region: Program) -> dict[int, list[int]]:
+    """Value of a region -> its kernels, filled as they are asked for."""
     return {}
 
 
@@ -421,42 +421,3 @@ def _last_reads(
         key = (_region_of(conversion.op), conversion.value, conversion.source)
         last[key] = max(last.get(key, 0), _times_of(conversion, line)[1] + 1)
     return last
-
-
-def roles_of(program: Program) -> tuple[LeafRole, ...]:
-    """State = an argument leaf with an aliased or same-path result; parameters = state that the differentiated part reads."""
-    state = {i for i, _ in program.aliases}
-    reads_in_forward = _read_under_jvp(program)
-    roles = []
-    for position, value in enumerate(program.inputs):
-        if position not in state:
-            roles.append(LeafRole.INPUT)
-        elif reads_in_forward is None or value in reads_in_forward:
-            roles.append(LeafRole.PARAMETER)
-        else:
-            roles.append(LeafRole.OPTIMIZER_STATE)
-    return tuple(roles)
-
-
-def _read_under_jvp(program: Program) -> set[int] | None:
-    """Values that the differentiated function reads, directly or through casts before it; None without any gradient.
-
-    A loop over microbatches holds the function in its body.
-    """
-    wanted: set[int] = set()
-    found = False
-    for op in reversed(program.ops):
-        if "jvp(" in op.scope:
-            found = True
-            if "transpose(" not in op.scope:
-                wanted.update(i for i in op.inputs if i >= 0)
-                continue
-        for body in op.bodies:
-            inner = _read_under_jvp(body)
-            if inner is not None:
-                found = True
-                outer = op.inputs[len(op.inputs) - len(body.inputs) :]
-                wanted.update(i for i, v in zip(outer, body.inputs, strict=True) if i >= 0 and v in inner)
-        if not op.bodies and any(o in wanted for o in op.outputs):
-            wanted.update(i for i in op.inputs if i >= 0)
-    return wanted if found else None

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from alpa_lite.cluster.cluster import Cluster
 from alpa_lite.core.program import Program
 from alpa_lite.core.spec import ShardingSpec
-from alpa_lite.costs.profile import roles_of
+from alpa_lite.costs.roles import roles_of
 from alpa_lite.interop import PlacedSubmesh
 from alpa_lite.plan.identity import fingerprint
 from alpa_lite.plan.pins import ResolvedPins

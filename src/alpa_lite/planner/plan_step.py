@@ -17,7 +17,7 @@ from alpa_lite.core.rule import FactorKind
 from alpa_lite.costs.counted import SINGLE_AXIS
 from alpa_lite.costs.facts import Facts
 from alpa_lite.costs.memory import Order, timeline
-from alpa_lite.costs.profile import roles_of
+from alpa_lite.costs.roles import roles_of
 from alpa_lite.errors import AlpaLiteError, MemoryBudgetError, PinError, SolverError
 from alpa_lite.intraop.strategies import KnownStrategies
 from alpa_lite.plan.check import check_plan

@@ -204,9 +204,12 @@ def command_line(port: int, *options: str, **settings: Any) -> subprocess.Popen[
 @pytest.mark.slow
 def test_a_signal_to_rays_processes_too_ends_the_server_soon() -> None:
     with command_line(free_port(), stderr=subprocess.PIPE, start_new_session=True) as served:
-        assert served.stdout is not None and any(line.startswith("serving ") for line in served.stdout)
-        os.killpg(served.pid, signal.SIGTERM)
-        _, told = served.communicate(timeout=50)  # Ray's client itself waits for 60 s
+        try:
+            assert served.stdout is not None and any(line.startswith("serving ") for line in served.stdout)
+            os.killpg(served.pid, signal.SIGTERM)
+            _, told = served.communicate(timeout=50)  # Ray's client itself waits for 60 s
+        finally:
+            served.kill()
     assert served.returncode and "Ray has ended before the server, and requests that ran are lost" in told
 
 

@@ -15,10 +15,11 @@ import pytest
 import alpa_lite as al
 from alpa_lite.api.bound import staged_for
 from alpa_lite.core.spec import ShardingSpec
-from alpa_lite.executor.host_tiles import Tiling, joined
+from alpa_lite.executor.host_tiles import Tiling, joined, whole_tiles
 from alpa_lite.executor.parcel import Parcel, make_parcel, read_parcel
 from alpa_lite.executor.worker import StepOrder, Worker
 from tests.executor import exported_steps, pipeline_steps
+from tests.serve.engines import STAGED_SIZES, model_and_params, staged_layout
 
 
 class Handed:
@@ -141,3 +142,21 @@ def test_two_stages_in_two_processes() -> None:
     args = pipeline_steps.arguments()
     group = run(step, args, aliases(step, *args))
     assert [s.devices for s in group.parcel.sites] == [(0, 1), (2, 3)]
+
+
+@pytest.mark.medium
+def test_workers_of_two_graphs_on_one_transport() -> None:
+    """Their steps are numbered together; nothing is posted under a name that was used before."""
+    model, params = model_and_params("gpt")
+    offers: dict[int, Any] = {}
+    transport = Handed(offers, threading.Condition())
+    workers, given = [], []
+    for name, (fn, args) in al.serve.graphs(model, params, **STAGED_SIZES).items():
+        if name != "prefill_24":
+            plan = staged_layout("gpt").plans[name]
+            workers.append(Worker(parcel_of(al.parallelize(fn, plan=plan, donate_argnums=1), *args), 0, transport))
+            zeros = [np.zeros(leaf.value.shape, leaf.value.dtype) for leaf in plan.inputs]
+            given.append({position: whole_tiles(x) for position, x in enumerate(zeros)})
+    for number in range(1, 31):
+        workers[number % 2].step(StepOrder(number=number, given=given[number % 2]))
+    assert len(offers) == 15 * (1 + 5), "a prompt is sent once, and of decode what attention reads besides"

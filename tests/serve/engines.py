@@ -37,6 +37,25 @@ PINS = {
         "1/*/value": P(None, None, "y"),
     },
 }
+STAGED_SIZES: dict[str, Any] = {"slots": 4, "max_length": 32, "buckets": (8, 24)}
+STAGED_PINS = {
+    "gpt": {
+        "0/**/up/kernel": P(None, "x"),
+        "0/**/down/kernel": P("x"),
+        "0/head/kernel": P(None, "x"),
+        "0/tokens/embedding": P("x"),
+        "1/*/key": P(None, None, "x"),
+        "1/*/value": P(None, None, "x"),
+    },
+    "llama": {
+        "0/blocks/up/kernel": P(None, None, "x"),
+        "0/blocks/down/kernel": P(None, "x"),
+        "0/head/kernel": P(None, "x"),
+        "0/embed/embedding": P("x"),
+        "1/*/key": P(None, None, "x"),
+        "1/*/value": P(None, None, "x"),
+    },
+}
 TWO_AXES = al.PlanOptions(mesh_shape=(2, 4), axis_names=("x", "y"))
 
 
@@ -108,3 +127,32 @@ def assert_split(engine: al.serve.Engine) -> None:
 
 def pointers(tree: Any) -> list[int]:
     return [s.data.unsafe_buffer_pointer() for x in jax.tree.leaves(tree) for s in x.addressable_shards]
+
+
+@cache
+def staged_layout(name: str, cluster: str = "1x4:cpu") -> al.SharedLayout:
+    """Of two stages, in which parameters and the cache are split over the devices of their stage."""
+    model, params = model_and_params(name)
+    made = al.plan_shared(
+        al.serve.graphs(model, params, **STAGED_SIZES),
+        shared=("0", "1"),
+        cluster=al.Cluster.parse(cluster),
+        donate_argnums=1,
+        pins=STAGED_PINS[name],
+        options=al.PlanOptions(num_stages=2, mesh_shape=(2,), axis_names=("x",)),
+    )
+    split = [(leaf.path[0], leaf.stage) for leaf in made.shared_leaves if any(leaf.spec.dims)]
+    assert set(split) == {("0", 0), ("0", 1), ("1", 0), ("1", 1)}
+    return made
+
+
+def staged_prompts() -> list[np.ndarray]:
+    return prompts_of(1, 8, 9, 24, 3, 17, 6, 8, 2, seed=1)
+
+
+@cache
+def staged_expected(name: str) -> list[list[int]]:
+    """Greedy answers on one mesh, as the engine plans it."""
+    model, params = model_and_params(name)
+    with al.serve.Engine(model, params, **STAGED_SIZES) as engine:
+        return engine.generate(staged_prompts(), max_tokens=8)

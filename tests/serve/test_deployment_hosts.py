@@ -60,7 +60,8 @@ def port(ray_session: None, files: tuple[Path, Path]) -> Iterator[int]:
     deployment.stop()
 
 
-def test_stages_on_hosts_of_their_own(ray_session: None) -> None:
+@pytest.mark.parametrize("planned", [False, True], ids=["cut by the model", "as planned"])
+def test_stages_on_hosts_of_their_own(ray_session: None, tmp_path: Path, planned: bool) -> None:
     """Before the server of the other tests."""
     from alpa_lite.serve import deployment
 
@@ -68,7 +69,18 @@ def test_stages_on_hosts_of_their_own(ray_session: None) -> None:
     with al.serve.Engine(made.model, made.params, **SIZES) as engine:
         expected = engine.generate(PROMPTS, max_tokens=12)
     port = free_port()
-    deployment.start(target, al.serve.ServerSettings(port=port, cluster="2x1:cpu", num_stages=2, **SIZES))
+    settings = al.serve.ServerSettings(port=port, cluster="2x1:cpu", num_stages=2, **SIZES)
+    if planned:
+        layout = al.plan_shared(
+            al.serve.graphs(made.model, made.params, **SIZES | {"slots": 2}),
+            shared=("0", "1"),
+            cluster=al.Cluster.parse("2x1:cpu"),
+            donate_argnums=1,
+            options=al.PlanOptions(num_stages=2),
+        )
+        layout.save(tmp_path / "layout.json")
+        settings = al.serve.ServerSettings(port=port, layout=str(tmp_path / "layout.json"), **SIZES)
+    deployment.start(target, settings)
     try:
         for prompt, tokens in zip(PROMPTS, expected, strict=True):
             status, raw = ask(port, prompt)

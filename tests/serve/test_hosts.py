@@ -112,16 +112,16 @@ def test_an_actor_that_is_killed_while_nobody_asks(
     """No request need find out; one of the new actors dies while it starts."""
     from alpa_lite.serve import hosts
 
-    starts: list[hosts.ServingGroup] = []
+    starts: list[hosts.PartGroup] = []
 
-    class Dying(hosts.ServingGroup):
+    class Dying(hosts.PartGroup):
         def _give(self) -> None:
             starts.append(self)
             if len(starts) == 1:
                 os.kill(self.places[0][1], signal.SIGKILL)
             super()._give()
 
-    monkeypatch.setattr(hosts, "ServingGroup", Dying)
+    monkeypatch.setattr(hosts, "PartGroup", Dying)
     earlier = {pid for _, pid in engine.programs.places}
     os.kill(min(earlier), signal.SIGKILL)
     ended_s = time.monotonic() + BACK_S

@@ -2,71 +2,24 @@
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
 
 import alpa_lite as al
 from alpa_lite.errors import ServeError
 from alpa_lite.serve.pipeline import Pipeline
 from examples.serving_models import GPT
+from tests.serve.engines import STAGED_SIZES as SIZES
 from tests.serve.engines import model_and_params
+from tests.serve.engines import staged_expected as expected
+from tests.serve.engines import staged_layout as layout
+from tests.serve.engines import staged_prompts as prompts
 
 pytestmark = pytest.mark.medium
-SIZES: dict[str, Any] = {"slots": 4, "max_length": 32, "buckets": (8, 24)}
-PINS = {
-    "gpt": {
-        "0/**/up/kernel": P(None, "x"),
-        "0/**/down/kernel": P("x"),
-        "0/head/kernel": P(None, "x"),
-        "0/tokens/embedding": P("x"),
-        "1/*/key": P(None, None, "x"),
-        "1/*/value": P(None, None, "x"),
-    },
-    "llama": {
-        "0/blocks/up/kernel": P(None, None, "x"),
-        "0/blocks/down/kernel": P(None, "x"),
-        "0/head/kernel": P(None, "x"),
-        "0/embed/embedding": P("x"),
-        "1/*/key": P(None, None, "x"),
-        "1/*/value": P(None, None, "x"),
-    },
-}
-
-
-@cache
-def layout(name: str) -> Any:
-    """In which parameters and the cache are split over the devices of their stage."""
-    model, params = model_and_params(name)
-    made = al.plan_shared(
-        al.serve.graphs(model, params, **SIZES),
-        shared=("0", "1"),
-        cluster=al.Cluster.parse("1x4:cpu"),
-        donate_argnums=1,
-        pins=PINS[name],
-        options=al.PlanOptions(num_stages=2, mesh_shape=(2,), axis_names=("x",)),
-    )
-    split = [(leaf.path[0], leaf.stage) for leaf in made.shared_leaves if any(leaf.spec.dims)]
-    assert set(split) == {("0", 0), ("0", 1), ("1", 0), ("1", 1)}
-    return made
-
-
-def prompts() -> list[np.ndarray]:
-    rng = np.random.default_rng(1)
-    return [rng.integers(0, 256, length) for length in (1, 8, 9, 24, 3, 17, 6, 8, 2)]
-
-
-@cache
-def expected(name: str) -> list[list[int]]:
-    """Of one mesh, as the engine plans it."""
-    model, params = model_and_params(name)
-    with al.serve.Engine(model, params, **SIZES) as engine:
-        return engine.generate(prompts(), max_tokens=8)
 
 
 def held(trees: Any) -> dict[int, int]:
@@ -132,7 +85,7 @@ def test_what_does_not_fit_is_refused() -> None:
     for given, message in (
         ({"slots": 6}, r"slots=6 was given, and the layout is for 4.*test_staged_layout"),
         ({"num_stages": 3}, r"a layout of 2 stages was given with num_stages=3"),
-        ({"executor": "ray"}, r"a layout of 2 stages was given with an executor"),
+        ({"executor": "ray", "slots": 6}, r"slots=6 was given, and the layout is for 4.*test_staged_layout"),
         ({"buckets": (8, 16)}, r"the layout has no plan for 'prefill_16'"),
         ({"max_length": 24}, r"the leaf '1/block0/key' is .*4, 32, .* there and .*4, 24, .* here"),
     ):

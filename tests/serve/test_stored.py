@@ -43,8 +43,9 @@ def test_a_model_is_served_from_the_checkpoint_of_a_training_plan(trained: tuple
     folder, params = trained
     model = MODELS["gpt"]("small")
     shapes = jax.eval_shape(model.init_params, jax.random.key(0))
-    layout = split_layout("gpt", model, shapes, SIZES)
-    with al.serve.Engine(model, al.serve.StoredParams(folder, shapes), layout, **SIZES) as engine:
+    stored = al.serve.StoredParams(folder, shapes)
+    layout = split_layout("gpt", model, stored, SIZES)  # graphs are made of whatever an engine takes
+    with al.serve.Engine(model, stored, layout, **SIZES) as engine:
         assert_split(engine)
         for (path, leaf), want in zip(
             jax.tree_util.tree_leaves_with_path(engine.params), jax.tree.leaves(params), strict=True

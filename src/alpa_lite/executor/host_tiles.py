@@ -81,6 +81,14 @@ def raw_values(value: Any) -> np.ndarray:
     return np.asarray(value)
 
 
+def whole_tiles(value: Any) -> HostTiles:
+    """A value of the host as one part."""
+    dtype = str(getattr(value, "dtype", None) or jax.dtypes.canonicalize_dtype(np.result_type(value)))
+    raw = raw_values(value)
+    shape = tuple(np.shape(value))
+    return HostTiles(shape, dtype, {tuple((0, n) for n in raw_shape(shape, dtype)): raw})
+
+
 @dataclass(frozen=True)
 class Tiling:
     """How a value is dealt out to the processes of a mesh.

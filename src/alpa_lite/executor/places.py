@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,10 +17,14 @@ Place = tuple[int, Rows, NamedSharding]
 """A leaf of the whole, its rows or None for all of it, and where they lie."""
 
 
-def places_of(leaves: Sequence[Leaf], meshes: Sequence[Mesh]) -> list[Place]:
-    """Where leaves of a plan lie, which may be rows of leaves; ``meshes``: of its stages."""
-    shardings = (NamedSharding(meshes[leaf.stage], partition_spec(leaf.spec)) for leaf in leaves)
-    return [(number, rows, own) for (number, rows), own in zip(leaf_rows(leaves), shardings, strict=True)]
+def places_of(leaves: Sequence[Leaf], meshes: Sequence[Mesh] | Mapping[int, Mesh]) -> list[Place]:
+    """Where leaves of a plan lie, which may be rows of leaves; ``meshes``: of its stages, or of those that matter here."""
+    here = meshes if isinstance(meshes, Mapping) else dict(enumerate(meshes))
+    return [
+        (number, rows, NamedSharding(here[leaf.stage], partition_spec(leaf.spec)))
+        for (number, rows), leaf in zip(leaf_rows(leaves), leaves, strict=True)
+        if leaf.stage in here
+    ]
 
 
 def whole_tree(tree: Any, places: Sequence[Place], made: Sequence[Any]) -> Any:
@@ -31,6 +35,17 @@ def whole_tree(tree: Any, places: Sequence[Place], made: Sequence[Any]) -> Any:
 
 def creator(init_fn: Callable[..., Any], places: Sequence[Place]) -> Callable[..., Any]:
     """``init_fn`` as a function that makes its result in these places; it is compiled by the first call, per mesh."""
+    make = part_creator(init_fn, places)
+
+    def create(*args: Any) -> Any:
+        tree = jax.tree_util.tree_structure(jax.eval_shape(init_fn, *args))
+        return whole_tree(tree, places, make(*args))
+
+    return create
+
+
+def part_creator(init_fn: Callable[..., Any], places: Sequence[Place]) -> Callable[..., list[jax.Array]]:
+    """The same where places may be those of some leaves alone: they come in order of ``places``."""
     parts: list[tuple[list[int], Any, Any]] = []
     for mesh in dict.fromkeys(sharding.mesh for _, _, sharding in places):
         own = [i for i, (_, _, sharding) in enumerate(places) if sharding.mesh == mesh]
@@ -41,12 +56,11 @@ def creator(init_fn: Callable[..., Any], places: Sequence[Place]) -> Callable[..
 
         parts.append((own, mesh, jax.jit(part, out_shardings=[places[i][2] for i in own])))
 
-    def create(*args: Any) -> Any:
+    def create(*args: Any) -> list[jax.Array]:
         made: dict[int, Any] = {}
         for own, mesh, run in parts:
             given = replicated(args, mesh) if jax.process_count() > 1 else args
             made.update(zip(own, run(*given), strict=True))
-        tree = jax.tree_util.tree_structure(jax.eval_shape(init_fn, *args))
-        return whole_tree(tree, places, [made[i] for i in range(len(places))])
+        return [made[i] for i in range(len(places))]
 
     return create

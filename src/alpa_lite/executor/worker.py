@@ -34,6 +34,7 @@ from alpa_lite.plan.answers import KEY_TYPES
 from alpa_lite.plan.checkpoint import ItemRecord, read_manifest
 
 TOLD_BYTES = 1024  # results up to this size go to the driver with the step's answer
+_STEP_BITS = 32  # of the name of a transfer, 64 in all, that tell it from others of its step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,13 +98,23 @@ class Worker:
         transport: to the other processes.
         one_world: all sites are processes of one ``jax.distributed`` job, in their order; arrays go from stage to stage by
             ``jax.device_put`` where both hold them alike.
+        kept: what the process keeps, by name, where it has workers of several steps on one transport, whose steps are numbered
+            together.
     """
 
-    def __init__(self, parcel: Parcel, site: int, transport: Transport, *, one_world: bool = False) -> None:
+    def __init__(
+        self,
+        parcel: Parcel,
+        site: int,
+        transport: Transport,
+        *,
+        one_world: bool = False,
+        kept: dict[int, Any] | None = None,
+    ) -> None:
         self.parcel, self.site, self.transport, self.one_world = parcel, parcel.sites[site], transport, one_world
         self.process_of = {device: s.number for s in parcel.sites for device in s.devices}
         self.alone = self.site.num_processes == 1
-        self.kept: dict[int, Any] = {}
+        self.kept = {} if kept is None else kept
         self.steps, self.calls, self.doing = 0, 0, "loading"
         self.functions = Functions()
         self.meshes = {k: self.mesh_of(k) for k in self.site.stages}
@@ -355,8 +366,7 @@ class _RemoteCrossing:
 
     def _name(self, target: int) -> int:
         """Of the pieces for a process: no other transfer of this or another step has the same."""
-        w = self.worker
-        return (w.steps * len(w.all_calls) + self.number) * len(w.parcel.sites) + target
+        return (self.worker.steps << _STEP_BITS) + self.number * len(self.worker.parcel.sites) + target
 
 
 @dataclass(frozen=True, slots=True)

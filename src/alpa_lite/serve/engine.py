@@ -21,7 +21,7 @@ from alpa_lite.plan.files import as_path
 from alpa_lite.plan.plan import Plan
 from alpa_lite.serve.layout import buckets_of
 from alpa_lite.serve.model_graphs import Model, check_counts, check_sizes
-from alpa_lite.serve.pipeline import Pipeline, cut_as_planned, cut_by_model, groups_of, parts_of
+from alpa_lite.serve.pipeline import Pipeline, cut_as_planned, cut_by_model, groups_of, parts_of, planned_part
 from alpa_lite.serve.programs import Programs
 from alpa_lite.serve.request import Request
 from alpa_lite.serve.sampling import Sampling
@@ -53,17 +53,17 @@ class Engine:
             do not donate or delete them.
         layout: of ``al.plan_shared``: plans of ``al.serve.graphs(model, params, ...)`` with the same sizes; None plans them for
             the devices of this process. Where only the parameters are shared, the cache lies as ``decode`` has it, and graphs
-            that have it elsewhere are planned again, which their plans note. Plans with stages run on these devices; slots then
-            go in groups of as many as were planned.
+            that have it elsewhere are planned again, which their plans note. With plans that have stages, slots go in groups of
+            as many as were planned.
         slots: requests that are served at once.
         max_length: tokens of a request, prompt and answer together.
         buckets: sizes to which prompts are padded, the largest being the longest prompt; None = those that the layout has, or
             without a layout powers of four from 32 and ``max_length``.
         executor: "local": the devices of this process; "ray" or ``al.RayExecutor(...)``: those of a Ray cluster, one actor per
-            host of the layout's mesh (``serve/hosts.py``).
+            host of the layout's mesh, or of each of its stages (``serve/hosts.py``).
         cluster: that is planned for without a layout; None = the devices of this process, or of the Ray cluster.
-        num_stages: parts into which the model is cut, each on its part of the devices or of the cluster
-            (``al.serve.StagedModel``); then ``layout`` is one layout per stage.
+        num_stages: parts into which the model itself is cut, each on its part of the devices or of the cluster
+            (``al.serve.StagedModel``); then ``layout`` is one layout per part.
         queue_limit: requests that may wait; None = 4 times ``slots``.
         prefills_per_step: prompts that are taken in between two tokens of those that run: with more, requests start sooner, with
             fewer, tokens come more evenly.
@@ -342,14 +342,17 @@ def _runner(
         params = params()
     planned = 1 if layout is None or isinstance(layout, Sequence) else max(len(p.stages) for p in layout.plans.values())
     if planned > 1:
-        if settings is not None or num_stages not in (1, planned):
+        if num_stages not in (1, planned):
             raise ServeError(
-                f"a layout of {planned} stages was given with "
-                f"{f'num_stages={num_stages}' if settings is None else 'an executor'}. Its stages share out the devices of this "
-                f"process. At {user_line()}. Leave the other one out; a model with split(num_stages) is served on several hosts "
-                "with num_stages and an executor alone."
+                f"a layout of {planned} stages was given with num_stages={num_stages}. Its stages are those that were planned. "
+                f"At {user_line()}. Leave num_stages out, or plan with al.PlanOptions(num_stages={num_stages})."
             )
-        return cut_as_planned(model, params, layout.plans, **sizes)
+        if settings is None:
+            return cut_as_planned(model, params, layout.plans, **sizes)
+        from alpa_lite.serve.hosts import Hosts
+
+        part, sizes["slots"], groups = planned_part(model, params, layout.plans, **sizes)
+        return Hosts([part], settings, **sizes, num_groups=groups)
     if num_stages > 1 and layout is not None and not isinstance(layout, Sequence):
         raise ServeError(
             f"num_stages={num_stages} was given with a layout of one mesh. A model that is cut takes one layout per stage. "

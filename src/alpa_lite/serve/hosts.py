@@ -1,27 +1,31 @@
 """A model on the devices of several hosts: an actor of Ray per stage and host runs the programs, the scheduler stays here.
 
-In: a model and plans of one mesh, or of one mesh per stage. The actors of a stage are one ``jax.distributed`` job. All are asked
-the same in the same order, and the first one answers; what one stage makes goes to the actors of the next as an object of Ray,
-and stages work on different groups of slots at the same time (``serve/pipeline.py``). When an actor is lost, all are ended: what
-was in a slot is gone, and new ones load the parameters.
+In: a model and plans of one mesh, or of one mesh per stage that the model was cut into, or plans that have stages. The actors of
+a stage are one ``jax.distributed`` job. All are asked the same in the same order, and one answers. What one part of a model
+makes goes to the actors of the next as an object of Ray; planned stages send each other what their plans say
+(``serve/staged_programs.py``). Stages work on different groups of slots at the same time (``serve/pipeline.py``). When an actor
+is lost, all are ended: what was in a slot is gone, and new ones load the parameters.
 """
 
 from __future__ import annotations
 
 import contextlib
-import zlib
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 import ray
 
-from alpa_lite.api.bound import Trees
+from alpa_lite.api.bound import Trees, staged_for
 from alpa_lite.cluster.cluster import Cluster
 from alpa_lite.errors import EngineLost, ServeError, WorkerLost, user_line
+from alpa_lite.executor.parcel import make_parcel
 from alpa_lite.executor.ray.group import ActorGroup
 from alpa_lite.executor.ray.settings import RayExecutor
 from alpa_lite.executor.sites import Site, sites_of
@@ -31,10 +35,11 @@ from alpa_lite.plan.load import read_plan
 from alpa_lite.plan.plan import Plan
 from alpa_lite.serve.model_graphs import DECODE, Model, graphs
 from alpa_lite.serve.pipeline import Part, in_turns
-from alpa_lite.serve.programs import Programs, check_plans, run_all, traced_graphs, vocab_size_of
+from alpa_lite.serve.programs import Programs, check_plans, padded, run_all, traced_graphs, vocab_size_of
 from alpa_lite.serve.sampling import Rows
-from alpa_lite.serve.stored import StoredParams, shapes_of
-from alpa_lite.trace.paths import leaf_paths
+from alpa_lite.serve.staged_programs import StagedCharge, StagedPrograms
+from alpa_lite.serve.stored import StoredParams, device_bytes, digests
+from alpa_lite.trace.program import Traced
 
 _STARTS = 3  # of new actors, before the engine ends
 
@@ -63,8 +68,8 @@ class HostPrograms:
 
     def __init__(self, process: int, charge: Charge) -> None:
         params = charge.params() if callable(charge.params) else charge.params
-        self._digests = _digests(params) if callable(charge.params) else {}
-        made = graphs(charge.model, shapes_of(params), **charge.sizes, given=charge.given)
+        self._digests = digests(params) if callable(charge.params) else {}
+        made = graphs(charge.model, params, **charge.sizes, given=charge.given)
         plans = {name: replace(read_plan(data, name), trees=Trees()) for name, data in charge.plans.items()}
         self._programs = Programs(charge.model, params, made, plans, **charge.sizes, num_groups=charge.num_groups)
         self._takes_prompts, self._first, self._calls = charge.given is None, process == 0, 0
@@ -72,7 +77,7 @@ class HostPrograms:
     def prefill(self, bucket: int, slot: int, length: int, x: np.ndarray, group: int, rows: Rows | None) -> Any:
         """A prompt, or what the stage before made of it, into a slot of a group; ``rows``: of the last stage, which samples."""
         if self._takes_prompts:
-            x = self._programs.padded(bucket, x)
+            x = padded(bucket, x)
         return self._answer(self._programs.prefill_call(bucket, slot, length, x, group), rows)
 
     def decode(self, x: np.ndarray, group: int, rows: Rows | None) -> Any:
@@ -81,7 +86,8 @@ class HostPrograms:
 
     def _answer(self, made: jax.Array, rows: Rows | None) -> Any:
         self._calls += 1
-        found = self._programs.fetched(made if rows is None else self._programs.sampled(made, rows))
+        sampler = self._programs.sampler
+        found = sampler.fetched(made if rows is None else sampler(made, rows))
         return found if self._first else None
 
     def reset(self) -> None:
@@ -94,57 +100,90 @@ class HostPrograms:
 
     def param_bytes(self) -> dict[int, int]:
         """Device -> bytes of the parameters there."""
-        found: dict[int, int] = {}
-        for leaf in jax.tree.leaves(self._programs.params):
-            for shard in leaf.addressable_shards:
-                found[shard.device.id] = found.get(shard.device.id, 0) + shard.data.nbytes
-        return found
+        return device_bytes(jax.tree.leaves(self._programs.params))
 
     def progress(self) -> Progress:
         """Read by another thread."""
         return Progress(steps=self._calls, calls=0, doing="serving")
 
 
-def _digests(params: Any) -> dict[str, int]:
-    return {path: zlib.crc32(np.ascontiguousarray(leaf).view(np.uint8).data) for path, leaf in leaf_paths(params, "")}
-
-
 class ServingGroup(ActorGroup):
-    """The actors of an engine, with programs and parameters; ``charges``: per stage."""
+    """The actors of an engine, with programs and parameters."""
 
-    def __init__(self, plans: Sequence[Plan], charges: Sequence[Charge], settings: RayExecutor) -> None:
-        self._charges = charges
+    def __init__(self, sites: Sequence[Site], plan: Plan, settings: RayExecutor) -> None:
         self._sent: list[Any] = []
-        platform = Cluster.parse(plans[0].identity.cluster).device.platform
-        super().__init__(_sites(plans), platform, jnp.result_type(float) == jnp.float64, settings)
+        platform = Cluster.parse(plan.identity.cluster).device.platform
+        super().__init__(sites, platform, jnp.result_type(float) == jnp.float64, settings)
 
-    def _give(self) -> None:
-        given = [ray.put(charge) for charge in self._charges]  # once, however many actors there are
-        each = list(zip(self.actors, self.sites, strict=True))
-        self.wait([actor.begin.remote(HostPrograms, site.process, given[site.submesh]) for actor, site in each])
+    @abstractmethod
+    def send(self, stage: int, method: str, *args: Any) -> Any:
+        """Asks the actors of a part of the model, and waits for nothing; the answer of the one that tells it, to be given to
+        others or to ``received``."""
+
+    def _asked(self, sites: Sequence[Site], teller: int, method: str, args: Sequence[Any]) -> Any:
+        self.check()
+        answers = {site.number: self.actors[site.number].call.remote(method, *args) for site in sites}
+        told = answers.pop(teller)
+        self._sent += answers.values()
+        return told
+
+    def _check_alike(self, first_of: Callable[[Site], int]) -> None:
+        """That a function made the same parameters in each process as in the first of those that have the same."""
         found = self.wait([actor.call.remote("digests") for actor in self.actors])
         for site, other in zip(self.sites, found, strict=True):
-            first = found[site.number - site.process]
+            first = found[first_of(site)]
             if other != first:
                 path = next(path for path in first if first[path] != other.get(path))
                 raise ServeError(
-                    f"the function that makes the parameters made other values of {path!r} on host {site.process} than on host "
-                    f"0. All hosts need the same ones. At {user_line()}. Give it a fixed key, or give arrays or "
-                    "al.serve.StoredParams."
+                    f"the function that makes the parameters made other values of {path!r} on host {site.host} than on host "
+                    f"{self.sites[first_of(site)].host}. All hosts need the same ones. At {user_line()}. Give it a fixed key, or "
+                    "give arrays or al.serve.StoredParams."
                 )
-
-    def send(self, stage: int, method: str, *args: Any) -> Any:
-        """Asks the actors of a stage, and waits for nothing; the first one's answer, to be given to others or to ``received``."""
-        self.check()
-        actors = [a for a, site in zip(self.actors, self.sites, strict=True) if site.submesh == stage]
-        first, *others = [actor.call.remote(method, *args) for actor in actors]
-        self._sent += others
-        return first
 
     def received(self, answers: Sequence[Any]) -> list[Any]:
         """What was sent for, when all have done their part of it."""
         sent, self._sent = self._sent, []
         return self.wait([*answers, *sent])[: len(answers)]
+
+
+class PartGroup(ServingGroup):
+    """Of a model in parts, each on actors of its own; ``charges``: per part."""
+
+    def __init__(self, plans: Sequence[Plan], charges: Sequence[Charge], settings: RayExecutor) -> None:
+        self._charges = charges
+        super().__init__(_sites(plans), plans[0], settings)
+
+    def _give(self) -> None:
+        given = [ray.put(charge) for charge in self._charges]  # once, however many actors there are
+        each = zip(self.actors, self.sites, strict=True)
+        self.wait([actor.begin.remote(HostPrograms, site.process, given[site.submesh]) for actor, site in each])
+        self._check_alike(lambda site: site.number - site.process)
+
+    def send(self, stage: int, method: str, *args: Any) -> Any:
+        own = [site for site in self.sites if site.submesh == stage]
+        return self._asked(own, own[0].number, method, args)
+
+
+class StagedGroup(ServingGroup):
+    """Of plans that have stages; those of one graph lie where those of the others do."""
+
+    def __init__(self, plan: Plan, charge: StagedCharge, settings: RayExecutor) -> None:
+        self._charge = charge
+        sites = sites_of(plan)
+        self._teller = next(site.number for site in sites if plan.outputs[0].stage in site.stages)  # it has the logits
+        super().__init__(sites, plan, settings)
+
+    def _give(self) -> None:
+        given = ray.put(self._charge)
+        each = zip(self.actors, self.sites, self.hosts, strict=True)
+        begun = [actor.begin.remote(StagedPrograms, given, s.number, host, self.one_world) for actor, s, host in each]
+        self.wait(begun)
+        addresses = self.wait([actor.call.remote("address") for actor in self.actors])
+        self.wait([actor.connect.remote(addresses) for actor in self.actors], self.settings.start_timeout_s)
+        self._check_alike(lambda site: 0)
+
+    def send(self, stage: int, method: str, *args: Any) -> Any:
+        return self._asked(self.sites, self._teller, method, args)
 
 
 def _sites(plans: Sequence[Plan]) -> tuple[Site, ...]:
@@ -168,8 +207,8 @@ class Hosts:
     Where no request comes for 5 s, actors are asked whether they live.
 
     Args:
-        parts: the stages of the model; models are pickled, as the actors are given them. Of ``StoredParams`` each host reads
-            what its devices hold.
+        parts: of the model, each with plans of one mesh; or one, whose plans have stages. Models are pickled, as the actors are
+            given them. Of ``StoredParams`` each host reads what its devices hold.
         settings: how actors are started and watched.
         slots: of a group.
         num_groups: of slots.
@@ -191,38 +230,27 @@ class Hosts:
         buckets: tuple[int, ...],
         num_groups: int,
     ) -> None:
+        traced = []  # before actors, which trace them again
         for part in parts:
             check_plans(part.graphs, part.plans, num_groups)
-            traced_graphs(part.graphs, part.plans)  # before actors, which trace them again
+            traced.append(traced_graphs(part.graphs, part.plans))
         self.parts, self.buckets, self.num_groups, self.per_group = parts, buckets, num_groups, slots
         self.slots = num_groups * slots
         self.vocab_size = vocab_size_of(parts[-1].graphs, parts[-1].plans)
-        self._settings = settings
-        self._charges = [
-            Charge(
-                model=part.model,
-                params=part.params
-                if isinstance(part.params, StoredParams) or callable(part.params)
-                else jax.device_get(part.params),
-                given=part.given,
-                plans={name: encode_plan(part.plans[name]) for name in part.graphs},
-                sizes={"slots": slots, "max_length": max_length, "buckets": buckets},
-                num_groups=num_groups,
-            )
-            for part in parts
-        ]
-        self._group = self._started()
+        sizes = {"slots": slots, "max_length": max_length, "buckets": buckets}
+        self._start = _starter(parts, traced, settings, sizes, num_groups)
+        self._group = self._start()
 
     @property
     def plans(self) -> dict[str, Plan]:
-        """By graph; with several stages by stage and graph, "0/decode"."""
+        """By graph; of a model in several parts by part and graph, "0/decode"."""
         if len(self.parts) == 1:
             return dict(self.parts[0].plans)
         return {f"{k}/{name}": plan for k, part in enumerate(self.parts) for name, plan in part.plans.items()}
 
     @property
     def params(self) -> Any:
-        """Shapes alone; of several stages one tree each."""
+        """Shapes alone; of several parts one tree each."""
         shapes = tuple(part.graphs[DECODE][1][0] for part in self.parts)
         return shapes[0] if len(shapes) == 1 else shapes
 
@@ -270,7 +298,7 @@ class Hosts:
         self._start_again()
 
     def _start_again(self) -> None:
-        self._group = self._started()
+        self._group = self._start()
         self.warm_up()
 
     def check(self) -> None:
@@ -296,9 +324,6 @@ class Hosts:
         """(host, process id) of every actor."""
         return list(self._group.places)
 
-    def _started(self) -> ServingGroup:
-        return ServingGroup([part.plans[DECODE] for part in self.parts], self._charges, self._settings)
-
     def _lost_is_told(self, ask: Callable[[], Any]) -> Any:
         try:
             return ask()
@@ -307,3 +332,51 @@ class Hosts:
                 f"an actor of the engine was lost, and with it what was in the slots: {str(error).split('. ')[0]}. New ones are "
                 "started. Send the request again."
             ) from error
+
+
+def _sent_params(part: Part) -> Any:
+    """As actors are given them: arrays are on the host."""
+    stays = isinstance(part.params, StoredParams) or callable(part.params)
+    return part.params if stays else jax.device_get(part.params)
+
+
+def _sent_plans(part: Part) -> dict[str, bytes]:
+    return {name: encode_plan(part.plans[name]) for name in part.graphs}
+
+
+def _starter(
+    parts: Sequence[Part],
+    traced: Sequence[Mapping[str, Traced]],
+    settings: RayExecutor,
+    sizes: Mapping[str, Any],
+    num_groups: int,
+) -> Callable[[], ServingGroup]:
+    """What starts the actors, at first and again; they are given the same."""
+    plans = [part.plans[DECODE] for part in parts]
+    if len(plans[0].stages) > 1:
+        part = parts[0]
+        init_cache = partial(part.model.init_cache, sizes["slots"], sizes["max_length"])
+        charge = StagedCharge(
+            init_cache=init_cache,
+            params=_sent_params(part),
+            plans=_sent_plans(part),
+            parcels={name: _parcel(part.plans[name], own) for name, own in traced[0].items()},
+            num_groups=num_groups,
+        )
+        return partial(StagedGroup, plans[0], charge, settings)
+    charges = [
+        Charge(
+            model=part.model,
+            params=_sent_params(part),
+            given=part.given,
+            plans=_sent_plans(part),
+            sizes=sizes,
+            num_groups=num_groups,
+        )
+        for part in parts
+    ]
+    return partial(PartGroup, plans, charges, settings)
+
+
+def _parcel(plan: Plan, traced: Traced) -> bytes:
+    return msgspec.msgpack.encode(make_parcel(plan, traced, staged_for(plan, traced)))

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from alpa_lite.errors import ServeError, user_line
+from alpa_lite.serve.stored import shapes_of
 from alpa_lite.trace.paths import leaf_paths
 
 Graph = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -64,7 +65,7 @@ def graphs(
 
     Args:
         model: see ``Model``.
-        params: arrays or ``jax.ShapeDtypeStruct``; only shapes are looked at.
+        params: as for ``Engine``, or ``jax.ShapeDtypeStruct``; only shapes are looked at.
         slots: requests that are served at once.
         max_length: tokens of a request, prompt and answer together.
         buckets: sizes to which prompts are padded.
@@ -98,7 +99,7 @@ def graphs(
     def decode(params: Any, cache: Any, tokens: jax.Array) -> tuple[Any, Any]:
         return _checked(model, "decode", model.decode(params, cache, tokens), cache, slots)
 
-    shapes = _shapes(params)
+    shapes = _shapes(shapes_of(params))
     cache = jax.eval_shape(lambda: model.init_cache(slots, max_length))
     tokens = {prefill_name(bucket): _ints(1, bucket) for bucket in buckets} | {DECODE: _ints(slots)}
     x = tokens if given is None else given

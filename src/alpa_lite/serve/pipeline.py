@@ -20,9 +20,9 @@ from alpa_lite.executor.calibrate import local_cluster
 from alpa_lite.plan.plan import Plan
 from alpa_lite.serve.layout import plans_of
 from alpa_lite.serve.model_graphs import DECODE, Graph, Model, graphs
-from alpa_lite.serve.programs import Programs, check_types, run_all, vocab_size_of
+from alpa_lite.serve.programs import Programs, check_types, padded, run_all, vocab_size_of
 from alpa_lite.serve.sampling import Rows
-from alpa_lite.serve.stored import StoredParams, shapes_of
+from alpa_lite.serve.stored import StoredParams
 
 
 class StagedModel(Model, Protocol):
@@ -54,13 +54,13 @@ class Pipeline:
     def prefill(self, bucket: int, slot: int, prompt: np.ndarray, rows: Rows) -> int:
         """Puts a prompt into a slot; returns the token after it."""
         logits = self.prefill_logits(bucket, slot, prompt)
-        return int(jax.device_get(self.stages[-1].sampled(logits, rows))[0])
+        return int(jax.device_get(self.stages[-1].sampler(logits, rows))[0])
 
     def decode(self, tokens: np.ndarray, rows: Rows) -> Sequence[int]:
         """The token after ``tokens`` (slots,), for all slots."""
         last, n = self.stages[-1], self.per_group
         found = [
-            last.sampled(logits, Rows(*(x[group * n : (group + 1) * n] for x in rows)))
+            last.sampler(logits, Rows(*(x[group * n : (group + 1) * n] for x in rows)))
             for group, logits in enumerate(self._decoded(tokens))
         ]
         return np.concatenate(jax.device_get(found)).tolist()
@@ -80,7 +80,7 @@ class Pipeline:
     def prefill_logits(self, bucket: int, slot: int, prompt: np.ndarray) -> jax.Array:
         """Puts a prompt into a slot; returns logits (1, vocabulary), which lie as planned."""
         group, own = divmod(slot, self.per_group)
-        x: Any = self.stages[0].padded(bucket, prompt)
+        x: Any = padded(bucket, prompt)
         for stage in self.stages:
             x = stage.prefill_call(bucket, own, prompt.size, x, group)
         return x
@@ -198,7 +198,7 @@ def parts_of(
     given = None
     for number, (part, pick) in enumerate(_parts(model, num_stages) if num_stages > 1 else [(model, None)]):
         own = params if pick is None else _picked(params, pick)
-        made = graphs(part, shapes_of(own), **sizes, given=given)
+        made = graphs(part, own, **sizes, given=given)
         plans = plans_of(made, None if layouts is None else layouts[number], cluster)
         last = number == num_stages - 1
         if last:
@@ -210,7 +210,25 @@ def parts_of(
 def cut_as_planned(
     model: Model, params: Any, plans: Mapping[str, Plan], *, slots: int, max_length: int, buckets: tuple[int, ...]
 ) -> Pipeline:
-    """A model whose plans have stages; slots in groups of as many as were planned.
+    """A model whose plans have stages, on the devices of this process; raises as ``planned_part``."""
+    part, per_group, groups = planned_part(model, params, plans, slots=slots, max_length=max_length, buckets=buckets)
+    made = Programs(
+        model,
+        params,
+        part.graphs,
+        plans,
+        slots=per_group,
+        max_length=max_length,
+        buckets=buckets,
+        num_groups=groups,
+    )
+    return Pipeline([made])
+
+
+def planned_part(
+    model: Model, params: Any, plans: Mapping[str, Plan], *, slots: int, max_length: int, buckets: tuple[int, ...]
+) -> tuple[Part, int, int]:
+    """A model whose plans have stages, in one; slots go in groups of as many as were planned: so many each, so many groups.
 
     Raises:
         ServeError: the plans are not for this model and these sizes.
@@ -221,11 +239,10 @@ def cut_as_planned(
             f"slots={slots} was given, and the layout is for {planned}. With stages, slots are groups of so many. At "
             f"{user_line()}. Give a multiple, or plan for other slots."
         )
-    sizes: dict[str, Any] = {"slots": planned, "max_length": max_length, "buckets": buckets}
-    made = graphs(model, shapes_of(params), **sizes)
+    made = graphs(model, params, slots=planned, max_length=max_length, buckets=buckets)
     check_types(made, plans)
     vocab_size_of(made, plans)
-    return Pipeline([Programs(model, params, made, plans, **sizes, num_groups=slots // planned)])
+    return Part(model=model, params=params, given=None, graphs=made, plans=plans), planned, slots // planned
 
 
 def _devices_of_stage(num_stages: int) -> int:

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from alpa_lite.api.bound import staged_for, traced_for
 from alpa_lite.cluster.cluster import Cluster
@@ -30,7 +30,7 @@ from alpa_lite.plan.records import Leaf, StagePlan
 from alpa_lite.planner.options import PlanOptions
 from alpa_lite.planner.plan_step import budget_bytes
 from alpa_lite.serve.model_graphs import DECODE, Graph, Model, prefill_name
-from alpa_lite.serve.sampling import Rows, Sampling, sample
+from alpa_lite.serve.sampling import Rows, Sampler, Sampling
 from alpa_lite.serve.scheduler import Runner
 from alpa_lite.serve.stored import from_host, placed
 from alpa_lite.trace.program import Traced
@@ -82,9 +82,7 @@ class Programs:
             name: [sharding for number in "234" for _, _, sharding in places_of(arguments(plans[name], number), meshes)]
             for name in graphs
         }
-        self._whole = NamedSharding(meshes[decode.outputs[0].stage], PartitionSpec())  # where logits are
-        self._sample = jax.jit(sample, in_shardings=(None, self._whole), out_shardings=self._whole)
-        self._gather = jax.jit(lambda x: x, out_shardings=self._whole)
+        self.sampler = Sampler(meshes[decode.outputs[0].stage])
         self._runs: dict[str, Any] = {}
         self._numbers: dict[tuple[str, int, int], jax.Array] = {}
         self.compile_s: dict[str, float] = {}  # per program, its first call
@@ -102,11 +100,11 @@ class Programs:
 
     def prefill(self, bucket: int, slot: int, prompt: np.ndarray, rows: Rows) -> int:
         """Puts a prompt into a slot; returns the token after it."""
-        return int(jax.device_get(self.sampled(self.prefill_logits(bucket, slot, prompt), rows))[0])
+        return int(jax.device_get(self.sampler(self.prefill_logits(bucket, slot, prompt), rows))[0])
 
     def decode(self, tokens: np.ndarray, rows: Rows) -> Sequence[int]:
         """The token after ``tokens`` (slots,), for all slots."""
-        return jax.device_get(self.sampled(self.decode_logits(tokens), rows)).tolist()
+        return jax.device_get(self.sampler(self.decode_logits(tokens), rows)).tolist()
 
     def check(self) -> None:
         """Nothing can be lost but the whole process."""
@@ -125,17 +123,11 @@ class Programs:
 
     def prefill_logits(self, bucket: int, slot: int, prompt: np.ndarray) -> jax.Array:
         """Puts a prompt into a slot; returns logits (1, vocabulary), which lie as planned."""
-        return self.prefill_call(bucket, slot, prompt.size, self.padded(bucket, prompt))
+        return self.prefill_call(bucket, slot, prompt.size, padded(bucket, prompt))
 
     def decode_logits(self, tokens: np.ndarray) -> jax.Array:
         """One more token (slots,) for all slots; returns logits (slots, vocabulary), which lie as planned."""
         return self.decode_call(tokens)
-
-    def padded(self, bucket: int, prompt: np.ndarray) -> np.ndarray:
-        """A prompt (1, bucket), in memory of its own: it is read until the call's result is there."""
-        made = np.zeros((1, bucket), np.int32)
-        made[0, : prompt.size] = prompt
-        return made
 
     def prefill_call(self, bucket: int, slot: int, length: int, x: Any, group: int = 0) -> jax.Array:
         """A prompt, or what the stage before made of it, into a slot of a group."""
@@ -146,14 +138,6 @@ class Programs:
     def decode_call(self, x: Any, group: int = 0) -> jax.Array:
         """Tokens, or what the stage before made of them, for all slots of a group."""
         return self._call(DECODE, group, (self._put(x, self.given[DECODE][0]),))
-
-    def sampled(self, logits: jax.Array, rows: Rows) -> jax.Array:
-        """The next tokens, on the devices."""
-        return self._sample(logits, rows)
-
-    def fetched(self, x: jax.Array) -> np.ndarray:
-        """On the host, of all processes that have a part of it; all of them call this."""
-        return np.asarray(x if x.is_fully_addressable else self._gather(x))
 
     def _put(self, x: Any, sharding: NamedSharding) -> Any:
         """What comes from the host is left to the jitted call, which is faster than putting it there before. All else is on the
@@ -193,6 +177,13 @@ class Programs:
         return runnable_pipeline(traced, staged_for(plan, traced), plan, self._devices or jax.devices()).run
 
 
+def padded(bucket: int, prompt: np.ndarray) -> np.ndarray:
+    """A prompt (1, bucket), in memory of its own: it is read until the call's result is there."""
+    made = np.zeros((1, bucket), np.int32)
+    made[0, : prompt.size] = prompt
+    return made
+
+
 def run_all(runner: Runner) -> None:
     """Every program once, greedy and drawing, so that all are compiled; nobody may be in a slot."""
     for draws in (Sampling(), Sampling(1.0)):
@@ -226,8 +217,23 @@ def check_plans(graphs: Mapping[str, Graph], plans: Mapping[str, Plan], num_grou
                     f"have it in one layout, or it would be moved between them. At {user_line()}. Plan them together: "
                     'al.plan_shared(graphs, shared=("0", "1"), ...).'
                 )
+        _check_returned(name, plan)
     if num_groups > 1:
         _check_caches({name: plans[name] for name in graphs}, num_groups)
+
+
+def _check_returned(name: str, plan: Plan) -> None:
+    """That a call gives the cache back where the next one takes it."""
+    taken = {leaf.path: (leaf.spec, leaf.stage) for leaf in arguments(plan, "1")}
+    for leaf in plan.outputs:
+        path = leaf.path.removeprefix("out/")
+        spec, number = taken.get(path, (leaf.spec, leaf.stage))
+        if (leaf.spec, leaf.stage) != (spec, number):
+            raise ServeError(
+                f"{name!r} takes the leaf of the cache {path!r} as {spec} on {_place(plan.stages[number])}, and returns it as "
+                f"{leaf.spec} on {_place(plan.stages[leaf.stage])}. It must be returned where it was, or each call would move "
+                f"it. At {user_line()}. Plan with donate_argnums=1, and pin {leaf.path!r} as {path!r} is, or not at all."
+            )
 
 
 def vocab_size_of(graphs: Mapping[str, Graph], plans: Mapping[str, Plan]) -> int:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from alpa_lite.errors import RequestError, user_line
 
@@ -110,6 +111,27 @@ class Rows(NamedTuple):
     def row(self, row: int) -> Rows:
         """One row alone."""
         return Rows(*(x[row : row + 1] for x in self))
+
+
+class Sampler:
+    """``sample`` where logits lie on a mesh, which may have devices of other processes: all of them call it.
+
+    Args:
+        mesh: on which logits lie, in whatever layout.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        whole = NamedSharding(mesh, PartitionSpec())
+        self._sample = jax.jit(sample, in_shardings=(None, whole), out_shardings=whole)
+        self._gather = jax.jit(lambda x: x, out_shardings=whole)
+
+    def __call__(self, logits: jax.Array, rows: Rows) -> jax.Array:
+        """The next tokens, on the devices."""
+        return self._sample(logits, rows)
+
+    def fetched(self, x: jax.Array) -> np.ndarray:
+        """An array of the mesh on the host, whole."""
+        return np.asarray(x if x.is_fully_addressable else self._gather(x))
 
 
 def sample(logits: jax.Array, rows: Rows) -> jax.Array:

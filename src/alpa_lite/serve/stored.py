@@ -6,7 +6,8 @@ before the next one is read. Host memory beyond what devices hold stays below on
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import zlib
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from typing import Any
@@ -48,7 +49,11 @@ class StoredParams:
         return self.read([(i, None, own) for i, own in enumerate(jax.tree_util.tree_leaves(shardings))])
 
     def read(self, places: Sequence[Place]) -> Any:
-        """The parameters where they shall lie.
+        """The parameters where they shall lie; raises as ``read_parts``."""
+        return whole_tree(jax.tree_util.tree_structure(self.shapes), places, self.read_parts(places))
+
+    def read_parts(self, places: Sequence[Place]) -> list[jax.Array]:
+        """Those parameters, or rows of them, that lie in places, in their order.
 
         Raises:
             CheckpointError: there is no such checkpoint, it is damaged, or holds other parameters.
@@ -57,10 +62,11 @@ class StoredParams:
         manifest, place = folder.read(self.step), folder.path(self.step)
         shapes = jax.tree_util.tree_leaves(self.shapes)
         names = [name or ROOT_LEAF for name, _ in leaf_paths(self.shapes, self.path)]
-        items = {piece.item for name in names for piece in manifest.leaf(name, place).pieces}
+        wanted = dict.fromkeys(names[number] for number, _, _ in places)
+        items = {piece.item for name in wanted for piece in manifest.leaf(name, place).pieces}
         if self.verify:
             check_files(place, manifest, sorted(items))
-        made = []
+        made: list[jax.Array] = []
         for number, rows, sharding in places:
             name, shape = names[number], shapes[number].shape
             if rows is not None:
@@ -68,7 +74,7 @@ class StoredParams:
             struct = jax.ShapeDtypeStruct(shape, shapes[number].dtype, sharding=sharding)
             made += read_leaves(place, manifest, {name: struct}, verified=True).values()
             jax.block_until_ready(made[-1])  # until then the host's copy stays
-        return whole_tree(jax.tree_util.tree_structure(self.shapes), places, made)
+        return made
 
 
 def shapes_of(params: Any) -> Any:
@@ -80,20 +86,38 @@ def shapes_of(params: Any) -> Any:
 
 def placed(params: Any, places: Sequence[Place]) -> Any:
     """Parameters where they shall lie, from wherever they are; arrays of devices that lie there already are not copied."""
+    shapes = params.shapes if isinstance(params, StoredParams) else params
+    return whole_tree(jax.tree_util.tree_structure(shapes), places, placed_parts(params, places))
+
+
+def placed_parts(params: Any, places: Sequence[Place]) -> list[jax.Array]:
+    """Those of them, or rows of them, that lie in places, in their order."""
     if isinstance(params, StoredParams):
-        return params.read(places)
-    leaves, tree = jax.tree_util.tree_flatten(params)
+        return params.read_parts(places)
+    leaves = jax.tree_util.tree_leaves(params)
     parts = [rows_of(leaves[number], rows) for number, rows, _ in places]
     shardings = [sharding for _, _, sharding in places]
     if jax.process_count() > 1:  # all processes have the same
-        made = list(map(from_host, parts, shardings))
-    else:
-        # A copy: on CPUs an array would share memory with the caller's, who may change it (also with may_alias=False).
-        made = [
-            jax.device_put(x if isinstance(x, jax.Array) else np.array(x), own)
-            for x, own in zip(parts, shardings, strict=True)
-        ]
-    return whole_tree(tree, places, made)
+        return list(map(from_host, parts, shardings))
+    # A copy: on CPUs an array would share memory with the caller's, who may change it (also with may_alias=False).
+    return [
+        jax.device_put(x if isinstance(x, jax.Array) else np.array(x), own)
+        for x, own in zip(parts, shardings, strict=True)
+    ]
+
+
+def digests(params: Any) -> dict[str, int]:
+    """Of parameters on the host, by path: whether two processes made the same."""
+    return {path: zlib.crc32(np.ascontiguousarray(leaf).view(np.uint8).data) for path, leaf in leaf_paths(params, "")}
+
+
+def device_bytes(arrays: Iterable[jax.Array]) -> dict[int, int]:
+    """Of this process: device -> bytes of the arrays there."""
+    found: dict[int, int] = {}
+    for array in arrays:
+        for shard in array.addressable_shards:
+            found[shard.device.id] = found.get(shard.device.id, 0) + shard.data.nbytes
+    return found
 
 
 def from_host(x: Any, sharding: jax.sharding.Sharding) -> jax.Array:

@@ -20,7 +20,7 @@ from alpa_lite.core.spec import ShardingSpec
 from alpa_lite.costs.tiles import Box
 from alpa_lite.errors import ArgumentsError
 from alpa_lite.executor.host_data import HostLeaf, Read, ReadOrder
-from alpa_lite.executor.host_tiles import HostTiles, Tiling, raw_shape, raw_values
+from alpa_lite.executor.host_tiles import HostTiles, Tiling, raw_values, whole_tiles
 from alpa_lite.executor.local import SignatureChanged
 from alpa_lite.executor.parcel import Parcel
 from alpa_lite.executor.ray.group import WorkerGroup
@@ -264,14 +264,6 @@ def wanted_boxes(tilings: Sequence[Tiling]) -> dict[int, tuple[Box, ...]]:
         for process, boxes in tiling.boxes.items():
             found[process].update(dict.fromkeys(boxes))
     return {process: tuple(boxes) for process, boxes in found.items()}
-
-
-def whole_tiles(value: Any) -> HostTiles:
-    """A value of the host as one part."""
-    dtype = str(getattr(value, "dtype", None) or jax.dtypes.canonicalize_dtype(np.result_type(value)))
-    raw = raw_values(value)
-    shape = tuple(np.shape(value))
-    return HostTiles(shape, dtype, {tuple((0, n) for n in raw_shape(shape, dtype)): raw})
 
 
 def _arguments(parcel: Parcel, process_of: dict[int, int], submesh_of: dict[int, int]) -> list[_Argument]:

@@ -68,20 +68,32 @@ def test_equals_brute_force(counts, offers, monkeypatch):
 
 @pytest.mark.medium
 def test_a_budget_holds_on_every_stage():
-    """Too little for what is cheapest, on the stage of the larger matrix alone."""
-    graphs = {name: graph for name, graph in three_graphs().items() if name != "product"}
-    free = al.plan_shared(graphs, shared="0", cluster=CLUSTER, options=ONE_AXIS, donate_argnums=0)
+    """Too little for what is cheapest, on the stage of three matrices alone."""
+
+    def scaled(axis: int) -> Any:
+        def graph(params: Any, x: jax.Array) -> Any:
+            made = [p / p.sum(axis=axis, keepdims=True) * x[0, 0] for p in params]
+            for first in made[:3]:
+                x = x + first[0, 0]  # an element is taken where its matrix lies whole
+            x = al.layer_boundary(x)
+            return x + made[3][0, 0], made
+
+        return graph
+
+    args = [shape(1024, 2048)] * 4, shape(16, 1024)
+    graphs = {"rows": (scaled(1), args), "columns": (scaled(0), args)}
+    free = al.plan_shared(graphs, shared="0", cluster=CLUSTER, options=ONE_AXIS)
     budget = 0.9 * max(plan.memory.peak for plan in free.plans.values())
     within = replace(ONE_AXIS, memory_budget_bytes=budget)
-    layout = al.plan_shared(graphs, shared="0", cluster=CLUSTER, options=within, donate_argnums=0)
+    layout = al.plan_shared(graphs, shared="0", cluster=CLUSTER, options=within)
     assert all(stage.memory.peak <= budget for plan in layout.plans.values() for stage in plan.stages)
     sums = []
-    for pins in itertools.product((P(), P("x"), P(None, "x")), repeat=2):
-        fixed = {"0/0": pins[0], "0/1": pins[1]}
-        settings = {"cluster": CLUSTER, "options": within, "pins": fixed, "donate_argnums": 0}
+    for pins in itertools.product((P(), P("x")), repeat=4):
+        fixed = {f"0/{i}": pin for i, pin in enumerate(pins)}
+        settings = {"cluster": CLUSTER, "options": within, "pins": fixed}
         with suppress(MemoryBudgetError, PinError):
             sums.append(sum(al.plan(fn, *args, **settings).objective for fn, args in graphs.values()))
-    assert free.objective < min(sums) and layout.objective <= 1.001 * min(sums)
+    assert 1.1 * free.objective < min(sums) and layout.objective <= 1.001 * min(sums)
 
 
 @pytest.mark.medium

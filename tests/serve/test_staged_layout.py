@@ -128,3 +128,28 @@ def test_caches_of_all_groups_count() -> None:
         match=r"needs .* with the cache of one of 4 groups of slots, 64.0 KiB, and 192 KiB.*the budget is 586 KiB",
     ):
         al.serve.Engine(model, params, tight, **SIZES | {"slots": 16})
+
+
+@pytest.mark.parametrize("name", ["decode", "prefill_8"])
+def test_the_cache_is_written_in_place(name: str) -> None:
+    """It is there once, as the plan counts it, and the next call finds it where it was."""
+    model, params = model_and_params("gpt")
+    graphs = al.serve.graphs(model, params, **SIZES)
+    options = al.PlanOptions(num_stages=2)
+    planned = al.plan_shared(
+        graphs, shared=("0", "1"), cluster=al.Cluster.parse("1x2:cpu"), donate_argnums=1, options=options
+    )
+    fn, shapes = graphs[name]
+    step = al.parallelize(fn, plan=planned.plans[name], donate_argnums=1)
+    cache = jax.tree.map(lambda x: jax.numpy.ones(x.shape, x.dtype), shapes[1])
+    rest = [np.ones(x.shape, x.dtype) for x in shapes[2:]]
+    for stage in step.compile(params, cache, *rest).memory():
+        assert stage.peak_bytes == pytest.approx(stage.predicted_bytes, rel=0.05)  # the cache is a sixth of it
+    _, cache = step(params, cache, *rest)  # from here on it lies on its stages
+    before = addresses(cache)
+    _, again = step(params, cache, *rest)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(cache)) and addresses(again) == before
+
+
+def addresses(cache: Any) -> list[int]:
+    return [s.data.unsafe_buffer_pointer() for x in jax.tree.leaves(cache) for s in x.addressable_shards]

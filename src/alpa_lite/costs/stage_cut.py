@@ -105,13 +105,32 @@ class StageCut:
 
     @cached_property
     def moved_starts(self) -> frozenset[Pair]:
-        """What segment 0 makes for a sum to start from and nothing else reads: the sum may take its buffer."""
+        """What a sum starts from and nothing else reads, so that the sum may take its buffer: what segment 0 makes, and donated
+        state of which the loop makes the next value."""
         inputs = self.loop_inputs
         first, last = len(inputs.consts), len(inputs.consts) + len(inputs.carries)
         starts = [pair for pair in self.operands(first, last) if pair is not None]
         others = {*self.operands(0, first), *self.operands(last, last + len(inputs.slices)), *self.wanted_after_loop}
-        made = set(self.outer.segments[0].writes) - others
+        made = {*self.outer.segments[0].writes, *self._donated_starts} - others
         return frozenset(pair for pair in starts if pair in made and starts.count(pair) == 1)
+
+    @cached_property
+    def carried_state(self) -> frozenset[Pair]:
+        """Those of them that are arguments of the step."""
+        return self.moved_starts & self._donated_starts
+
+    @cached_property
+    def _donated_starts(self) -> frozenset[Pair]:
+        """Donated arguments that a carry of the loop starts from, where the step's result is that carry, in the same layout."""
+        first, outer = self.num_consts, self.outer
+        ends = zip(outer.ops[self.loop][1], outer.decisions[f"{self.loop}"].results, strict=True)
+        next_of = dict(zip(self.operands(first, first + self.num_carry), ends, strict=False))
+        found = set()
+        for position, result in self.replaced:
+            pair, made = (outer.inputs[position], outer.in_specs[position]), outer.results[result]
+            if made is not None and made == next_of.get(pair) and made[1] == pair[1]:
+                found.add(pair)
+        return frozenset(found)
 
     @cached_property
     def kept(self) -> tuple[frozenset[Pair], ...]:

@@ -103,6 +103,9 @@ class _Held:
         inputs = list(zip(cut.outer.inputs, cut.outer.in_specs, strict=True))
         self.given = set(inputs[: cut.num_args])
         when = dict(zip(inputs[cut.num_args :], cut.received, strict=True))
+        starts = cut.operands(cut.num_consts, cut.num_consts + cut.num_carry)
+        each = zip(cut.loop_inputs.carries, starts, strict=True)
+        self.summed = [pair for pair, start in each if start not in cut.carried_state]
         self.ends = {pair for pair, word in when.items() if word == "end"}
         self.outer = set(self.given) | {pair for pair, word in when.items() if word == "start"}
         self.sums = False
@@ -115,7 +118,7 @@ class _Held:
 
     def gradients(self) -> int:
         """Sums over microbatches, while the loop runs."""
-        return self._inside(self.cut.loop_inputs.carries) if self.sums else 0
+        return self._inside(self.summed) if self.sums else 0
 
     def residuals(self) -> int:
         """What microbatches in flight keep, and results per microbatch."""
@@ -135,8 +138,8 @@ class _Held:
         self.outer = self.given | (made & self.cut.wanted_after(number))
 
     def start_loop(self) -> None:
-        """Sums take the buffers of the zeros they start from, where nothing else reads these."""
-        self.outer -= self.cut.moved_starts
+        """Sums take the buffers of what they start from, where nothing else reads it. Of state the next value is state, too."""
+        self.outer -= self.cut.moved_starts - self.cut.carried_state
         self.sums = True
 
     def receive(self, number: int, microbatch: int) -> None:
@@ -154,6 +157,7 @@ class _Held:
     def end_loop(self) -> None:
         """Sums and stacked results are what later segments read; what was sent has left, microbatch by microbatch."""
         self.sums, self.rows = False, 0
+        self.given -= self.cut.carried_state
         specs = self.cut.outer.decisions[f"{self.cut.loop}"].results
         results = list(zip(self.cut.outer.ops[self.cut.loop][1], specs, strict=True))
         made = {(v, s) for v, s in results[: len(results) - self.cut.num_sent] if v >= 0}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import jax
@@ -29,9 +30,16 @@ class SignatureChanged(Exception):
 def leaf_type(x: Any) -> tuple[tuple[int, ...], str]:
     """Shape and type of an argument as a plan has them."""
     dtype = getattr(x, "dtype", None)
+    if isinstance(x, jax.Array):  # which has a type of JAX's already: a step of many leaves asks for each, each time
+        return x.shape, _name(dtype)
     if dtype is None or not jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
         dtype = jnp.result_type(x if dtype is None else dtype)
     return tuple(np.shape(x)), str(dtype)
+
+
+@cache
+def _name(dtype: Any) -> str:
+    return str(dtype)
 
 
 def local_mesh(mesh: DeviceMesh, devices: Sequence[Any] | None = None) -> Mesh:

@@ -134,18 +134,20 @@ class RunnablePipeline:
     Attributes:
         plan: what runs.
         step: on parts of leaves.
+        types: of the leaves of the arguments.
         parts: what they are of the arguments and results.
         out_tree: of the results.
     """
 
     plan: Plan
     step: PipelinedStep
+    types: Sequence[tuple[tuple[int, ...], str]]
     parts: LayeredStep
     out_tree: Any
 
     def run(self, *args: Any) -> Any:
         leaves = jax.tree_util.tree_leaves(args)
-        if [leaf_type(x) for x in leaves] != [leaf_type(x) for x in self.parts.argument_types()]:
+        if list(map(leaf_type, leaves)) != self.types:
             raise SignatureChanged
         made = self.step(self.parts.split(leaves))
         return jax.tree_util.tree_unflatten(self.out_tree, self.parts.join(made, StagedArray))
@@ -234,7 +236,8 @@ def runnable_pipeline(traced: Traced, staged: StagedStep, plan: Plan, devices: S
     assert plan.pipeline is not None
     step = pipelined_step(staged, plan, lowered_stages(staged, plan), stage_meshes(plan, devices))
     assert traced.parts is not None
-    return RunnablePipeline(plan, step, traced.parts, traced.out_tree)
+    types = list(map(leaf_type, traced.parts.argument_types()))
+    return RunnablePipeline(plan, step, types, traced.parts, traced.out_tree)
 
 
 def pipelined_step(

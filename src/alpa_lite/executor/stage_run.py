@@ -43,6 +43,9 @@ class StageRunner:
         self.carry_of = {pair: j for j, pair in enumerate(inputs.carries)}
         self.arrival_of = {pair: c.value for pair, c in zip(inputs.received, received, strict=True)}
         self.starts = self.operands(first, last)
+        self.inputs: list[Pair] = list(zip(stage.outer.flat.inputs, stage.outer.in_specs, strict=True))
+        each = zip(self.inputs, self.program.args, strict=False)
+        self.arguments = [(pair, position, self.layout(pair[1])) for pair, position in each]
         self.parts = tuple(parts)
         outer = len(self.parts) - len(stage.passes)
         self.outer, self.passes = self.parts[:outer], self.parts[outer:]
@@ -95,11 +98,9 @@ class StageRun:
 
     def __init__(self, runner: StageRunner, leaves: Sequence[Any]) -> None:
         self.runner, self.program, self.region = runner, runner.program, runner.stage.outer
-        self.inputs: list[Pair] = list(zip(self.region.flat.inputs, self.region.in_specs, strict=True))
-        self.outer: dict[Pair, Any] = {}
+        place = runner.transfers.place
+        self.outer: dict[Pair, Any] = {p: place(leaves[position], layout) for p, position, layout in runner.arguments}
         self.arrived: set[Crossing] = set()
-        for pair, position in zip(self.inputs, self.program.args, strict=False):
-            self.outer[pair] = runner.place(leaves[position], pair[1])
 
     def segment(self, number: int, record: Recorder | None = None) -> None:
         """Run a segment of the outer region: 0 before the loop, then the rounds of the update."""
@@ -144,12 +145,12 @@ class StageRun:
 
     def place_of(self, crossing: Crossing) -> Pair:
         """Where a received value of before or after the loop goes."""
-        return self.inputs[len(self.program.args) + self.program.received.index(crossing)]
+        return self.runner.inputs[len(self.program.args) + self.program.received.index(crossing)]
 
     def outgoing(self, crossing: Crossing) -> Any:
         """The array of a value that this stage sends before or after the loop; None if it does not exist yet."""
         if crossing.when == "start":
-            return self.outer[self.inputs[self.program.args.index(crossing.argument)]]
+            return self.outer[self.runner.inputs[self.program.args.index(crossing.argument)]]
         sent = next(k for k, c in enumerate(self.program.sent) if c.value == crossing.value and c.when == "end")
         pair = self.region.results[len(self.program.results) + sent]
         assert pair is not None

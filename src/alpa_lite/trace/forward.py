@@ -2,7 +2,8 @@
 
 The whole function becomes the body of a loop that runs once. What comes after it takes the results out of their stacks. Of its
 arguments some stay from call to call: those under the first argument (parameters), and those whose next value is among the
-results (a cache). All others are the batch.
+results (a cache). Of these the loop carries what is donated, so that the next value takes the buffer of the last one. All others
+are the batch.
 """
 
 from __future__ import annotations
@@ -52,12 +53,14 @@ class Forward:
     Attributes:
         layers: chooses the cuts, where the function has no boundaries of its own.
         kept: positions, among the array leaves of the arguments, of what stays from call to call.
+        state: position of such a leaf that is donated -> position of the result that is its next value.
         homes: position of such a leaf, or of rows of it (from, to), -> its stage, and its path for messages.
         starts: is filled with the cuts.
     """
 
     layers: LayerCuts
     kept: Collection[int]
+    state: Mapping[int, int]
     homes: Homes
     starts: list[int] = field(default_factory=list)
 
@@ -84,12 +87,20 @@ class Forward:
             cut = with_layers(
                 flat, given, batch, frozenset(self.kept), self.layers, self.homes, forward=True, starts=self.starts
             )
+            out_tree, ready = trees[-1]
+            computed = [k for k in range(out_tree.num_leaves) if k not in ready]
+            carried = {i: k for i, k in self.state.items() if k not in ready}
+            stacked = [k for k in computed if k not in carried.values()]
+
+            def one(state: list[Any], _: None) -> tuple[list[Any], list[Any]]:
+                values = dict(enumerate(given)) | dict(zip(carried, state, strict=True))
+                made = dict(zip(computed, cut(*values.values()), strict=True))
+                return [made[k] for k in carried.values()], [made[k] for k in stacked]
+
             with jax.named_scope(SCOPE):
-                _, rows = lax.scan(lambda carry, _: (carry, cut(*given)), (), None, length=1)
-            out_tree, found = trees[-1]
-            made = (row[0] for row in rows)
-            return jax.tree_util.tree_unflatten(
-                out_tree, [found[k] if k in found else next(made) for k in range(out_tree.num_leaves)]
-            )
+                last, rows = lax.scan(one, [given[i] for i in carried], None, length=1)
+            found = ready | dict(zip(carried.values(), last, strict=True))
+            found |= zip(stacked, (row[0] for row in rows), strict=True)
+            return jax.tree_util.tree_unflatten(out_tree, [found[k] for k in range(out_tree.num_leaves)])
 
         return run

@@ -109,9 +109,10 @@ def trace(
         flat = flatten(traced.jaxpr)
         out_paths = [p for p, _ in leaf_paths(traced.out_info, "out")]
         if forward and layers is not None and num_microbatches == 1 and is_forward(flat):
-            kept = _kept(flat, in_paths, out_paths, donated)
+            kept, state = _kept(flat, in_paths, out_paths, donated)
+            state = {i: o for i, o in state.items() if donated[i]}
             found = [] if starts is None else starts
-            once = Forward(layers, kept, homes_of_leaves(in_paths, homes or {}), found).once(fn)
+            once = Forward(layers, kept, state, homes_of_leaves(in_paths, homes or {}), found).once(fn)
             traced = traced_of(functools.wraps(fn)(once))
             flat = flatten(traced.jaxpr)
     except AlpaLiteError:
@@ -146,13 +147,16 @@ def trace(
     )
 
 
-def _kept(flat: FlatJaxpr, in_paths: list[str], out_paths: list[str], donated: list[bool]) -> frozenset[int]:
-    """Positions of the argument leaves that stay from call to call: of the first argument, and those with a next value."""
+def _kept(
+    flat: FlatJaxpr, in_paths: list[str], out_paths: list[str], donated: list[bool]
+) -> tuple[frozenset[int], dict[int, int]]:
+    """Positions of the argument leaves that stay from call to call: of the first argument, and those with a next value, which
+    come with its position among the results."""
     values = tuple(map(value_of, flat.avals))
     outputs = tuple(-1 if isinstance(o, Literal) else o for o in flat.outputs)
-    state = find_aliases(values, tuple(flat.inputs), outputs, in_paths, out_paths, donated)
+    state = dict(find_aliases(values, tuple(flat.inputs), outputs, in_paths, out_paths, donated))
     first = in_paths[0].partition("/")[0] if in_paths else ""
-    return frozenset(i for i, p in enumerate(in_paths) if p.partition("/")[0] == first) | {i for i, _ in state}
+    return frozenset(i for i, p in enumerate(in_paths) if p.partition("/")[0] == first) | state.keys(), state
 
 
 def _abstract(leaf: Any) -> Any:

@@ -197,11 +197,12 @@ class _Split:
                 self._want_outer(stage, self.loop.inputs[position])
 
     def _body_inputs(self, need: _Needs) -> list[int]:
-        """Positions of the constants and slices that the stage's ops of the loop, or its results, read."""
+        """Positions of the constants and slices that the stage's ops of the loop, or its results, read; and of the carries of
+        other stages, in a loop that runs once: what they start from."""
         read = {v for i in need.body_ops for v in values_of(self.body.ops[i])}
         read |= {o for j in (*need.carries, *need.stacked) if not isinstance(o := self.body.outputs[j], Literal)}
-        first, last = self.num_consts, self.num_consts + self.num_carry
-        return [p for p, v in enumerate(self.body.inputs) if v in read and not first <= p < last]
+        own = {self.num_consts + j for j in need.carries}
+        return [p for p, v in enumerate(self.body.inputs) if v in read and p not in own]
 
     def _want_state_from_owners(self) -> None:
         read = set().union(*(need.args for need in self.needs))
@@ -272,7 +273,8 @@ class _Split:
         """The loop over the stage's part of the body; also the stacks that it sends and how many ops are forward."""
         first, last = self.num_consts, self.num_consts + self.num_carry
         positions = self._body_inputs(need)
-        consts, slices = [p for p in positions if p < first], [p for p in positions if p >= last]
+        consts, slices = [p for p in positions if p < last], [p for p in positions if p >= last]
+        assert self.loop.params["length"] == 1 or all(p < first for p in consts), "a sum that another stage reads"
         carries = [first + j for j in need.carries]
         inner = Renumbered(self.body.avals)
         inputs = [inner.value(self.body.inputs[p]) for p in (*consts, *carries, *slices)]

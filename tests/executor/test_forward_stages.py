@@ -63,6 +63,42 @@ def test_several_results():
     same(found, (jnp.full(32, 2.0), jnp.full(32, 3.0), 3, x))
 
 
+@pytest.mark.parametrize("donated", [False, True])
+def test_what_goes_in_and_out_with_one_type(donated: bool):
+    """Activations, that is, which are no next value of one another; whether the caller wants the first one back or not."""
+
+    def func(params: Any, x: Any) -> Any:
+        kernels, count = params
+        return mlp(kernels, x), count + 1
+
+    params, x = (kernels(16, 16, 16, 16, 16), jnp.zeros(4)), jax.random.normal(KEY, (64, 16))
+    want = func(params, x)
+    step = al.parallelize(func, cluster=CLUSTER, options=TWO, donate_argnums=1 if donated else ())
+    plan = step.plan(params, x)
+    assert stage_of(plan)["1"] == 0
+    same(step(params, jnp.copy(x)), want)
+
+
+def test_a_cache_that_two_stages_read_is_carried_by_one():
+    """The stage that makes its next value has it, and sends it to the other before each call; its buffer is taken over."""
+
+    def func(params: Any, cache: Any, x: Any) -> Any:
+        for kernel in params:
+            x = jnp.tanh(x @ kernel + cache["sum"])
+        return x, {"sum": 0.5 * cache["sum"] + x.sum(0), "count": cache["count"] + 1}
+
+    params, x = kernels(16, 16, 16, 16, 16), jax.random.normal(KEY, (64, 16))
+    cache, want = {"sum": jnp.ones(16), "count": jnp.int32(0)}, {"sum": jnp.ones(16), "count": jnp.int32(0)}
+    step = al.parallelize(func, cluster=CLUSTER, options=TWO, donate_argnums=1)
+    for _ in range(3):
+        before = cache
+        found, cache = step(params, cache, x)
+        expected, want = func(params, want, x)
+        same((found, cache), (expected, want), atol=1e-4)
+    assert stage_of(step.plan(params, cache, x))["1/sum"] == 1
+    assert before["sum"].is_deleted() and not cache["sum"].is_deleted()
+
+
 def test_a_table_at_both_ends_lies_with_the_first_and_is_sent():
     def tied(params: Any, tokens: Any) -> Any:
         return mlp(params["layers"], params["table"][tokens]) @ params["table"].T

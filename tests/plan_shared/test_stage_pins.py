@@ -16,6 +16,7 @@ from alpa_lite.api.bound import staged_for, traced_for
 from alpa_lite.errors import AlpaLiteError, LayerError, MemoryBudgetError, PinClashError, PinError
 from tests.plan_shared.stages import (
     CLUSTER,
+    KERNELS,
     NARROW,
     ONE_AXIS,
     SEARCHED,
@@ -34,9 +35,36 @@ def bounded(params: Any, x: Any) -> Any:
     return chain(params[2:], al.layer_boundary(chain(params[:2], x)))
 
 
+def by_rows(params: Any, x: Any) -> Any:
+    """As a token reads a stacked cache."""
+    kernels, cache = params
+    for kernel, row in zip(kernels, cache, strict=True):
+        x = jnp.tanh(x @ kernel + row)
+    return x
+
+
+def as_a_whole(params: Any, x: Any) -> Any:
+    """As a prompt is put into it."""
+    kernels, cache = params
+    rows = []
+    for kernel in kernels:
+        x = jnp.tanh(x @ kernel)
+        rows.append(x[0])
+    return x, cache.at[:, 3:4].set(jnp.stack(rows)[:, 3:4])
+
+
+STACKED = KERNELS, shape(4, 256)
+
+
 @pytest.mark.parametrize(
     ("graphs", "options", "error", "message"),
     [
+        (
+            {"one": (as_a_whole, (STACKED, WIDE[1])), "other": (by_rows, (STACKED, NARROW[1]))},
+            {},
+            LayerError,
+            r"'other', cut as 'one'.*its layers have '0/1\[0:1\]', .*, those of 'one' have '0/1'.*a leaf per layer",
+        ),
         (
             {"one": (chain, WIDE), "other": (backwards, NARROW)},
             {},

@@ -55,6 +55,7 @@ def test_what_passes_through_a_stage_is_no_state():
 
 
 def test_rules_are_asked_once_for_all_stages(monkeypatch):
+    traced()  # which asks as well
     asked = []
     real = rules_module._ask_shardy
     monkeypatch.setattr(rules_module, "_ask_shardy", lambda ops: asked.append(len(ops)) or real(ops))

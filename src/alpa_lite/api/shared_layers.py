@@ -207,6 +207,19 @@ def leaf_path(graph: SharedGraph, key: LeafKey) -> str:
     return path if rows is None else rows_path(path, *rows)
 
 
+def other_rows(first: LayeredGraph, own: LayeredGraph, source: str) -> str:
+    """Why graphs cannot share a leaf on stages: layers of one read some rows of it, those of the other read others, or all."""
+    leaf = next(key for key in (*own.paths, *first.paths) if (key in own.paths) != (key in first.paths))[0]
+    here, there = (
+        ", ".join(repr(path) for key, path in graph.paths.items() if key[0] == leaf) for graph in (own, first)
+    )
+    return (
+        f"its layers have {here}, those of {first.graph.name!r} have {there}. On stages all graphs have the same rows of a "
+        f"stacked leaf. At {source}. Read it by layers in all graphs, or make it a leaf per layer, as a cache must be into which "
+        "a prompt is put."
+    )
+
+
 def stages_of(graph: SharedGraph, plan: Plan) -> tuple[dict[LeafKey, int], tuple[tuple[int, int], ...]]:
     """The stage of each shared leaf in a plan of a graph, neighbouring rows on one stage together, and the stages' submeshes."""
     keys = leaf_keys(graph, [leaf.path for leaf in plan.inputs])

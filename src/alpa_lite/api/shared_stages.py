@@ -24,7 +24,15 @@ from typing import Any
 from alpa_lite.api.asked import check_stage_count
 from alpa_lite.api.follow import check_stages
 from alpa_lite.api.shared_graphs import PINNED_ELSEWHERE, SharedGraph, named
-from alpa_lite.api.shared_layers import LayeredGraph, cuts_by_layers, every_cut, leaf_path, leaves_read, stages_of
+from alpa_lite.api.shared_layers import (
+    LayeredGraph,
+    cuts_by_layers,
+    every_cut,
+    leaf_path,
+    leaves_read,
+    other_rows,
+    stages_of,
+)
 from alpa_lite.api.shared_layout import SharedLayout
 from alpa_lite.cluster.cluster import Cluster
 from alpa_lite.errors import AlpaLiteError, LayerError, MemoryBudgetError, PinError
@@ -258,12 +266,13 @@ class _StagedSearch:
             same = layer_cuts(number) if number == count else cuts_by_layers(number)  # is layer k stage k?
             with named(f"the graph {graph.name!r}, cut as {lead.name!r} with its {number} layers as stages"):
                 own = LayeredGraph.of(graph, same, here)
-                if own.layered.num_layers != number or set(own.paths) != set(first.paths):
+                if own.layered.num_layers != number:
                     raise LayerError(
-                        f"it has {own.layered.num_layers} layers and {lead.name!r} has {number}, or shared leaves lie in other "
-                        f"rows there. Graphs on one set of stages have the same layers. At {self.source}. Mark them alike with "
-                        "al.layer_boundary, or leave all boundaries out."
+                        f"it has {own.layered.num_layers} layers and {lead.name!r} has {number}. Graphs on one set of stages "
+                        f"have the same layers. At {self.source}. Mark them alike with al.layer_boundary, or in none of them."
                     )
+                if own.paths.keys() != first.paths.keys():
+                    raise LayerError(other_rows(first, own, self.source))
                 check_stage_pins([pin for pin in own.stage_pins(here) if pin.leaf], number, number)
             found.append(own)
         self.pinned(found)

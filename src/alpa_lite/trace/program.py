@@ -108,11 +108,12 @@ def trace(
         traced = traced_of(fn)
         flat = flatten(traced.jaxpr)
         out_paths = [p for p, _ in leaf_paths(traced.out_info, "out")]
+        aliases: tuple[tuple[int, int], ...] | None = None
         if forward and layers is not None and num_microbatches == 1 and is_forward(flat):
-            kept, state = _kept(flat, in_paths, out_paths, donated)
-            state = {i: o for i, o in state.items() if donated[i]}
+            kept, aliases = _kept(flat, in_paths, out_paths, donated)
             found = [] if starts is None else starts
-            once = Forward(layers, kept, state, homes_of_leaves(in_paths, homes or {}), found).once(fn)
+            carried = {i: o for i, o in aliases if donated[i]}
+            once = Forward(layers, kept, carried, homes_of_leaves(in_paths, homes or {}), found).once(fn)
             traced = traced_of(functools.wraps(fn)(once))
             flat = flatten(traced.jaxpr)
     except AlpaLiteError:
@@ -135,7 +136,7 @@ def trace(
                 f"leaves by their paths. At {user_line()}. Rename one of the keys."
             )
     known = {} if known is None else known
-    program = build_program(flat, in_paths, out_paths, donated, rules, known=known)
+    program = build_program(flat, in_paths, out_paths, donated, rules, aliases, known)
     in_tree = jax.tree_util.tree_structure((tuple(dynamic.values()), named))
     return Traced(
         program=program,
@@ -149,14 +150,26 @@ def trace(
 
 def _kept(
     flat: FlatJaxpr, in_paths: list[str], out_paths: list[str], donated: list[bool]
-) -> tuple[frozenset[int], dict[int, int]]:
-    """Positions of the argument leaves that stay from call to call: of the first argument, and those with a next value, which
-    come with its position among the results."""
+) -> tuple[frozenset[int], tuple[tuple[int, int], ...]]:
+    """Of a function without a gradient: positions of the argument leaves that stay from call to call, those of the first
+    argument and those with a next value; and pairs of the latter with its position among the results.
+
+    Of other arguments than the first, types alone say nothing: an activation that goes in, donated or not, has the type of one
+    that comes out.
+    """
     values = tuple(map(value_of, flat.avals))
     outputs = tuple(-1 if isinstance(o, Literal) else o for o in flat.outputs)
-    state = dict(find_aliases(values, tuple(flat.inputs), outputs, in_paths, out_paths, donated))
+    found = find_aliases(values, tuple(flat.inputs), outputs, in_paths, out_paths, donated)
     first = in_paths[0].partition("/")[0] if in_paths else ""
-    return frozenset(i for i, p in enumerate(in_paths) if p.partition("/")[0] == first) | state.keys(), state
+    kept = {i for i, p in enumerate(in_paths) if p.partition("/")[0] == first}
+    state = [(i, o) for i, o in found if (i in kept and donated[i]) or _agree(in_paths[i], out_paths[o])]
+    return frozenset(kept) | {i for i, _ in state}, tuple(state)
+
+
+def _agree(before: str, after: str) -> bool:
+    """Whether paths of an argument and a result are those of one leaf of a state, wherever the state is passed."""
+    rest, tail = after.removeprefix("out").removeprefix("/"), before.partition("/")[2]
+    return before == rest or (tail != "" and tail in (rest, rest.partition("/")[2]))
 
 
 def _abstract(leaf: Any) -> Any:

@@ -363,7 +363,7 @@ def _starter(
             parcels={name: _parcel(part.plans[name], own) for name, own in traced[0].items()},
             num_groups=num_groups,
         )
-        return partial(StagedGroup, plans[0], charge, settings)
+        return lambda: StagedGroup(plans[0], charge, settings)
     charges = [
         Charge(
             model=part.model,
@@ -375,7 +375,7 @@ def _starter(
         )
         for part in parts
     ]
-    return partial(PartGroup, plans, charges, settings)
+    return lambda: PartGroup(plans, charges, settings)
 
 
 def _parcel(plan: Plan, traced: Traced) -> bytes:

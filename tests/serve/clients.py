@@ -10,9 +10,11 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import alpa_lite as al
+from alpa_lite.errors import EngineLost
 from benchmarks.ray_session import pids_below
 
 PROMPTS = [list(range(1, size)) for size in (2, 5, 9, 14)]
@@ -48,6 +50,28 @@ def streamed(port: int, prompt: list[int], max_tokens: int = 12) -> tuple[int, b
         return got.status, raw
     end = raw.strip().rsplit(b"data: ", 1)[-1]
     return json.loads(end).get("status", 200), end
+
+
+def kill_actor_under_load(
+    engine: al.serve.Engine, number: int, prompts: Sequence[Any], expected: list[list[int]], *, max_tokens: int
+) -> None:
+    """Kills an actor of an engine: what runs ends with an error that is a 503, what waits is served by new actors, and no answer
+    is wrong."""
+    earlier = engine.programs.places
+    requests = [engine.submit(prompt, max_tokens=max_tokens) for prompt in (*prompts, *prompts)]
+    next(iter(requests[0]))
+    os.kill(engine.programs.places[number][1], signal.SIGKILL)
+    lost = 0
+    for request, tokens in zip(requests, expected * 2, strict=True):
+        try:
+            assert list(request.result(BACK_S)) == tokens
+        except EngineLost as error:
+            lost += 1
+            assert "Send the request again" in str(error)
+    assert 1 <= lost <= engine.programs.slots
+    assert set(earlier).isdisjoint(engine.programs.places)
+    assert engine.generate(prompts, max_tokens=max_tokens) == expected
+    assert not engine.closed
 
 
 def kill_under_load(port: int, title: str, expected: list[list[int]]) -> None:

@@ -16,9 +16,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import alpa_lite as al
-from alpa_lite.errors import ClusterError, EngineClosed, EngineLost, ServeError
+from alpa_lite.errors import ClusterError, EngineClosed, ServeError
 from examples.serving_models import Llama
-from tests.serve.clients import BACK_S, wait_until
+from tests.serve.clients import BACK_S, kill_actor_under_load, wait_until
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'alpa-lite[ray]'")
 pytestmark = [pytest.mark.ray, pytest.mark.medium]
@@ -87,22 +87,7 @@ def test_the_parameters_lie_once_over_all_hosts(engine: al.serve.Engine, layout:
 
 @pytest.mark.slow
 def test_an_actor_that_is_killed_under_load(engine: al.serve.Engine, expected: list[list[int]]) -> None:
-    """What runs ends with an error that is a 503, what waits is served by new actors, and no answer is wrong."""
-    earlier = engine.programs.places
-    requests = [engine.submit(prompt, max_tokens=10) for prompt in prompts() * 2]
-    next(iter(requests[0]))
-    os.kill(engine.programs.places[1][1], signal.SIGKILL)
-    lost = 0
-    for request, tokens in zip(requests, expected * 2, strict=True):
-        try:
-            assert list(request.result(BACK_S)) == tokens
-        except EngineLost as error:
-            lost += 1
-            assert "Send the request again" in str(error)
-    assert 1 <= lost <= SIZES["slots"]
-    assert set(earlier).isdisjoint(engine.programs.places)
-    assert engine.generate(prompts(), max_tokens=10) == expected
-    assert not engine.closed
+    kill_actor_under_load(engine, 1, prompts(), expected, max_tokens=10)
 
 
 @pytest.mark.slow
@@ -184,17 +169,7 @@ def test_stages_on_hosts_of_their_own_say_what_one_process_says(staged: al.serve
 def test_a_stage_that_is_killed_under_load(staged: al.serve.Engine, number: int) -> None:
     """The first actor of the first stage, whose values others wait for; the second one of the last, which tells nobody."""
     expected = staged.generate(prompts(), max_tokens=10)
-    requests = [staged.submit(prompt, max_tokens=10) for prompt in prompts() * 2]
-    next(iter(requests[0]))
-    os.kill(staged.programs.places[number][1], signal.SIGKILL)
-    lost = 0
-    for request, tokens in zip(requests, expected * 2, strict=True):
-        try:
-            assert list(request.result(BACK_S)) == tokens
-        except EngineLost:
-            lost += 1
-    assert 1 <= lost <= SIZES["slots"]
-    assert staged.generate(prompts(), max_tokens=10) == expected
+    kill_actor_under_load(staged, number, prompts(), expected, max_tokens=10)
 
 
 class Louder(Llama):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import re
-import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,8 +14,8 @@ import jax
 import pytest
 
 import alpa_lite as al
-from alpa_lite.errors import EngineLost, ServeError
-from tests.serve.clients import BACK_S, wait_until
+from alpa_lite.errors import ServeError
+from tests.serve.clients import kill_actor_under_load, wait_until
 from tests.serve.engines import (
     STAGED_SIZES,
     Given,
@@ -71,21 +70,7 @@ def test_two_hosts_say_what_one_process_says_and_hold_parameters_once(engine: al
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_stage_that_is_killed_under_load(engine: al.serve.Engine, number: int) -> None:
     """The first, whose values the other waits for, and the last, which tells the tokens."""
-    expected = staged_expected("gpt")
-    earlier = engine.programs.places
-    requests = [engine.submit(prompt, max_tokens=8) for prompt in staged_prompts() * 2]
-    next(iter(requests[0]))
-    os.kill(engine.programs.places[number][1], signal.SIGKILL)
-    lost = 0
-    for request, tokens in zip(requests, expected * 2, strict=True):
-        try:
-            assert list(request.result(BACK_S)) == tokens
-        except EngineLost as error:
-            lost += 1
-            assert "Send the request again" in str(error)
-    assert 1 <= lost <= SIZES["slots"]
-    assert set(earlier).isdisjoint(engine.programs.places)
-    assert engine.generate(staged_prompts(), max_tokens=8) == expected
+    kill_actor_under_load(engine, number, staged_prompts(), staged_expected("gpt"), max_tokens=8)
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 
 import alpa_lite as al
 from alpa_lite.errors import ServeError
+from examples.serving_models import GPT
 from tests.serve.clients import kill_actor_under_load, wait_until
 from tests.serve.engines import (
     STAGED_SIZES,
@@ -112,12 +114,32 @@ def test_parameters_that_differ_between_stages_are_refused(ray_session: None, en
         al.serve.Engine(model, other_params, staged_layout("gpt", "2x2:cpu"), executor=WATCHED, **SIZES)
 
 
+class Locked(GPT):
+    """The same functions."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        object.__setattr__(self, "lock", threading.Lock())
+
+
+@pytest.mark.slow
+def test_a_model_that_cannot_be_sent(ray_session: None, engine: al.serve.Engine) -> None:
+    engine.close()
+    model, params = model_and_params("gpt")
+    locked = Locked(model.config)
+    layout = staged_layout("gpt", "2x2:cpu")
+    with pytest.raises(ServeError, match=r"cannot be sent to the actors: .*lock.*test_staged_hosts"):
+        al.serve.Engine(locked, params, layout, executor=WATCHED, **SIZES)
+
+
 def test_what_cannot_be() -> None:
     """Nothing is started."""
     model, params = model_and_params("gpt")
     layout = staged_layout("gpt", "2x2:cpu")
     with pytest.raises(ServeError, match=r"a layout of 2 stages was given with num_stages=4.*test_staged_hosts"):
         al.serve.Engine(model, params, layout, executor="ray", num_stages=4, **SIZES)
+    with pytest.raises(ServeError, match=r"the cluster 4x8:cpu was given with a layout for 2x2:cpu.*test_staged_hosts"):
+        al.serve.Engine(model, params, layout, executor="ray", cluster=al.Cluster.parse("4x8:cpu"), **SIZES)
     # A cache that comes back on another stage would be gone from where the next call takes it.
     decode = layout.plans["decode"]
     number = next(i for i, leaf in enumerate(decode.outputs) if leaf.path == "out/1/block0/key")

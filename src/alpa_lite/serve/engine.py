@@ -340,7 +340,10 @@ def _runner(
 ) -> Programs | Pipeline | Hosts:
     if settings is None and callable(params):
         params = params()
-    planned = 1 if layout is None or isinstance(layout, Sequence) else max(len(p.stages) for p in layout.plans.values())
+    planned = 1
+    if layout is not None and not isinstance(layout, Sequence):
+        planned = max(len(plan.stages) for plan in layout.plans.values())
+        _check_cluster(layout, cluster)
     if planned > 1:
         if num_stages not in (1, planned):
             raise ServeError(
@@ -375,6 +378,16 @@ def _runner(
         return cut_by_model(model, params, num_stages=num_stages, layouts=layouts, **sizes)
     (part,) = parts_of(model, params, 1, layouts, cluster, **sizes)
     return Programs(part.model, part.params, part.graphs, part.plans, **sizes)
+
+
+def _check_cluster(layout: Layout, cluster: Cluster | None) -> None:
+    """Plans run on what they were made for: a layout does not fit another cluster."""
+    for text in {plan.identity.cluster for plan in layout.plans.values()} if cluster is not None else ():
+        if str(cluster) != text:
+            raise ServeError(
+                f"the cluster {cluster} was given with a layout for {text}. A layout runs on the one that it was planned for. "
+                f"At {user_line()}. Leave cluster= (--cluster) out, or plan for {cluster}."
+            )
 
 
 def _on_hosts(

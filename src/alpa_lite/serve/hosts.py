@@ -154,7 +154,7 @@ class PartGroup(ServingGroup):
         super().__init__(_sites(plans), plans[0], settings)
 
     def _give(self) -> None:
-        given = [ray.put(charge) for charge in self._charges]  # once, however many actors there are
+        given = [_put(charge) for charge in self._charges]  # once, however many actors there are
         each = zip(self.actors, self.sites, strict=True)
         self.wait([actor.begin.remote(HostPrograms, site.process, given[site.submesh]) for actor, site in each])
         self._check_alike(lambda site: site.number - site.process)
@@ -174,7 +174,7 @@ class StagedGroup(ServingGroup):
         super().__init__(sites, plan, settings)
 
     def _give(self) -> None:
-        given = ray.put(self._charge)
+        given = _put(self._charge)
         each = zip(self.actors, self.sites, self.hosts, strict=True)
         begun = [actor.begin.remote(StagedPrograms, given, s.number, host, self.one_world) for actor, s, host in each]
         self.wait(begun)
@@ -184,6 +184,23 @@ class StagedGroup(ServingGroup):
 
     def send(self, stage: int, method: str, *args: Any) -> Any:
         return self._asked(self.sites, self._teller, method, args)
+
+
+def _put(charge: Charge | StagedCharge) -> Any:
+    """Where actors find it.
+
+    Raises:
+        ServeError: the model, or the function that makes the parameters, cannot be sent.
+    """
+    try:
+        return ray.put(charge)
+    except TypeError as error:  # Ray's, with all that it tried to send in its text
+        cause = error.__cause__ or error.__context__ or "one of them cannot be pickled"
+        raise ServeError(
+            f"the model, or the function that makes its parameters, cannot be sent to the actors: {cause!s:.200}. They are "
+            f"pickled: of a model that is its class by name and its attributes. At {user_line()}. Define both in a module, and "
+            "keep locks, files and devices out of their attributes."
+        ) from None
 
 
 def _sites(plans: Sequence[Plan]) -> tuple[Site, ...]:

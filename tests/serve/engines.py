@@ -156,3 +156,9 @@ def staged_expected(name: str) -> list[list[int]]:
     model, params = model_and_params(name)
     with al.serve.Engine(model, params, **STAGED_SIZES) as engine:
         return engine.generate(staged_prompts(), max_tokens=8)
+
+
+def addresses(cache: Any) -> list[int]:
+    """Where arrays, or rows of them that lie on several stages, are in memory."""
+    parts = [part for leaf in jax.tree.leaves(cache) for part in getattr(leaf, "parts", (leaf,))]
+    return [shard.data.unsafe_buffer_pointer() for part in parts for shard in part.addressable_shards]

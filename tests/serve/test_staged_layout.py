@@ -14,7 +14,7 @@ from alpa_lite.errors import ServeError
 from alpa_lite.serve.pipeline import Pipeline
 from examples.serving_models import GPT
 from tests.serve.engines import STAGED_SIZES as SIZES
-from tests.serve.engines import model_and_params
+from tests.serve.engines import addresses, model_and_params
 from tests.serve.engines import staged_expected as expected
 from tests.serve.engines import staged_layout as layout
 from tests.serve.engines import staged_prompts as prompts
@@ -149,7 +149,3 @@ def test_the_cache_is_written_in_place(name: str) -> None:
     before = addresses(cache)
     _, again = step(params, cache, *rest)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(cache)) and addresses(again) == before
-
-
-def addresses(cache: Any) -> list[int]:
-    return [s.data.unsafe_buffer_pointer() for x in jax.tree.leaves(cache) for s in x.addressable_shards]

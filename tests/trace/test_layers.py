@@ -114,3 +114,25 @@ def test_boundary_that_the_gradient_does_not_pass():
 
     with pytest.raises(LayerError, match=r"1 layer boundaries .* the gradient passes 0"):
         layered(only, WEIGHTS, X)
+
+
+def test_what_a_result_alone_needs_lies_where_it_is_made():
+    """Also where it shares positions with a layer behind."""
+
+    def f(x: Any, at: Any, first: Any, second: Any) -> Any:
+        at = at + 1
+        for k, w in enumerate(WEIGHTS[:2]):
+            x = jnp.tanh(x @ w)
+            if k == 0:
+                first = lax.dynamic_update_slice_in_dim(first, x, at, axis=0)
+                x = al.layer_boundary(x)
+        second = lax.dynamic_update_slice_in_dim(second, x + second[:8] * at, at, axis=0)
+        return x, first, second, at
+
+    cache = jnp.zeros((16, WIDTH))
+    found = assign_layers(flatten(jax.make_jaxpr(f)(X, 0, cache, cache), keep_boundaries=True))
+    layer = {op.name: [] for op in found.flat.ops}
+    for op, k in zip(found.flat.ops, found.layer, strict=True):
+        layer[op.name].append(k)
+    assert layer["dynamic_update_slice"] == [0, 1] and layer["dot_general"] == [0, 1]
+    assert layer["add"][0] == 0  # the position

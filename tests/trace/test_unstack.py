@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ import alpa_lite as al
 from alpa_lite._jax_compat import Literal
 from alpa_lite.interop import cluster_layers
 from alpa_lite.trace.flatten import FlatJaxpr, FlatOp
+from alpa_lite.trace.layers import assign_layers
 from alpa_lite.trace.program import Traced, trace
 from alpa_lite.trace.unstack import LayeredStep, LeafPart, unstack
 from tests.trace.cases import floats
@@ -175,3 +177,88 @@ def test_what_no_scan_reads_stays_whole():
     _, layered = traced(step, PARAMS, X, layers=2)
     assert layered.arguments == tuple(map(LeafPart, range(3)))
     assert layered.aliases == ((0, 0), (1, 1))
+
+
+CACHE = floats(DEPTH, 3, 4, WIDTH)
+NEW_AT = np.array([0, 2, 1])
+
+
+def cached(put: Any, *, joined: bool = False) -> Any:
+    """A function without a gradient, whose layers make rows of a cache; ``put``: these and the cache -> the next cache."""
+
+    def step(params: Any, cache: Any, x: Any) -> Any:
+        def layer(x: Any, row: Any) -> Any:
+            w, b = row
+            x = jnp.tanh(x @ w + b)
+            return x, x[:3]
+
+        if joined:
+            made = []
+            for w, b in zip(params["w"], params["b"], strict=True):
+                x, row = layer(x, (w, b))
+                made.append(row)
+            rows = jnp.stack(made)
+        else:
+            x, rows = lax.scan(layer, x, (params["w"], params["b"]))
+        return jnp.sum(x), put(cache, rows)
+
+    return step
+
+
+PUTS = {
+    "update slice": lambda cache, rows: lax.dynamic_update_slice_in_dim(cache, rows[:, :, None], 1, axis=2),
+    "scatter": lambda cache, rows: cache.at[:, np.arange(3), NEW_AT].set(rows),
+    "slices": lambda cache, rows: cache.at[:, :, :2].set(jnp.stack([rows, -rows], axis=2)),
+    "pad": lambda cache, rows: cache + jnp.pad(rows[:, :, None], ((0, 0), (0, 0), (1, 2), (0, 0))),
+    "transpose": lambda cache, rows: cache + jnp.transpose(rows, (0, 2, 1)).swapaxes(1, 2)[:, :, None],
+    "reshape": lambda cache, rows: (cache.reshape(DEPTH, -1, WIDTH) + rows.reshape(DEPTH, -1)[:, :1, None]).reshape(
+        cache.shape
+    ),
+    "concatenate": lambda cache, rows: jnp.concatenate([cache[:, :, 1:], rows[:, :, None]], axis=2),
+    "part of rows": lambda cache, rows: cache * lax.dynamic_slice_in_dim(rows, 1, 1, axis=1)[:, :, None],
+    "cast": lambda cache, rows: cache + rows.astype(jnp.bfloat16)[:, :, None].astype(jnp.float32),
+}
+
+
+def forward(step: Any, layers: int = 3) -> LayeredStep:
+    def cuts(flops: Sequence[float], cut_bytes: Sequence[float]) -> tuple[int, ...]:
+        return cluster_layers(flops, cut_bytes, layers).cuts
+
+    found = trace(step, (PARAMS, CACHE, X), {}, donate_argnums=(1,), layers=cuts, forward=True)
+    assert found.layered is not None
+    return unstack(found.layered, found.program.aliases)
+
+
+@pytest.mark.parametrize("put", PUTS)
+@pytest.mark.parametrize("joined", [False, True])
+def test_rows_of_a_cache_are_written_where_they_are_made(put: str, joined: bool) -> None:
+    step = cached(PUTS[put], joined=joined)
+    layered = forward(step)
+    cache = [part for part in layered.arguments if part.leaf == 2]
+    assert len(cache) == 3 and cache == [replace(part, leaf=2) for part in layered.results if part.leaf == 1]
+    got = layered.join(evaluate(layered.flat, layered.split(jax.tree.leaves((PARAMS, CACHE, X)))))
+    for a, b in zip(got, jax.tree.leaves(jax.jit(step)(PARAMS, CACHE, X)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    (loop,) = (op for op in layered.flat.ops if op.bodies)
+    found = assign_layers(loop.bodies[0])
+    homes = {v: k for op, k in zip(found.flat.ops, found.layer, strict=True) for v in op.outputs}
+    assert [homes[v] for v in found.flat.outputs[:3]] == [0, 1, 2]
+
+
+MIXING = {
+    "turned around": lambda cache, rows: cache + rows[::-1][:, :, None],
+    "shifted": lambda cache, rows: jnp.concatenate([cache[1:], rows[:1, :, None] + cache[:1]]),
+    "by a mean": lambda cache, rows: cache + jnp.mean(rows, axis=0)[:, None],
+    "one row": lambda cache, rows: lax.dynamic_update_slice_in_dim(cache, rows[:1, :, None] + cache[:1], 2, axis=0),
+    "some rows": lambda cache, rows: cache.at[NEW_AT].set(rows[:3, :, None] + cache[:3]),
+    "other dims first": lambda cache, rows: cache + jnp.transpose(rows, (1, 0, 2)).reshape(DEPTH, 3, WIDTH)[:, :, None],
+}
+
+
+@pytest.mark.parametrize("put", MIXING)
+def test_rows_that_depend_on_others_give_the_same_numbers(put: str) -> None:
+    step = cached(MIXING[put])
+    layered = forward(step)
+    got = layered.join(evaluate(layered.flat, layered.split(jax.tree.leaves((PARAMS, CACHE, X)))))
+    for a, b in zip(got, jax.tree.leaves(jax.jit(step)(PARAMS, CACHE, X)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)

@@ -215,8 +215,7 @@ def other_rows(first: LayeredGraph, own: LayeredGraph, source: str) -> str:
     )
     return (
         f"its layers have {here}, those of {first.graph.name!r} have {there}. On stages all graphs have the same rows of a "
-        f"stacked leaf. At {source}. Read it by layers in all graphs, or make it a leaf per layer, as a cache must be into which "
-        "a prompt is put."
+        f"stacked leaf. At {source}. Read it by layers in all graphs, or make it a leaf per layer."
     )
 
 

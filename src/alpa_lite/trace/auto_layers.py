@@ -18,6 +18,7 @@ from alpa_lite._jax_compat import JaxprEqn, evaluate_jaxpr, name_scope_of, scan_
 from alpa_lite.errors import LayerError
 from alpa_lite.trace.boundary import layer_boundary_p
 from alpa_lite.trace.forward_ops import ForwardOps, contains, inlined, read, run_part
+from alpa_lite.trace.indexed_rows import indexed_by_rows
 from alpa_lite.trace.op_places import gathered
 
 # (FLOPs of each op, bytes of the cut before each op but the first) -> the ops that start a layer, rising. Where ops are
@@ -64,7 +65,7 @@ def with_layers(
     closed = inlined(closed)
     if contains(closed.jaxpr, _BOUNDARY):
         return f
-    closed = gathered(closed, batch) if forward else closed
+    closed = gathered(indexed_by_rows(closed), batch) if forward else closed
     ops = ForwardOps(closed, batch, differentiated, forward=forward)
     pins = (*ops.stage_pins, *ops.home_pins(homes or {}))
     chosen = layers(ops.flops, ops.cut_bytes, pins) if pins else layers(ops.flops, ops.cut_bytes)
@@ -100,15 +101,25 @@ class _Evaluation:
     def run(self) -> list[Any]:
         done = 0
         for eqn, cuts in self.by_equation().items():
-            run_part(self.jaxpr, done, eqn, self.env)
+            self.part(done, eqn)
             if self.ops.first[eqn] in cuts:
                 self.cross(self.ops.crossing(self.ops.first[eqn]))
             inner = [c for c in cuts if c > self.ops.first[eqn]]
             if inner:
                 self.scan(eqn, inner)
             done = eqn + bool(inner)
-        run_part(self.jaxpr, done, len(self.jaxpr.eqns), self.env)
+        self.part(done, len(self.jaxpr.eqns))
         return [read({**self.env, **self.made}, a) for a in self.jaxpr.outvars]
+
+    def part(self, start: int, stop: int) -> None:
+        """Equations between cuts. Rows of a result are put together as they were before they passed a boundary."""
+        for join in sorted(i for i in self.ops.joins if start <= i < stop):
+            run_part(self.jaxpr, start, join, self.env)
+            before = {**self.env, **self.made}
+            run_part(self.jaxpr, join, join + 1, before)
+            self.env.update((v, before[v]) for v in self.jaxpr.eqns[join].outvars)
+            start = join + 1
+        run_part(self.jaxpr, start, stop, self.env)
 
     def by_equation(self) -> dict[int, list[int]]:
         found: dict[int, list[int]] = {}

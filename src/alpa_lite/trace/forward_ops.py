@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import jax
@@ -37,6 +38,7 @@ from alpa_lite._jax_compat import (
 from alpa_lite.trace.flatten import flatten, source_of
 from alpa_lite.trace.flops import total_flops
 from alpa_lite.trace.leaf_stages import LeafReads, pins_of_leaves
+from alpa_lite.trace.row_ops import joins_rows, rows_joined
 from alpa_lite.trace.stage_pin import StagePin, pin_stage_p
 
 HEAVY = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
@@ -46,6 +48,11 @@ _INLINED = ("jit", "pjit", "closed_call", "core_call", UNSTACK)
 def contains(jaxpr: Jaxpr, names: frozenset[str]) -> bool:
     """Whether an op of one of the names is in the jaxpr, or in a function, loop or branch inside it."""
     return any(e.primitive.name in names or any(contains(j, names) for j in inner_jaxprs(e)) for e in jaxpr.eqns)
+
+
+def is_heavy(eqn: JaxprEqn) -> bool:
+    """Whether it is a matmul or a convolution, or has one inside."""
+    return eqn.primitive.name in HEAVY or any(contains(j, HEAVY) for j in inner_jaxprs(eqn))
 
 
 def inlined(closed: ClosedJaxpr) -> ClosedJaxpr:
@@ -139,7 +146,7 @@ class ForwardOps:
         self, closed: ClosedJaxpr, batch: frozenset[int], differentiated: frozenset[int], *, forward: bool = False
     ) -> None:
         """``batch`` and ``differentiated`` are positions of inputs. ``forward``: every result counts as the loss does."""
-        self.closed, self.jaxpr = closed, closed.jaxpr
+        self.closed, self.jaxpr, self.forward = closed, closed.jaxpr, forward
         self.kinds = _kinds(closed, batch, differentiated, None if forward else 1)
         self.units = [u for i, eqn in enumerate(self.jaxpr.eqns) for u in self._units(i, eqn)]
         self.first = {u.eqn: n for n, u in reversed(list(enumerate(self.units)))}
@@ -159,11 +166,10 @@ class ForwardOps:
     @cached_property
     def stage_pins(self) -> tuple[StagePin, ...]:
         """Pins to stages, of the op that makes the value and of the pin itself."""
-        maker = {v: i for i, eqn in enumerate(self.jaxpr.eqns) for v in eqn.outvars}
         found = {}
         for i, eqn in enumerate(self.jaxpr.eqns):
             for pin in _pins_inside(eqn):
-                made = {i, *(maker.get(v, i) for v in variables(eqn.invars) if pin is eqn)}
+                made = {i, *(self._maker.get(v, i) for v in variables(eqn.invars) if pin is eqn)}
                 found |= {(self.first[k], pin.params["stage"]): source_of(pin) for k in made}
         return tuple(StagePin(place=place, stage=stage, source=source) for (place, stage), source in found.items())
 
@@ -218,11 +224,38 @@ class ForwardOps:
             ]
             return [min(readers, default=self.first[i])]
         if not self.over_layers(eqn):
-            return [self.first[i]]
-        length = eqn.params["length"]
-        start, stop = (0, length) if rows is None or operand < sum(scan_layout(eqn.params)) else rows
-        numbers = range(length - stop, length - start) if eqn.params["reverse"] else range(start, stop)
+            # Rows that are written lie where the new ones are made.
+            made = self._units_making(eqn.outvars[0], rows) if rows is not None else []
+            return made or [self.first[i]]
+        stacked = rows is not None and operand >= sum(scan_layout(eqn.params))
+        return self._iterations(i, rows if stacked and rows is not None else (0, eqn.params["length"]))
+
+    def _iterations(self, i: int, rows: tuple[int, int]) -> list[int]:
+        """The ops that are the iterations of a scan over layers on these rows."""
+        (start, stop), length = rows, self.jaxpr.eqns[i].params["length"]
+        numbers = range(length - stop, length - start) if self.jaxpr.eqns[i].params["reverse"] else range(start, stop)
         return [self.first[i] + n for n in numbers]
+
+    def _units_making(self, value: Any, rows: tuple[int, int]) -> list[int]:
+        """The ops that make rows of a value which a scan over layers, or layers one by one, make row by row."""
+        if isinstance(value, Literal) or value not in self._maker:
+            return []
+        i = self._maker[value]
+        eqn = self.jaxpr.eqns[i]
+        if self.over_layers(eqn):
+            num_carry = scan_layout(eqn.params)[1]
+            return self._iterations(i, rows) if value in eqn.outvars[num_carry:] else []
+        if joins_rows(eqn.primitive.name, eqn.params):
+            starts = rows_joined(eqn.primitive.name, [a.aval.shape for a in eqn.invars])
+            pieces = zip(eqn.invars, pairwise(starts), strict=True)
+            within = [a for a, (start, stop) in pieces if max(start, rows[0]) < min(stop, rows[1])]
+            return [self.first[self._maker[a]] for a in variables(within) if a in self._maker]
+        alike = [a for a in variables(eqn.invars) if a.aval.shape[:1] == value.aval.shape[:1] != ()]
+        return [unit for a in alike for unit in self._units_making(a, rows)]
+
+    @cached_property
+    def _maker(self) -> dict[Any, int]:
+        return {v: i for i, eqn in enumerate(self.jaxpr.eqns) for v in eqn.outvars}
 
     @cached_property
     def flops(self) -> list[float]:
@@ -264,11 +297,26 @@ class ForwardOps:
         for i, eqn in enumerate(self.jaxpr.eqns):
             if not any(v in self.kinds.needed for v in eqn.outvars):
                 continue
+            if i in self.joins:
+                continue
             init = set(map(id, self._init(eqn))) if count[i] > self.first[i] else set()
             for var in variables(eqn.invars):
                 last[var] = max(last.get(var, 0), self.first[i] if id(var) in init else count[i])
         made = ((var, count[i]) for i, eqn in enumerate(self.jaxpr.eqns) for var in eqn.outvars)
         return [(v, i, last[v]) for v, i in made if v in self.kinds.activations and last.get(v, -1) > i]
+
+    @cached_property
+    def joins(self) -> set[int]:
+        """Equations that put rows of a result together: each is written where it is made, and need not cross a cut for that."""
+        if not self.forward:
+            return set()
+        found, main = set(), set()  # what some matmul needs
+        for i, eqn in reversed(list(enumerate(self.jaxpr.eqns))):
+            if is_heavy(eqn) or any(v in main for v in eqn.outvars):
+                main.update(variables(eqn.invars))
+            elif joins_rows(eqn.primitive.name, eqn.params):
+                found.add(i)
+        return found
 
     def _init(self, eqn: JaxprEqn) -> list[Any]:
         """Initial carries of a scan that nothing else in it reads."""
@@ -301,8 +349,7 @@ def _kinds(closed: ClosedJaxpr, batch: frozenset[int], differentiated: frozenset
             passes.update(v for v in results if jnp.issubdtype(v.aval.dtype, jnp.inexact))
         if given & from_batch:
             from_batch.update(results)
-            heavy = eqn.primitive.name in HEAVY or any(contains(j, HEAVY) for j in inner_jaxprs(eqn))
-            if heavy or given & (activations | dear):
+            if is_heavy(eqn) or given & (activations | dear):
                 activations.update(results)
         elif given & dear:
             dear.update(results)

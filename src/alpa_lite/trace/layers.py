@@ -189,7 +189,9 @@ class _Assignment:
 
     def run(self) -> list[int]:
         self.by_inputs()
+        passed = [layer is not None for layer in self.layer]  # downstream of a boundary
         self.by_readers()
+        self.by_ends(passed)
         found: list[int] = []
         for i, op in enumerate(self.flat.ops):
             layer, last = self.layer[i], self.num_layers - 1 if self.backward[i] else 0
@@ -228,3 +230,24 @@ class _Assignment:
             elif not self.backward[i]:
                 others = [k for r in readers if (k := self.layer[r]) is not None]
                 self.layer[i] = max(others) if others else None
+
+    def by_ends(self, passed: list[bool]) -> None:
+        """What a result alone needs lies where the last of what it is made of is made. If it shares masks or positions with a
+        layer behind, these lie in the first of the two."""
+        ends, firm = [False] * len(passed), list(passed)
+        for i in reversed(range(len(passed))):
+            if not self.backward[i] and not passed[i]:
+                readers = [r for o in self.flat.ops[i].outputs if o >= 0 for r in self.readers[o]]
+                ends[i] = all(ends[r] for r in readers)
+                firm[i] = any(self.flat.ops[r].name == BOUNDARY or (firm[r] and not passed[r]) for r in readers)
+        for i, op in enumerate(self.flat.ops):
+            if ends[i]:
+                made = [self.made_by[v] for v in self.inputs(op) if v in self.made_by]
+                layers = [k for j in made if firm[j] and (k := self.layer[j]) is not None]
+                self.layer[i] = max(layers, default=None)
+                firm[i] = bool(layers)
+        for i in reversed(range(len(passed))):
+            if not firm[i] and not self.backward[i]:
+                readers = [r for o in self.flat.ops[i].outputs if o >= 0 for r in self.readers[o]]
+                known = [k for r in readers if not self.backward[r] and (k := self.layer[r]) is not None]
+                self.layer[i] = min(known, default=self.layer[i])

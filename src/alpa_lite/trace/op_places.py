@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from alpa_lite._jax_compat import ClosedJaxpr, Literal, inner_jaxprs
-from alpa_lite.trace.forward_ops import HEAVY, contains, variables
+from alpa_lite._jax_compat import ClosedJaxpr, Literal
+from alpa_lite.trace.forward_ops import is_heavy, variables
 
 _PARAMETERS, _LAYER, _KEPT = range(3)  # order of ops with one place
 
@@ -25,7 +25,7 @@ def gathered(closed: ClosedJaxpr, batch: Collection[int]) -> ClosedJaxpr:
     jaxpr = closed.jaxpr
     eqns = list(jaxpr.eqns)
     maker = {v: i for i, eqn in enumerate(eqns) for v in eqn.outvars}
-    heavy = [e.primitive.name in HEAVY or any(contains(j, HEAVY) for j in inner_jaxprs(e)) for e in eqns]
+    heavy = list(map(is_heavy, eqns))
     from_batch = {v for i, v in enumerate(jaxpr.invars) if i in batch}
     of_batch: list[bool] = []
     latest: list[int] = []  # of what is no part of the batch: the last op that stays in its place and that went into it

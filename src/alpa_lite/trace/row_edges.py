@@ -12,15 +12,13 @@ from jax import lax
 
 from alpa_lite._jax_compat import Literal, scan_layout
 from alpa_lite.trace.auto_layers import SLICES
-from alpa_lite.trace.elementwise import ELEMENTWISE
 from alpa_lite.trace.flatten import FlatJaxpr, FlatOp
-from alpa_lite.trace.layers import assign_layers
+from alpa_lite.trace.layers import Layered, assign_layers
 from alpa_lite.trace.microbatch_loop import SCOPE
+from alpa_lite.trace.row_ops import joins_rows, row_operands, rows_joined
 
 Edges = dict[tuple[int, int], tuple[int, ...]]  # (id of the jaxpr, value) -> where it is split, from 0 to its size
 
-# Ops whose row i is a function of the operands' rows i.
-PIECEWISE = ELEMENTWISE - {"optimization_barrier", "pin", "pad_mask"}
 JOINED_BY = {
     "reduce_sum": lax.add_p,
     "reduce_max": lax.max_p,
@@ -50,7 +48,15 @@ class _Groups:
 
 def row_edges(flat: FlatJaxpr, aliases: tuple[tuple[int, int], ...]) -> Edges:
     """What is split, starting from slices for layers and what is computed row by row with them."""
-    groups, seeds = _Groups(), rows_of_layers(flat)
+    groups = _Groups()
+    seeds: defaultdict[Any, set[int]] = defaultdict(set)
+    joins: defaultdict[Any, set[int]] = defaultdict(set)
+    for body in filter(is_forward, (op.bodies[0] for op in flat.ops if is_loop(op))):
+        layered = assign_layers(body)
+        for value, rows in rows_of_layers(body, layered).items():
+            seeds[id(body), value].update(rows)
+        for value, rows in joined_of_layers(body, layered).items():
+            joins[id(body), value].update(rows)
     jaxprs = [flat, *(op.bodies[0] for op in flat.ops if is_loop(op))]
     for jaxpr in jaxprs:
         for op in jaxpr.ops:
@@ -68,38 +74,59 @@ def row_edges(flat: FlatJaxpr, aliases: tuple[tuple[int, int], ...]) -> Edges:
     points: dict[Any, set[int]] = defaultdict(set)
     for key, rows in seeds.items():
         points[groups.find(key)].update(rows)
+    state = {groups.find((id(body), v)) for body, v in _carried(flat)}
+    for key, rows in joins.items():
+        if groups.find(key) in state:
+            points[groups.find(key)].update(rows)
     avals = {id(j): j.avals for j in jaxprs}
     keys = [k for k in groups.parent if groups.find(k) in points]
     found = {k: tuple(sorted(points[groups.find(k)] | {0, avals[k[0]][k[1]].shape[0]})) for k in {*keys, *seeds}}
     return {k: edges for k, edges in found.items() if len(edges) > 2}
 
 
-def rows_of_layers(flat: FlatJaxpr) -> defaultdict[Any, set[int]]:
-    """Of a function without a gradient, stacked parameters of which each layer takes rows of its own, as where a scan over layers
-    is written out: (id of the loop's body, value) -> where the rows of a layer start and end."""
-    found: defaultdict[Any, set[int]] = defaultdict(set)
-    for loop in filter(is_loop, flat.ops):
-        body = loop.bodies[0]
-        if any("transpose(" in op.scope for op in body.ops):  # a gradient; what is cut there has been sliced for it
+def rows_of_layers(body: FlatJaxpr, layered: Layered) -> dict[int, set[int]]:
+    """Stacked arguments of which each layer takes rows of its own, as where a scan over layers is written out: value -> where the
+    rows of a layer start."""
+    taken: dict[int, dict[int, tuple[int, int]]] = defaultdict(dict)  # value -> layer -> from the first to the last row
+    whole: set[int] = set()
+    for op, layer in zip(layered.flat.ops, layered.layer, strict=True):
+        rows = rows_of(op, layered.flat) if op.name == "slice" else None
+        if rows is None:
+            whole.update(v for v in op.inputs if not isinstance(v, Literal))
             continue
-        layered = assign_layers(body)
-        taken: dict[int, dict[int, tuple[int, int]]] = defaultdict(
-            dict
-        )  # value -> layer -> from the first to the last row
-        whole: set[int] = set()
-        for op, layer in zip(layered.flat.ops, layered.layer, strict=True):
-            rows = rows_of(op, layered.flat) if op.name == "slice" else None
-            if rows is None:
-                whole.update(v for v in op.inputs if not isinstance(v, Literal))
-                continue
-            value, (start, stop) = rows
-            low, high = taken[value].get(layer, (start, stop))
-            taken[value][layer] = min(low, start), max(high, stop)
-        for value in set(taken).intersection(body.inputs) - whole:
-            spans = [span for _, span in sorted(taken[value].items())]
-            if all(before[1] <= after[0] for before, after in pairwise(spans)):
-                found[id(body), value].update(start for start, _ in spans)
+        value, (start, stop) = rows
+        low, high = taken[value].get(layer, (start, stop))
+        taken[value][layer] = min(low, start), max(high, stop)
+    found = {}
+    for value in set(taken).intersection(body.inputs) - whole:
+        spans = [span for _, span in sorted(taken[value].items())]
+        if all(before[1] <= after[0] for before, after in pairwise(spans)):
+            found[value] = {start for start, _ in spans}
     return found
+
+
+def joined_of_layers(body: FlatJaxpr, layered: Layered) -> dict[int, set[int]]:
+    """What is put together of rows that several layers make: value -> where the rows of another layer start."""
+    made = {o: k for op, k in zip(layered.flat.ops, layered.layer, strict=True) for o in op.outputs}
+    found: dict[int, set[int]] = defaultdict(set)
+    for op in layered.flat.ops:
+        if joins_rows(op.name, op.params):
+            layers = [None if isinstance(v, Literal) else made.get(v) for v in op.inputs]
+            starts = starts_joined(op, layered.flat)
+            changes = [row for row, (a, b) in zip(starts[1:], pairwise(layers), strict=False) if a != b]
+            found[op.all_outputs[0]].update(changes)
+    return found
+
+
+def starts_joined(op: FlatOp, flat: FlatJaxpr) -> list[int]:
+    """As ``rows_joined`` of an op's operands."""
+    avals: list[Any] = [v.aval if isinstance(v, Literal) else flat.avals[v] for v in op.inputs]
+    return rows_joined(op.name, [aval.shape for aval in avals])
+
+
+def is_forward(body: FlatJaxpr) -> bool:
+    """Whether a loop's body has no gradient; what is cut there has been sliced for it."""
+    return not any("transpose(" in op.scope for op in body.ops)
 
 
 def is_loop(op: FlatOp) -> bool:
@@ -123,16 +150,18 @@ def rows_of(op: FlatOp, flat: FlatJaxpr) -> tuple[int, tuple[int, int]] | None:
 
 def _alike(op: FlatOp, flat: FlatJaxpr) -> list[tuple[FlatJaxpr, int]]:
     """Operands and results of an op that works row by row."""
-    if op.name in PIECEWISE:
-        shape = flat.avals[op.all_outputs[0]].shape
-        values = [v for v in (*op.inputs, *op.all_outputs) if not isinstance(v, Literal)]
-        shapes = [getattr(flat.avals[v], "shape", ()) for v in values]  # other dims of an operand may be 1
-        return [
-            (flat, v) for v, s in zip(values, shapes, strict=True) if s and len(s) == len(shape) and s[0] == shape[0]
-        ]
+    if operands := row_operands(op, flat):
+        return [(flat, v) for v in (*(op.inputs[i] for i in operands), *op.all_outputs)]
     if op.name in JOINED_BY and 0 not in op.params["axes"] and not isinstance(op.inputs[0], Literal):
         return [(flat, op.inputs[0]), (flat, op.all_outputs[0])]
     return []
+
+
+def _carried(flat: FlatJaxpr) -> Iterator[tuple[FlatJaxpr, int]]:
+    """What is carried from trip to trip, as the bodies of loops make it."""
+    for loop in filter(is_loop, flat.ops):
+        body, (_, num_carry) = loop.bodies[0], scan_layout(loop.params)
+        yield from ((body, v) for v in body.outputs[:num_carry] if not isinstance(v, Literal))
 
 
 def _across(loop: FlatOp) -> Iterator[list[tuple[bool, int]]]:

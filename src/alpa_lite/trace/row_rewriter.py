@@ -11,7 +11,8 @@ from jax import lax
 
 from alpa_lite._jax_compat import Literal, resized_aval, scan_layout
 from alpa_lite.trace.flatten import FlatJaxpr, FlatOp
-from alpa_lite.trace.row_edges import JOINED_BY, PIECEWISE, Edges, is_loop, rows_of
+from alpa_lite.trace.row_edges import JOINED_BY, Edges, is_loop, rows_of, starts_joined
+from alpa_lite.trace.row_ops import for_rows, joins_rows, row_operands
 
 _SUMS = frozenset({"add", "add_any"})
 
@@ -113,8 +114,10 @@ class Rewriter:
             self.slice_part(op, part, *rows[1])
         elif op.name == "pad" and rows and split_out and set(rows[1]) <= set(self.cut(op.all_outputs[0])):
             self.pad(op, *rows[1])
-        elif op.name in PIECEWISE and split_out:
-            self.piecewise(op)
+        elif joins_rows(op.name, op.params) and split_out:
+            self.join(op)
+        elif split_out and (operands := row_operands(op, self.flat)):
+            self.piecewise(op, operands)
         elif op.name in JOINED_BY and split_in:
             self.reduce(op)
         elif op.name == "broadcast_in_dim" and split_out and 0 not in op.params["broadcast_dimensions"]:
@@ -173,20 +176,44 @@ class Rewriter:
                 parts.append(self.rows(inner, aval, a - start, b - start) if start <= a < b <= stop else None)
         self.split[op.all_outputs[0]] = parts
 
-    def piecewise(self, op: FlatOp) -> None:
+    def join(self, op: FlatOp) -> None:
+        """Operands, or rows of them, put together for each part."""
+        result = op.all_outputs[0]
+        starts, aval = starts_joined(op, self.flat), self.flat.avals[result]
+        parts: list[int | None] = []
+        for a, b in pairwise(self.cut(result)):
+            pieces = []
+            for value, (start, stop) in zip(op.inputs, pairwise(starts), strict=True):
+                low, high = max(a, start), min(b, stop)
+                if low < high:
+                    whole = self.whole(value)
+                    part = (low, high) == (start, stop)
+                    pieces.append(whole if part else self.rows(whole, aval, low - start, high - start))
+            parts.append(self.joined(op, pieces, resized_aval(aval, b - a)))
+        self.split[result] = parts
+
+    def joined(self, op: FlatOp, pieces: list[Any], aval: Any) -> int:
+        if len(pieces) > 1 or isinstance(pieces[0], Literal):
+            return self.emit(op.primitive, op.params, pieces, aval)
+        if op.name == "concatenate":
+            return pieces[0]
+        params = {"shape": aval.shape, "broadcast_dimensions": tuple(range(1, len(aval.shape))), "sharding": None}
+        return self.emit(lax.broadcast_in_dim_p, params, pieces, aval)
+
+    def piecewise(self, op: FlatOp, operands: list[int]) -> None:
         results = op.all_outputs
         edges = self.cut(results[0])
         keeps_zeros = op.name == "convert_element_type" or (op.name in _SUMS and all(map(self.cut, op.inputs)))
         for value in results:
             self.split[value] = []
         for i, (a, b) in enumerate(pairwise(edges)):
-            inputs = [self.part(v, i, keeps_zeros) for v in op.inputs]
+            inputs = [self.part(v, i, keeps_zeros) if k in operands else self.whole(v) for k, v in enumerate(op.inputs)]
             if None in inputs:
                 others = [n for n in inputs if n is not None]  # of a sum
                 self.split[results[0]].append(others[0] if others else None)
                 continue
             made = [self.new(resized_aval(self.flat.avals[v], b - a)) for v in results]
-            self.append(op, op.params, inputs, made, [])
+            self.append(op, for_rows(op, b - a), inputs, made, op.bodies)
             for value, number in zip(results, made, strict=True):
                 self.split[value].append(number)
 

@@ -229,8 +229,14 @@ def forward(step: Any, layers: int = 3) -> LayeredStep:
     return unstack(found.layered, found.program.aliases)
 
 
-@pytest.mark.parametrize("put", PUTS)
-@pytest.mark.parametrize("joined", [False, True])
+@pytest.mark.parametrize(
+    ("put", "joined"),
+    [
+        pytest.param(put, joined, marks=() if put == "update slice" else pytest.mark.medium)
+        for put in PUTS
+        for joined in (False, True)
+    ],
+)
 def test_rows_of_a_cache_are_written_where_they_are_made(put: str, joined: bool) -> None:
     step = cached(PUTS[put], joined=joined)
     layered = forward(step)
@@ -255,6 +261,7 @@ MIXING = {
 }
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("put", MIXING)
 def test_rows_that_depend_on_others_give_the_same_numbers(put: str) -> None:
     step = cached(MIXING[put])

@@ -174,6 +174,18 @@ def test_parameters_of_the_host_are_copied() -> None:
         assert engine.generate([[1, 2, 3]]) == before
 
 
+def test_parameters_on_other_devices_are_copied() -> None:
+    """Also where one of the engine's devices has the array already: whose it is may donate it."""
+    model, params = model_and_params("gpt")
+    given = jax.device_put(jax.tree.map(jnp.copy, params), jax.devices()[0])
+    with al.serve.Engine(model, given, slots=2, max_length=32, buckets=(8,)) as engine:
+        assert any(leaf.is_fully_replicated for leaf in jax.tree.leaves(engine.params))
+        before = engine.generate([[1, 2, 3]])
+        for leaf in jax.tree.leaves(given):
+            leaf.delete()
+        assert engine.generate([[1, 2, 3]]) == before
+
+
 def test_an_answer_that_is_kept_does_not_keep_the_engine() -> None:
     model, params = model_and_params("gpt")
     engine = al.serve.Engine(model, params, slots=2, max_length=32, buckets=(8,), cluster=al.Cluster.parse("1x1:cpu"))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from alpa_lite.errors import RequestError
-from alpa_lite.serve.sampling import Rows, Sampling, sample
+from alpa_lite.serve.sampling import NO_TOKEN, Rows, Sampling, sample
 
 LOGITS = np.log(np.array([0.05, 0.4, 0.02, 0.3, 0.13, 0.1], np.float32))
 DRAWS = 4000
@@ -123,3 +123,11 @@ def test_a_key_is_read_when_it_is_given() -> None:
 def test_bad_settings_are_refused(settings: dict, match: str) -> None:
     with pytest.raises(RequestError, match=match):
         Sampling(**settings)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_where_the_largest_logit_is_no_number_there_is_no_token(temperature: float) -> None:
+    odd = [np.where(np.arange(LOGITS.size) == 4, value, LOGITS) for value in (np.nan, np.inf, -np.inf)]
+    rows = rows_of(*[Sampling(temperature)] * 5)
+    got = run(np.stack([*odd, np.full_like(LOGITS, -np.inf), LOGITS]), rows).tolist()
+    assert [token == NO_TOKEN for token in got] == [True, True, False, True, False]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from alpa_lite.errors import DeadlineExceeded, EngineClosed, QueueFull, ServeError
 from alpa_lite.serve.request import Request
-from alpa_lite.serve.sampling import Sampling
+from alpa_lite.serve.sampling import NO_TOKEN, Rows, Sampling
 from alpa_lite.serve.scheduler import Scheduler
 from tests.serve.fake_runner import FakeRunner, answer
 
@@ -231,6 +231,31 @@ def test_a_failing_step_ends_what_runs_and_nothing_else() -> None:
         first.result()
     assert isinstance(raised.value.__cause__, RuntimeError) and list(first.tokens) == answer([1], 2)
     assert list(second.result()) == answer([2], 5)
+
+
+@pytest.mark.parametrize("drawn", [0, 2])
+def test_logits_that_are_no_numbers_end_their_request_and_nothing_else(drawn: int) -> None:
+    class Odd(FakeRunner):
+        def prefill(self, bucket: int, slot: int, prompt: np.ndarray, rows: Rows) -> int:
+            token = super().prefill(bucket, slot, prompt, rows)
+            return NO_TOKEN if prompt[0] == 9 and not drawn else token
+
+        def decode(self, tokens: np.ndarray, rows: Rows) -> list[int]:
+            odd = [(held or [0])[0] == 9 and rows.drawn[slot] == drawn for slot, held in enumerate(self.tokens)]
+            return [NO_TOKEN if o else token for o, token in zip(odd, super().decode(tokens, rows), strict=True)]
+
+    scheduler = scheduler_of(Odd())
+    requests = [request_of(first, 2, count=4) for first in (1, 9, 3, 5)]
+    for request in requests:
+        scheduler.submit(request)
+    finish(scheduler)
+    for request, first in zip(requests, (1, 9, 3, 5), strict=True):
+        if first == 9:
+            with pytest.raises(ServeError, match=rf"no numbers.*after 2 tokens of prompt and {drawn} of answer"):
+                request.result()
+            assert request.finish_reason == "error"
+        else:
+            assert list(request.result()) == answer([first, 2], 4)
 
 
 def test_a_runner_that_cannot_begin_anew_closes_the_engine_and_leaves_nobody_waiting() -> None:

@@ -75,6 +75,24 @@ def test_what_is_not_there_is_told(trained: tuple[Path, Any], tmp_path: Path) ->
         al.serve.StoredParams(folder, other).load(shardings)
 
 
+def test_parameters_that_are_picked_keep_their_names(tmp_path: Path) -> None:
+    """A list that is cut counts from 0 again."""
+    params = {"layers": [{"w": np.full(3, number, np.float32)} for number in range(4)], "head": np.ones(2, np.float32)}
+    step = al.parallelize(lambda state: state)
+    step.plan({"params": params})
+    step.save(tmp_path, {"params": params}, step=0)
+    struct = jax.ShapeDtypeStruct((3,), np.float32)  # one object for all
+    shapes = {"layers": [{"w": struct} for _ in range(4)], "head": jax.ShapeDtypeStruct((2,), np.float32)}
+    half = al.serve.StoredParams(tmp_path, shapes).picked(lambda p: {"own": p["layers"][2:], "head": p["head"]})
+    quarter = half.picked(lambda p: p["own"][1:])
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    for stored, want in ((half, [1, 2, 3]), (quarter, [3])):
+        found = stored.load(jax.tree.map(lambda _: sharding, stored.shapes))
+        assert [float(leaf[0]) for leaf in jax.tree.leaves(found)] == want
+    with pytest.raises(ValueError, match="'w' is none of the parameters"):
+        half.picked(lambda p: {"w": jax.ShapeDtypeStruct((6,), np.float32)})
+
+
 SCRIPT = """
 import gc, json, resource, sys
 import jax

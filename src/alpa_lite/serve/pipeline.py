@@ -29,7 +29,7 @@ class StagedModel(Model, Protocol):
     """A model that can be cut."""
 
     def split(self, num_stages: int) -> Sequence[tuple[Model, Callable[[Any], Any]]]:
-        """Parts in order, each a model of its own with what picks its parameters out of all (at the same paths).
+        """Parts in order, each a model of its own with what picks its parameters out of all.
 
         The first part takes tokens, each later one what the part before returned; the last one returns logits. What lies
         between parts is one array, of which the first dim is the slot.
@@ -280,7 +280,7 @@ def _parts(model: Any, num_stages: int) -> Sequence[tuple[Model, Callable[[Any],
 def _picked(params: Any, pick: Callable[[Any], Any]) -> Any:
     if isinstance(params, StoredParams):
         try:
-            return replace(params, shapes=pick(params.shapes))
+            return params.picked(pick)
         except Exception as error:  # of the user's function, which may compute what shapes alone do not give
             raise ServeError(
                 "num_stages was given with parameters of a checkpoint, and what the model's split(num_stages) picks of them "

@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from alpa_lite.errors import RequestError, user_line
 
 _KEY_TYPE = "threefry2x32"
+NO_TOKEN = -1
 _HOTTEST = 1e6  # all tokens are as likely long before; logits divided by it stay numbers
 
 
@@ -142,7 +143,7 @@ def sample(logits: jax.Array, rows: Rows) -> jax.Array:
         rows: the settings, each with one entry per row.
 
     Returns:
-        int32 (rows,).
+        int32 (rows,); ``NO_TOKEN`` where the largest logit is no finite number.
     """
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
@@ -150,7 +151,8 @@ def sample(logits: jax.Array, rows: Rows) -> jax.Array:
         found = jax.vmap(_draw)(logits.astype(jnp.float32), *rows)
         return jnp.where(rows.temperature > 0, found, greedy)
 
-    return jax.lax.cond(jnp.any(rows.temperature > 0), drawn, lambda: greedy)
+    found = jax.lax.cond(jnp.any(rows.temperature > 0), drawn, lambda: greedy)
+    return jnp.where(jnp.isfinite(jnp.max(logits, axis=-1)), found, NO_TOKEN)  # the largest of any and nan is nan
 
 
 def _draw(

@@ -21,7 +21,7 @@ import numpy as np
 from alpa_lite.errors import EngineClosed, QueueFull, ServeError
 from alpa_lite.serve.buckets import smallest_bucket
 from alpa_lite.serve.request import Request
-from alpa_lite.serve.sampling import Rows
+from alpa_lite.serve.sampling import NO_TOKEN, Rows
 from alpa_lite.serve.slots import Slots
 from alpa_lite.serve.statistics import Counters, Statistics
 
@@ -252,6 +252,16 @@ class Scheduler:
             self._given(slot, request, int(tokens[slot]), now)
 
     def _given(self, slot: int, request: Request, token: int, now: float) -> None:
+        if token == NO_TOKEN:
+            request._finish(
+                "error",
+                ServeError(
+                    f"the model returned logits that are no numbers (nan, inf) after {request.prompt.size} tokens of prompt and "
+                    f"{self._rows.drawn[slot]} of answer. The largest logit of a request must be a finite number. Other requests "
+                    "go on. Check the parameters and the model; engine.programs.prefill_logits gives logits."
+                ),
+            )
+            return
         self._tokens[slot], self._last_token_s[slot] = token, now
         self._rows.drawn[slot] += 1
         request._append(token)

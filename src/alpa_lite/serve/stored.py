@@ -7,12 +7,13 @@ before the next one is read. Host memory beyond what devices hold stays below on
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from os import PathLike
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from alpa_lite.errors import CheckpointError
@@ -36,6 +37,7 @@ class StoredParams:
         path: of the parameters in the state that was saved, e.g. "params" for ``state.params``; "" if they were all of it.
         step: which checkpoint; None for the newest.
         verify: compare the files' digests first, which reads them once more.
+        names: paths of the leaves in the saved state; () = their own, below ``path``.
     """
 
     dir: str | PathLike[str]
@@ -43,6 +45,25 @@ class StoredParams:
     path: str = "params"
     step: int | None = None
     verify: bool = True
+    names: tuple[str, ...] = ()
+
+    def picked(self, pick: Callable[[Any], Any]) -> StoredParams:
+        """Those of them that a function picks out of all, wherever it puts them.
+
+        Raises:
+            ValueError: it returns something else than what it is given.
+        """
+        leaves, tree = jax.tree_util.tree_flatten(self.shapes)
+        copies = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]  # each an object of its own
+        names = dict(zip(map(id, copies), self._names(), strict=True))
+        shapes = pick(jax.tree_util.tree_unflatten(tree, copies))
+        if made := [path for path, leaf in leaf_paths(shapes, "") if id(leaf) not in names]:
+            raise ValueError(f"{made[0]!r} is none of the parameters, but something made of them")
+        found = tuple(names[id(leaf)] for leaf in jax.tree_util.tree_leaves(shapes))
+        return replace(self, shapes=shapes, names=found)
+
+    def _names(self) -> tuple[str, ...]:
+        return self.names or tuple(name or ROOT_LEAF for name, _ in leaf_paths(self.shapes, self.path))
 
     def load(self, shardings: Any) -> Any:
         """The parameters in a pytree of shardings; raises as ``read``."""
@@ -61,7 +82,7 @@ class StoredParams:
         folder = CheckpointFolder(as_path(self.dir, 'al.serve.StoredParams("checkpoints", shapes)', CheckpointError))
         manifest, place = folder.read(self.step), folder.path(self.step)
         shapes = jax.tree_util.tree_leaves(self.shapes)
-        names = [name or ROOT_LEAF for name, _ in leaf_paths(self.shapes, self.path)]
+        names = self._names()
         wanted = dict.fromkeys(names[number] for number, _, _ in places)
         items = {piece.item for name in wanted for piece in manifest.leaf(name, place).pieces}
         if self.verify:
@@ -101,9 +122,18 @@ def placed_parts(params: Any, places: Sequence[Place]) -> list[jax.Array]:
         return list(map(from_host, parts, shardings))
     # A copy: on CPUs an array would share memory with the caller's, who may change it (also with may_alias=False).
     return [
-        jax.device_put(x if isinstance(x, jax.Array) else np.array(x), own)
+        _moved(x, own) if isinstance(x, jax.Array) else jax.device_put(np.array(x), own)
         for x, own in zip(parts, shardings, strict=True)
     ]
+
+
+def _moved(x: jax.Array, sharding: jax.sharding.Sharding) -> jax.Array:
+    """The array itself where it lies so already, else one that shares no memory with it: the caller may donate his."""
+    if x.sharding.is_equivalent_to(sharding, x.ndim):
+        return jax.device_put(x, sharding)
+    made = jax.device_put(x, sharding)
+    here, there = ({s.data.unsafe_buffer_pointer() for s in y.addressable_shards} for y in (x, made))
+    return jax.device_put(jnp.copy(x), sharding) if here & there else made
 
 
 def digests(params: Any) -> dict[str, int]:

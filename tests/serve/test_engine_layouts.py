@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import alpa_lite as al
-from alpa_lite.errors import ServeError
+from alpa_lite.errors import ServeError, TraceError
 from alpa_lite.serve.layout import plan_graphs
 from examples.serving_models import GPT
 from tests.serve.engines import (
@@ -138,12 +138,16 @@ def test_what_a_model_must_not_return(method: str, change: Any, words: str) -> N
         ),
         ({"layout": {}}, r"layout=\{\} was given"),
         ({"params": "checkpoints"}, r"the parameter 'params' is 'checkpoints'.*al.serve.StoredParams"),
+        (
+            {"params": {}},
+            r"(?s)'prefill_4': GPT\.prefill cannot be traced by JAX: KeyError.*jax\.jit\(GPT\.prefill\) work[^;]*$",
+        ),
     ],
 )
 def test_what_is_no_model_no_layout_and_no_parameters(given: dict[str, Any], words: str) -> None:
     model, params = model_and_params("gpt")
     whole = {"model": model, "params": params} | given
-    with pytest.raises(ServeError, match=words):
+    with pytest.raises((ServeError, TraceError), match=words):
         al.serve.Engine(**whole, **SIZES)
 
 

@@ -190,6 +190,27 @@ def test_a_failing_function_keeps_its_own_message():
         trace(lambda x: x @ x + jnp.ones(3), (struct(8, 8),), {})
 
 
+def test_what_jax_says_differs_is_shown_and_advice_stands_where_it_helps():
+    def widens(carry, xs):
+        return jax.lax.scan(lambda c, x: ((c[0].astype(jnp.float32), c[1]), x), (carry, carry), xs)
+
+    with pytest.raises(TraceError) as caught:
+        trace(widens, (struct(3, dtype=jnp.bfloat16), struct(4, 3)), {})
+    text = str(caught.value)
+    assert "but they differ:\n    The input carry component c[0] has type bfloat16[3] but" in text
+    assert "static_argnums" not in text
+    for fn in (lambda x, n: x + jnp.zeros(n), lambda x, n: {3: x}[n], lambda x, n: x if n else -x):
+        with pytest.raises(TraceError, match=r"mark Python-valued arguments with static_argnums"):
+            trace(fn, (struct(3), struct(dtype=jnp.int32)), {})
+
+    def long():
+        raise ValueError("first\n\nSee https://docs.jax.dev/x\n" + "\n".join(f"{n} {'x' * 150}" for n in range(9)))
+
+    with pytest.raises(TraceError, match=r"ValueError: first\n    0 x") as caught:
+        trace(long, (), {})
+    assert "https" not in str(caught.value) and len(str(caught.value)) < 1200 and "..." in str(caught.value)
+
+
 def test_keys_with_slashes_that_name_one_leaf_are_refused():
     tree = {"a/b": jnp.ones(2), "a": {"b": jnp.ones(2)}}
     with pytest.raises(

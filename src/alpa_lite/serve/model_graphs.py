@@ -99,6 +99,8 @@ def graphs(
     def decode(params: Any, cache: Any, tokens: jax.Array) -> tuple[Any, Any]:
         return _checked(model, "decode", model.decode(params, cache, tokens), cache, slots)
 
+    for own in (prefill, decode):  # messages name it so
+        own.__qualname__ = f"{type(model).__name__}.{own.__name__}"
     shapes = _shapes(shapes_of(params))
     cache = jax.eval_shape(lambda: model.init_cache(slots, max_length))
     tokens = {prefill_name(bucket): _ints(1, bucket) for bucket in buckets} | {DECODE: _ints(slots)}

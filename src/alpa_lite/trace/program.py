@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 Rules = dict[tuple[Any, ...], OpShardingRule]  # by ``op_key``
 _KEY_ITEMSIZE = 8  # a threefry key holds two uint32
+_MAX_LINES, _MAX_SAID = 6, 600  # lines and characters of an error of JAX that are shown after its first line
+_NOT_ARRAYS = ("concrete value", "as an abstract array", "not a valid JAX", "Tracer'")  # as JAX or Python says it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,14 +184,40 @@ def _abstract(leaf: Any) -> Any:
 
 def _trace_message(fn: Callable[..., Any], error: Exception) -> str:
     name = getattr(fn, "__qualname__", repr(fn))
-    where = _user_line(error)
-    first = str(error).strip().splitlines()[0] if str(error).strip() else ""
+    first, more = _said(error)
+    static = ""
+    ours = str(getattr(fn, "__module__", "")).startswith("alpa_lite.")  # whose arguments the user does not choose
+    if not ours and _wants_static(error):
+        static = "; mark Python-valued arguments with static_argnums"
     return (
-        f"{name} cannot be traced by JAX: {type(error).__name__}: {first}\n"
-        f"  where: {where}\n"
+        f"{name} cannot be traced by JAX: {type(error).__name__}: {first}\n{more}"
+        f"  where: {_user_line(error)}\n"
         "  allowed: a function of arrays that jax.jit can trace (no Python branch on traced values).\n"
-        "  next: make jax.jit(fn) work on these arguments first; mark Python-valued arguments with static_argnums."
+        f"  next: make jax.jit({'fn' if '<' in name else name}) work on these arguments first{static}."
     )
+
+
+def _said(error: Exception) -> tuple[str, str]:
+    """The first line of an error, and those after it that say what differs, as lines of their own."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    first, *rest = [line for line in lines if line and not line.startswith("See https://")] or [""]
+    shown, left = "", _MAX_SAID
+    for line in rest[:_MAX_LINES]:
+        if left <= 0:
+            break
+        shown += f"    {line if len(line) <= left else line[:left] + '...'}\n"
+        left -= len(line)
+    return first, shown
+
+
+def _wants_static(error: Exception) -> bool:
+    """Whether an argument was used as a value of Python, or is none of JAX."""
+    kinds = (
+        jax.errors.ConcretizationTypeError,
+        jax.errors.TracerArrayConversionError,
+        jax.errors.TracerIntegerConversionError,
+    )
+    return isinstance(error, kinds) or any(part in str(error) for part in _NOT_ARRAYS)
 
 
 def _user_line(error: BaseException) -> str:

@@ -206,5 +206,23 @@ def test_requests_that_cannot_be_served_are_refused(engine: al.serve.Engine) -> 
             engine.submit(prompt, **settings)
     with pytest.raises(RequestError, match="stop=10 was given"):
         engine.generate([[1]], stop=10)  # pyrefly: ignore[bad-argument-type]
+    for prompts in (
+        "text",
+        b"text",
+        [1, 2],
+        np.ones(3, np.int32),
+        jax.numpy.ones(3, int),
+        {"a": [1]},
+        (x for x in [[1]]),
+    ):
+        with pytest.raises(
+            RequestError, match=r"(?s)prompts=.* was given; it must be a list of prompts.*test_engine.*tokenizer"
+        ):
+            engine.generate(prompts)  # pyrefly: ignore[bad-argument-type]
+    for sampling in ({"temperature": 1}, 0.5, "greedy"):
+        with pytest.raises(RequestError, match=r"sampling=.* was given; .*test_engine.*sampling=al\.serve\.Sampling\("):
+            engine.generate([[1]], sampling=sampling)  # pyrefly: ignore[bad-argument-type]
+    with pytest.raises(RequestError, match=r"a prompt of text, 'class ', was given; .*test_engine.*text\.encode\(\)"):
+        engine.generate(["class "])  # pyrefly: ignore[bad-argument-type]
     with pytest.raises(RequestError, match="2 samplings were given for 1 prompts"):
         engine.generate([[1]], sampling=[al.serve.Sampling()] * 2)

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 import alpa_lite as al
 from alpa_lite.errors import ServeError, TraceError
 from alpa_lite.serve.layout import plan_graphs
+from alpa_lite.serve.model_graphs import check_instance
 from examples.serving_models import GPT
 from tests.serve.engines import (
     NAMES,
@@ -95,7 +96,22 @@ def shorter(cache: Any) -> Any:
 @pytest.mark.parametrize(
     ("method", "change", "words"),
     [
-        ("decode", lambda x, cache: cache, r"Returns\.decode: dict was returned\. It must return an array"),
+        (
+            "decode",
+            lambda x, cache: cache,
+            r"Returns\.decode: dict was returned\. It must return a pair \(logits, cache\)",
+        ),
+        ("prefill", lambda x, cache: x, r"Returns\.prefill: float32\[1, 256\] was returned\. It must return a pair"),
+        (
+            "prefill",
+            lambda x, cache: (x, cache, x),
+            r"Returns\.prefill: tuple of 3 was returned\. It must return a pair",
+        ),
+        (
+            "prefill",
+            lambda x, cache: (cache, x),
+            r"Returns\.prefill: a pair \(dict, float32\[1, 256\]\) was returned\.",
+        ),
         (
             "decode",
             lambda x, cache: (x[:3], cache),
@@ -136,6 +152,11 @@ def test_what_a_model_must_not_return(method: str, change: Any, words: str) -> N
             {"layout": "layout.json"},
             r"layout='layout.json' was given; it must be an al.SharedLayout.*SharedLayout.load",
         ),
+        ({"model": GPT}, r"the model is the class GPT\. .*test_engine.*Give an instance, e\.g\. GPT\(\.\.\.\)"),
+        (
+            {"params": {"tokens": jax.ShapeDtypeStruct((2, 3), jnp.float32)}},
+            r"the parameter 'params/tokens' is the shape float32\[2, 3\] without values.*test_engine.*StoredParams",
+        ),
         ({"layout": {}}, r"layout=\{\} was given"),
         ({"params": "checkpoints"}, r"the parameter 'params' is 'checkpoints'.*al.serve.StoredParams"),
         (
@@ -149,6 +170,22 @@ def test_what_is_no_model_no_layout_and_no_parameters(given: dict[str, Any], wor
     whole = {"model": model, "params": params} | given
     with pytest.raises((ServeError, TraceError), match=words):
         al.serve.Engine(**whole, **SIZES)
+
+
+def test_one_plan_is_no_layout() -> None:
+    model, params = model_and_params("gpt")
+    with pytest.raises(ServeError, match=r"^a Plan, which is of one graph, was given; .*test_engine.*al\.plan_shared"):
+        al.serve.Engine(model, params, pinned("gpt").plans["decode"], **SIZES)  # pyrefly: ignore[bad-argument-type]
+
+
+class Functions:
+    """A class without instances may be a model."""
+
+    init_cache, prefill, decode = staticmethod(print), staticmethod(print), staticmethod(print)
+
+
+def test_a_class_of_static_methods_is_a_model() -> None:
+    check_instance(Functions)
 
 
 def test_a_length_that_the_model_does_not_have() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -20,18 +20,23 @@ from alpa_lite.executor.ray.settings import RayExecutor
 from alpa_lite.plan.files import as_path
 from alpa_lite.plan.plan import Plan
 from alpa_lite.serve.layout import buckets_of
-from alpa_lite.serve.model_graphs import Model, check_counts, check_sizes
+from alpa_lite.serve.model_graphs import Model, check_counts, check_instance, check_sizes
 from alpa_lite.serve.pipeline import Pipeline, cut_as_planned, cut_by_model, groups_of, parts_of, planned_part
 from alpa_lite.serve.programs import Programs
 from alpa_lite.serve.request import Request
 from alpa_lite.serve.sampling import Sampling
 from alpa_lite.serve.scheduler import Scheduler
 from alpa_lite.serve.statistics import Statistics
+from alpa_lite.serve.stored import StoredParams
+from alpa_lite.trace.paths import leaf_paths
 
 if TYPE_CHECKING:
     from alpa_lite.serve.hosts import Hosts
 
 _GREEDY = Sampling()
+_SHOWN = 80  # characters of a value in a message
+_TEXT = (str, bytes, bytearray)
+_ENCODE = "Encode text with the model's own tokenizer, where tokens are bytes with text.encode()."
 
 
 class Layout(Protocol):
@@ -97,6 +102,7 @@ class Engine:
         prefills_per_step: int = 4,
         compile_cache: str | PathLike[str] | None = None,
     ) -> None:
+        check_instance(model)
         _check_layout(layout)
         sizes = check_sizes(slots, max_length, buckets_of(layout, max_length) if buckets is None else buckets)
         limit = 4 * slots if queue_limit is None else queue_limit
@@ -180,6 +186,7 @@ class Engine:
         Raises:
             RequestError, EngineClosed: as ``submit``.
         """
+        _check_several(prompts, sampling)
         each = [sampling] * len(prompts) if isinstance(sampling, Sampling) else list(sampling)
         if len(each) != len(prompts):
             raise RequestError(
@@ -213,6 +220,11 @@ class Engine:
         return request
 
     def _checked(self, prompt: Any, max_tokens: Any, sampling: Any, timeout_s: Any) -> np.ndarray:
+        if isinstance(prompt, str):
+            raise RequestError(
+                f"a prompt of text, {prompt!r:.{_SHOWN}}, was given; it must be a sequence of tokens (bytes are tokens, "
+                f"too). At {user_line()}. {_ENCODE}"
+            )
         try:
             tokens = np.frombuffer(prompt, np.uint8) if isinstance(prompt, (bytes, bytearray)) else np.asarray(prompt)
         except ValueError:  # rows of different lengths
@@ -306,6 +318,24 @@ class Engine:
         self.close()
 
 
+def _check_several(prompts: Any, sampling: Any) -> None:
+    """Refuses what is no list of prompts, and what is neither one sampling nor a list of them."""
+    listed = isinstance(prompts, Collection) and not isinstance(prompts, (*_TEXT, Mapping))
+    first = next(iter(prompts), None) if listed else None
+    if not listed or isinstance(first, (int, float)) or getattr(first, "ndim", None) == 0:
+        raise RequestError(
+            f"prompts={prompts!r:.{_SHOWN}} was given; it must be a list of prompts, each a sequence of tokens (bytes "
+            f"are tokens, too). At {user_line()}. Give a list also of one prompt. {_ENCODE}"
+        )
+    if not isinstance(sampling, Sampling) and (
+        not isinstance(sampling, Iterable) or isinstance(sampling, (str, Mapping))
+    ):
+        raise RequestError(
+            f"sampling={sampling!r:.{_SHOWN}} was given; it must be an al.serve.Sampling, or a list of one per prompt. "
+            f"At {user_line()}. Write for example sampling=al.serve.Sampling(temperature=0.8)."
+        )
+
+
 def _run(scheduler: Scheduler) -> None:
     # Prompts, tokens and settings of draws cross on purpose, also where the user has JAX watch for transfers.
     with jax.transfer_guard_host_to_device("allow"):
@@ -323,9 +353,24 @@ def _end(scheduler: Scheduler, thread: threading.Thread, runner: Programs | Pipe
 def _check_layout(layout: Any) -> None:
     for one in layout if isinstance(layout, (tuple, list)) else () if layout is None else (layout,):
         if not isinstance(getattr(one, "plans", None), Mapping):
+            shown = repr(one)
+            given = f"layout={shown}" if len(shown) <= _SHOWN else f"a layout of type {type(one).__name__}"
+            given = "a Plan, which is of one graph," if isinstance(one, Plan) else given
             raise ServeError(
-                f"layout={layout!r:.80} was given; it must be an al.SharedLayout, or a list of one per stage. At {user_line()}. "
-                "Make one with al.plan_shared, or read it from its file: al.SharedLayout.load(path)."
+                f"{given} was given; it must be an al.SharedLayout, which has plans of all graphs, or a list of one "
+                f"per stage. At {user_line()}. Make one with al.plan_shared, or read it from its file: "
+                "al.SharedLayout.load(path)."
+            )
+
+
+def _check_values(params: Any) -> None:
+    """Refuses shapes in place of arrays; those of a checkpoint, or made by a function elsewhere, are read later."""
+    for path, leaf in () if isinstance(params, StoredParams) else leaf_paths(params, "params"):
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            raise ServeError(
+                f"the parameter {path!r} is the shape {leaf.dtype}{list(leaf.shape)} without values. An engine needs arrays, "
+                "a function that makes them, or those of a checkpoint; al.serve.graphs takes shapes alone. At "
+                f"{user_line()}. Give the arrays; for a checkpoint write al.serve.StoredParams(dir, shapes)."
             )
 
 
@@ -340,6 +385,7 @@ def _runner(
 ) -> Programs | Pipeline | Hosts:
     if settings is None and callable(params):
         params = params()
+    _check_values(params)
     planned = 1
     if layout is not None and not isinstance(layout, Sequence):
         planned = max(len(plan.stages) for plan in layout.plans.values())

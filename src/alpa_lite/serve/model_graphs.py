@@ -7,6 +7,7 @@ the engine goes from one to another, and the memory of both is part of every pla
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -80,6 +81,7 @@ def graphs(
         >>> layout = al.plan_shared(graphs, shared=("0", "1"), cluster=cluster, donate_argnums=1)
     """
     buckets = check_sizes(slots, max_length, buckets)
+    check_instance(model)
     if lacks := [name for name in ("init_cache", "prefill", "decode") if not callable(getattr(model, name, None))]:
         raise ServeError(
             f"the model {model!r:.80} has no {', '.join(lacks)}. A model is an object with init_cache, prefill and decode. At "
@@ -119,7 +121,9 @@ def _checked(model: Model, method: str, found: Any, cache: Any, slots: int) -> t
     """
     fault = ""
     if not isinstance(found, (tuple, list)) or len(found) != 2:
-        fault = f"{type(found).__name__} was returned"
+        fault = f"{_kind(found)} was returned"
+    elif not hasattr(found[0], "shape"):
+        fault = f"a pair ({_kind(found[0])}, {_kind(found[1])}) was returned"
     elif jnp.ndim(found[0]) == 0 or jnp.shape(found[0])[0] != slots:
         fault = f"an array of shape {list(jnp.shape(found[0]))} was returned for {slots} slots"
     elif jax.tree.structure(found[1]) != jax.tree.structure(cache):
@@ -133,10 +137,34 @@ def _checked(model: Model, method: str, found: Any, cache: Any, slots: int) -> t
                 break
     if fault:
         raise ServeError(
-            f"{type(model).__name__}.{method}: {fault}. It must return an array with a row for each slot, and the cache with the "
-            f"leaves that it was given. At {user_line()}. Correct the model; see al.serve.Model."
+            f"{type(model).__name__}.{method}: {fault}. It must return a pair (logits, cache): an array with a row "
+            f"for each slot, and the cache with the leaves that it was given. At {user_line()}. Correct the model; see "
+            "al.serve.Model."
         )
     return found[0], found[1]
+
+
+def _kind(x: Any) -> str:
+    """What was returned: the type of an array, else how many there are."""
+    if hasattr(x, "shape") and hasattr(x, "dtype"):
+        return f"{x.dtype}{list(x.shape)}"
+    return f"{type(x).__name__} of {len(x)}" if isinstance(x, (tuple, list)) else type(x).__name__
+
+
+def check_instance(model: Any) -> None:
+    """Refuses a class whose methods want an instance.
+
+    Raises:
+        ServeError: it is one.
+    """
+    if isinstance(model, type) and any(
+        inspect.isfunction(inspect.getattr_static(model, name, None)) for name in ("init_cache", "prefill", "decode")
+    ):
+        name = model.__name__
+        raise ServeError(
+            f"the model is the class {name}. A model is an object with init_cache, prefill and decode. At {user_line()}. Give "
+            f"an instance, e.g. {name}(...)."
+        )
 
 
 def _paths(cache: Any) -> str:

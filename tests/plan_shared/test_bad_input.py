@@ -23,6 +23,7 @@ def with_params(*sizes: tuple[int, ...], dtype: Any = jnp.bfloat16) -> Any:
     return lambda params, x: x @ params[0], (shapes(*sizes, dtype=dtype), *shapes((8, 4096)))
 
 
+NAMED = lambda params, x: x, ({"layers": [{"kernel": w} for w in shapes(*[(4, 4)] * 8)]}, *shapes((4, 4)))
 SMALL = with_params((4096, 64))
 
 
@@ -45,7 +46,21 @@ SMALL = with_params((4096, 64))
         ),
         ({"weights": {"product": True}}, al.AlpaLiteError, r"weight of 'product' is True"),
         ({"weights": [1, 2]}, al.AlpaLiteError, r"weights=\[1, 2\] was given"),
-        ({"shared": "3"}, al.AlpaLiteError, r"shared='3' matches no argument leaf of 'product'"),
+        (
+            {"shared": "3"},
+            al.AlpaLiteError,
+            r"shared='3' matches no argument leaf of 'product'.* any number\. There are '0/0', '0/1', '1'\.",
+        ),
+        (
+            {"graphs": {"a": NAMED}, "shared": "0/layer/**"},
+            al.AlpaLiteError,
+            r"matches no argument leaf of 'a'.* any number\. Close: '0/layers', .*\. At ",
+        ),
+        (
+            {"graphs": {"a": NAMED}, "shared": "params"},
+            al.AlpaLiteError,
+            r"There are '0/layers/0/kernel', '0/layers/1/kernel', '0/layers/2/kernel' and 6 more\.",
+        ),
         ({"shared": 0}, al.AlpaLiteError, r"shared=0 was given"),
         (
             {"shared": {"product": "0"}},

@@ -18,6 +18,7 @@ from alpa_lite.cluster.cluster import Cluster
 from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.core.spec import ShardingSpec
 from alpa_lite.errors import AlpaLiteError, MemoryBudgetError, PinError
+from alpa_lite.plan.identity import close_matches, some
 from alpa_lite.plan.pins import Dims, PinnedDims
 from alpa_lite.plan.plan import Plan
 from alpa_lite.planner.one_mesh import MeshTask, task_costs
@@ -367,14 +368,20 @@ def _selected(graph: SharedGraph, globs: Any, source: str) -> dict[str, int]:
         if not positions:
             raise AlpaLiteError(
                 f"shared={text!r} matches no argument leaf of {graph.name!r}. A path starts with an argument's position "
-                f"or keyword; * is one segment, ** any number. There are {', '.join(map(repr, graph.paths[:4]))}. At "
-                f"{source}. Correct it."
+                f"or keyword; * is one segment, ** any number.{_there(text, graph.paths)} At {source}. Correct it."
             )
         fixed = len(_beginning(text))
         for position in positions:
             if position not in found.values():
                 found[f"{number}:{'/'.join(graph.paths[position].split('/')[fixed:])}"] = position
     return found
+
+
+def _there(glob: str, paths: Sequence[str]) -> str:
+    """What leaves there are: those that look like a path or glob, or else the first ones; trees of them are named, too."""
+    trees = ["/".join(path.split("/")[:depth]) for path in paths for depth in range(2, path.count("/") + 2)]
+    close = close_matches(glob.rstrip("/*"), list(dict.fromkeys(trees)))
+    return close or f" There are {some(paths)}."
 
 
 def _beginning(glob: str) -> list[str]:

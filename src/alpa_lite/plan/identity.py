@@ -102,9 +102,9 @@ def _leaf_differences(
         return
     missing, new = sorted(set(planned) - set(given)), sorted(set(given) - set(planned))
     if missing:
-        yield f"{word}s gone: {_some(missing)}"
+        yield f"{word}s gone: {some(missing)}"
     if new:
-        yield f"{word}s new: {_some(new)}"
+        yield f"{word}s new: {some(new)}"
     if not missing and not new:
         yield f"{word}s stand in another order"
 
@@ -122,7 +122,8 @@ def _op_differences(plan: Plan, program: Program) -> Iterator[str]:
             return
 
 
-def _some(names: list[str]) -> str:
+def some(names: Sequence[str]) -> str:
+    """The first names, and how many more there are."""
     rest = len(names) - SHOWN_DIFFERENCES
     return ", ".join(map(repr, names[:SHOWN_DIFFERENCES])) + (f" and {rest} more" if rest > 0 else "")
 

@@ -60,11 +60,23 @@ def test_layouts_that_are_not_of_this_model_are_refused() -> None:
     make = partial(al.serve.Engine, model, params)
     with pytest.raises(ServeError, match=r"no plan for 'prefill_12'; it has.*same buckets"):
         make(Given(plans), **SIZES | {"buckets": (4, 12)})
-    with pytest.raises(ServeError, match=r"plan of 'prefill_4' the leaf '1/block0/key' is .*4, 32.* there and .*4, 30"):
+    words = r"of 'decode' the leaf '1/block0/key' is float32\[4, 32.* there and float32\[4, 30.*, as a cache of "
+    with pytest.raises(ServeError, match=words + "max_length=32 there and 30 here.*test_engine"):
         make(Given(plans), **SIZES | {"max_length": 30})
+    with pytest.raises(ServeError, match=r"it was planned for slots=4, and 2 are here\..*test_engine"):
+        make(Given(plans), **SIZES | {"slots": 2})
     other = al.serve.Engine, *model_and_params("llama")
-    with pytest.raises(ServeError, match=r"another model or other sizes.*leaf '0/"):
+    with pytest.raises(
+        ServeError,
+        match=r"other sizes: its plan of 'decode' has '0/.* more, missing here and lacks '0/.*, given here\.",
+    ):
         partial(*other)(Given(plans), **SIZES)
+    missing = {name: leaf for name, leaf in params.items() if name != "head"}
+    with pytest.raises(ServeError, match=r"its plan of 'decode' has '0/head/kernel', missing here\. "):
+        al.serve.Engine(model, missing, Given(plans), **SIZES)
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    with pytest.raises(ServeError, match=r"the leaf '0/.*' is float32\[.* there and bfloat16\[.* here\. Parameters"):
+        al.serve.Engine(model, half, Given(plans), **SIZES)
     fn, args = al.serve.graphs(model, params, **SIZES)["decode"]
     free = plans["prefill_4"].specs_by_path["0/block0/up/kernel"]
     pinned = jax.sharding.PartitionSpec(None, plans["decode"].mesh.axis_names[0])

@@ -11,17 +11,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
+import jax.numpy as jnp
+
 from alpa_lite.api.request import Request
 from alpa_lite.api.shared import plan_shared
 from alpa_lite.cluster.cluster import Cluster
 from alpa_lite.core.rule_text import NamedRule
 from alpa_lite.errors import AlpaLiteError, ServeError, user_line
 from alpa_lite.executor.calibrate import local_cluster
+from alpa_lite.executor.state_rows import whole_types
 from alpa_lite.lowering.lower import partition_spec
+from alpa_lite.plan.identity import some
 from alpa_lite.plan.plan import Plan
 from alpa_lite.planner.options import PlanOptions
 from alpa_lite.serve.model_graphs import DECODE, Graph, prefill_name
 from alpa_lite.serve.programs import arguments, check_types, traced_graphs
+from alpa_lite.trace.paths import argument_paths
 
 # So many steps of all slots for each prompt; who knows better plans with weights of their own.
 _TOKENS_PER_PROMPT = 64.0
@@ -89,6 +94,7 @@ def plan_graphs(graphs: Mapping[str, Graph], cluster: Cluster | None = None) -> 
 def _with_one_cache(graphs: Mapping[str, Graph], plans: Mapping[str, Plan]) -> Mapping[str, Plan]:
     """The plans, made again where they have the cache elsewhere than ``decode``. With stages it may be on another one, which
     only planning together can help: what is not made again is refused where it is checked."""
+    _check_sizes(graphs, plans)
     check_types(graphs, plans)
     decode = plans[DECODE]
     params, cache = (_layout(decode, number) for number in "01")
@@ -103,6 +109,49 @@ def _with_one_cache(graphs: Mapping[str, Graph], plans: Mapping[str, Plan]) -> M
         traced_graphs(graphs, plans)  # new plans would hide that the layout is another model's
     made = {name: _planned_again(name, graphs[name], plans[name], params | cache) for name in again}
     return {**plans, **made}
+
+
+def _check_sizes(graphs: Mapping[str, Graph], plans: Mapping[str, Plan]) -> None:
+    """That plans are of these leaves and sizes, as ``check_types``, which knows no paths: what differs is named.
+
+    Raises:
+        ServeError: they are not.
+    """
+    for name in (DECODE, *graphs):  # of decode the tokens say how many slots there are
+        if name not in plans:
+            continue
+        planned = whole_types(plans[name].inputs)
+        here = {path: (tuple(x.shape), str(jnp.dtype(x.dtype))) for path, x in argument_paths(graphs[name][1], {})}
+        if fault := _difference(name, planned, here):
+            raise ServeError(
+                f"the layout is of another model or other sizes: {fault}. Parameters, slots, max_length and buckets must be "
+                f"those that were planned. At {user_line()}. Give those, or plan the graphs of this model with these sizes."
+            )
+
+
+def _difference(name: str, planned: Mapping[str, Any], here: Mapping[str, Any]) -> str:
+    """Between the leaves of a plan and those of a graph; "" if there is none."""
+    gone, new = (sorted(set(one) - set(other)) for one, other in ((planned, here), (here, planned)))
+    if gone or new:
+        parts = [f"has {some(gone)}, missing here"] * bool(gone) + [f"lacks {some(new)}, given here"] * bool(new)
+        return f"its plan of {name!r} {' and '.join(parts)}"
+    changed = [path for path in planned if planned[path] != here[path]]
+    if not changed:
+        return ""
+    tokens = next(reversed(planned))
+    slots = [types[tokens][0][:1] for types in (planned, here)]
+    if name == DECODE and all(slots) and slots[0] != slots[1]:
+        return f"it was planned for slots={slots[0][0]}, and {slots[1][0]} are here"
+    path = changed[0]
+    (was, was_type), (now, now_type) = planned[path], here[path]
+    # Where nothing changed but the cache, and of it one number alone, that is another length.
+    sizes = {pair for p in changed for pair in zip(planned[p][0], here[p][0], strict=False) if pair[0] != pair[1]}
+    why = ""
+    if len(sizes) == 1 and all(p.startswith("1/") and len(planned[p][0]) == len(here[p][0]) for p in changed):
+        ((length, other),) = sizes
+        why = f", as a cache of max_length={length} there and {other} here has it"
+    types = [f"{kind}{list(shape)}" for shape, kind in ((was, was_type), (now, now_type))]
+    return f"in its plan of {name!r} the leaf {path!r} is {types[0]} there and {types[1]} here{why}"
 
 
 def _planned_again(name: str, graph: Graph, plan: Plan, layout: Mapping[str, Any]) -> Plan:

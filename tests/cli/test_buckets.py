@@ -26,7 +26,24 @@ def test_it_prints_the_advice_and_the_option_for_the_server(tmp_path: Path) -> N
     assert run(file, "-k", 3, "--program-tokens", 1e6).endswith("--buckets 1000\n")
     assert run(file, "-k", 3, "--program-tokens-per-token", 10).endswith("--buckets 15,1000\n")
     assert run(file, "-k", 3, "--program-bytes", 8e9, "--memory-bytes", 80e9).endswith("--buckets 100,1000\n")
-    assert "both must be given" in run(file, "--program-bytes", 8e9, code=2)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["-k", 0], "--buckets (-k) 0 was given. It must be a whole number from 1."),
+        (["--multiple", 0], "--multiple 0 was given"),
+        (["--program-tokens", -1], "--program-tokens -1.0 was given. It must be a number from 0."),
+        (["--program-tokens-per-token", "nan"], "--program-tokens-per-token nan was given"),
+        (["--program-bytes", -1, "--memory-bytes", 8e9], "--program-bytes -1.0 was given"),
+        (["--memory-bytes", 0], "--memory-bytes 0.0 was given. It must be a number above 0."),
+        (["--program-bytes", 1e6], "--program-bytes 1e+06 was given without --memory-bytes."),
+    ],
+)
+def test_options_that_cannot_be_are_named_as_they_are_written(tmp_path: Path, given: list[object], words: str) -> None:
+    (tmp_path / "lengths.txt").write_text("12 15")
+    text = run(tmp_path / "lengths.txt", *given, code=2)
+    assert words in text and "propose_buckets" not in text
 
 
 @pytest.mark.parametrize(
@@ -34,8 +51,8 @@ def test_it_prints_the_advice_and_the_option_for_the_server(tmp_path: Path) -> N
     [
         ("12\nmany\n", "'many' was found among the lengths"),
         ("12\n-3\n", "'-3' was found among the lengths"),
-        ("", "no lengths were given"),
-        ("0\n", "the length 0 was given"),
+        ("\n", "there are no lengths in "),
+        ("12\n0\n", "'0' was found among the lengths"),
     ],
 )
 def test_files_without_lengths_are_refused(tmp_path: Path, text: str, match: str) -> None:

@@ -193,7 +193,9 @@ def test_a_body_that_does_not_come(sent: bytes) -> None:
 
 
 def test_paths_and_methods(server: Server) -> None:
-    assert server.ask("GET", "/nothing")[0] == 404
+    for path in ("/nothing", "/"):
+        status, found, _ = server.ask("GET", path)
+        assert status == 404 and f"there is nothing at '{path}'. There are POST /generate" in found["error"]
     status, _, got = server.ask("GET", "/generate")
     assert (status, got.getheader("allow")) == (405, "POST")
     assert server.ask("GET", "/health")[:2] == (200, {"status": "ok"})

@@ -65,7 +65,18 @@ def test_an_engine_that_cannot_be_made_says_why_without_rays_traces(ray_session:
         (["tests.serve.served_target:target", "--buckets", "1,x"], "--buckets '1,x'"),
         (
             ["tests.serve.served_target:target", "--buckets", "64", "--max-length", "48"],
-            "buckets=(64,) was given; they must be whole numbers from 1 to max_length=48",
+            "--buckets 64 was given. They must be whole numbers from 1 to --max-length 48. Correct one of them, "
+            "e.g. --buckets 48",
+        ),
+        (
+            ["tests.serve.served_target:target", "--slots", "0"],
+            "--slots 0 was given. It must be a whole number from 1. ",
+        ),
+        (["tests.serve.served_target:target", "--max-length", "0"], "--max-length 0 was given"),
+        (["tests.serve.served_target:target", "--num-stages", "0"], "--num-stages 0 was given"),
+        (
+            ["tests.serve.served_target:target", "--queue-limit", "-1"],
+            "--queue-limit -1 was given. It must be a whole number from 0",
         ),
         (["tests.serve.served_target:target", "--token-file", "/nowhere"], "cannot be read from '/nowhere'"),
     ],
@@ -84,7 +95,7 @@ def test_bad_settings_are_told_at_once(given: list[str], words: str) -> None:
         ({"body_timeout_s": 0}, r"body_timeout_s=0 .*--body-timeout"),
         ({"timeout_s": float("nan")}, r"timeout_s=nan was given; it must be seconds"),
         ({"drain_s": -1}, r"drain_s=-1 .*--drain"),
-        ({"num_gpus": True}, r"num_gpus=True"),
+        ({"num_gpus": True}, r"num_gpus=True .*\(at the command line --gpus\)"),
         ({"slots": 0}, r"slots=0 was given; it must be a whole number from 1"),
         ({"max_length": 1.5}, r"max_length=1.5 "),
         ({"num_stages": -1}, r"num_stages=-1 "),

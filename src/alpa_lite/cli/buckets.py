@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -34,8 +36,10 @@ def buckets(
     from alpa_lite.serve.buckets import propose_buckets
 
     try:
+        lengths = _lengths(file)
+        _check(k, multiple, program_tokens, program_tokens_per_token, program_bytes, memory_bytes)
         advice = propose_buckets(
-            _lengths(file),
+            lengths,
             k,
             multiple=multiple,
             program_tokens=program_tokens,
@@ -61,10 +65,46 @@ def _lengths(file: Path) -> list[int]:
     found = []
     for number, line in enumerate(text.splitlines(), 1):
         for word in line.replace(",", " ").split():
-            if not word.isdecimal():
+            if not word.isdecimal() or int(word) == 0:
                 raise AlpaLiteError(
                     f"{word!r} was found among the lengths. Lengths are whole numbers from 1, separated by spaces, commas or new "
                     f"lines. In {str(file)!r}, line {number}. Correct it."
                 )
             found.append(int(word))
+    if not found:
+        raise AlpaLiteError(
+            f"there are no lengths in {str(file)!r}. At least one is needed. Write lengths of requests in tokens into it, "
+            "separated by spaces, commas or new lines."
+        )
     return found
+
+
+def _check(
+    k: int,
+    multiple: int,
+    program_tokens: float,
+    program_tokens_per_token: float,
+    program_bytes: float,
+    memory_bytes: float | None,
+) -> None:
+    """As ``propose_buckets`` does, by the names of options.
+
+    Raises:
+        AlpaLiteError: a value is not allowed.
+    """
+    above = sys.float_info.min
+    for option, value, low, kind in (
+        ("--buckets (-k)", k, 1, "a whole number from 1"),
+        ("--multiple", multiple, 1, "a whole number from 1"),
+        ("--program-tokens", program_tokens, 0, "a number from 0"),
+        ("--program-tokens-per-token", program_tokens_per_token, 0, "a number from 0"),
+        ("--program-bytes", program_bytes, 0, "a number from 0"),
+        ("--memory-bytes", 1 if memory_bytes is None else memory_bytes, above, "a number above 0"),
+    ):
+        if not low <= value < math.inf:
+            raise AlpaLiteError(f"{option} {value} was given. It must be {kind}. Correct it.")
+    if program_bytes and memory_bytes is None:
+        raise AlpaLiteError(
+            f"--program-bytes {program_bytes:g} was given without --memory-bytes. Bytes of a program count as a share of "
+            "a device's memory, so both must be given. Add for example --memory-bytes 80e9 for a device of 80 GB."
+        )

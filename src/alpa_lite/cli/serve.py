@@ -81,10 +81,12 @@ def serve(
         from alpa_lite.serve.deployment import start, stop
         from alpa_lite.serve.settings import ServerSettings
 
+        sizes = _sizes(buckets)
+        _check_sizes(slots, max_length, queue_limit, num_stages, sizes)
         settings = ServerSettings(
             host=host,
             port=port,
-            buckets=_sizes(buckets),
+            buckets=sizes,
             slots=slots,
             max_length=max_length,
             queue_limit=queue_limit or None,
@@ -177,6 +179,29 @@ def _sizes(text: str) -> tuple[int, ...] | None:
         raise ServeError(
             f"--buckets {text!r} was given. It must be whole numbers with commas between them. Write --buckets 128,512,2048."
         ) from None
+
+
+def _check_sizes(
+    slots: int, max_length: int, queue_limit: int, num_stages: int, buckets: tuple[int, ...] | None
+) -> None:
+    """As ``ServerSettings`` does, by the names of options.
+
+    Raises:
+        ServeError: a value is not allowed.
+    """
+    for option, value, low, why in (
+        ("--slots", slots, 1, ""),
+        ("--max-length", max_length, 1, ""),
+        ("--queue-limit", queue_limit, 0, " (4 times the slots)"),
+        ("--num-stages", num_stages, 1, ""),
+    ):
+        if value < low:
+            raise ServeError(f"{option} {value} was given. It must be a whole number from {low}{why}. Correct it.")
+    if buckets is not None and not all(1 <= size <= max_length for size in buckets):
+        raise ServeError(
+            f"--buckets {','.join(map(str, buckets))} was given. They must be whole numbers from 1 to --max-length {max_length}. "
+            f"Correct one of them, e.g. --buckets {max_length}; alpa-lite buckets finds good ones."
+        )
 
 
 def _token(file: Path | None) -> str | None:

@@ -105,7 +105,9 @@ class HttpService:
             _check_method(request, "GET", "HEAD")
             await self._backend.check()
             return _json(200, {"status": "ok"})
-        raise _Refused(404, f"there is nothing at {path!r}. There are POST /generate, GET /health and GET /metrics.")
+        raise _Refused(
+            404, f"there is nothing at {path or '/'!r}. There are POST /generate, GET /health and GET /metrics."
+        )
 
     def _check_token(self, request: Request) -> None:
         if self._token is None:

@@ -89,11 +89,10 @@ class ServerSettings:
             value = getattr(self, name)
             kinds = int if kind is whole else (int, float)
             if not isinstance(value, kinds) or isinstance(value, bool) or not low <= value <= high:
+                option = name.removesuffix("_s").replace("_", "-").replace("num-gpus", "gpus")
+                at = "" if name == "num_cpus" else f" (at the command line --{option})"
                 most = "" if high == math.inf else f" to {high:g}"
-                raise ServeError(
-                    f"{name}={value!r} was given; it must be {kind} from {low:g}{most}. Correct it (at the command line "
-                    f"--{name.removesuffix('_s').replace('_', '-')})."
-                )
+                raise ServeError(f"{name}={value!r} was given; it must be {kind} from {low:g}{most}. Correct it{at}.")
         check_sizes(self.slots, self.max_length, (1,) if self.buckets is None else self.buckets)
         check_counts(num_stages=self.num_stages, queue_limit=1 if self.queue_limit is None else self.queue_limit)
         token = self.token

@@ -14,7 +14,7 @@ TEXT = (pages.DOCS / "serving.md").read_text(encoding="utf-8")
 @pytest.mark.medium
 def test_the_blocks_run_and_the_model_answers() -> None:
     names: dict = {"__name__": "page"}
-    engine, graphs, shared, *_ = pages.python_blocks(TEXT)
+    engine, graphs, shared, split, *_ = pages.python_blocks(TEXT)
     exec(engine, names)
     params = {name: np.asarray(x, np.float64) for name, x in names["params"].items()}
 
@@ -36,6 +36,11 @@ def test_the_blocks_run_and_the_model_answers() -> None:
     exec(shared, names)
     assert names["again"] == names["answers"]
     assert list(names["layout"].plans) == list(names["graphs"])
+    exec(split, names)
+    (first, pick), (last, pick_last) = names["Layers"](["layer0", "layer1", "layer2"]).split(2)
+    assert (first.takes_tokens, first.gives_logits, last.takes_tokens, last.gives_logits) == (True, False, False, True)
+    assert list(pick(dict.fromkeys(["in", *first.names, *last.names, "out"]))) == ["layer0", "in"]
+    assert list(pick_last(dict.fromkeys(["in", *first.names, *last.names, "out"]))) == ["layer1", "layer2", "out"]
 
 
 def test_the_advice_is_what_the_command_prints() -> None:

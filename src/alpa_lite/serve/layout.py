@@ -141,7 +141,7 @@ def _difference(name: str, planned: Mapping[str, Any], here: Mapping[str, Any]) 
     tokens = next(reversed(planned))
     slots = [types[tokens][0][:1] for types in (planned, here)]
     if name == DECODE and all(slots) and slots[0] != slots[1]:
-        return f"it was planned for slots={slots[0][0]}, and {slots[1][0]} are here"
+        return f"it was planned for slots={slots[0][0]}, and is used for {slots[1][0]}"
     path = changed[0]
     (was, was_type), (now, now_type) = planned[path], here[path]
     # Where nothing changed but the cache, and of it one number alone, that is another length.
@@ -149,7 +149,7 @@ def _difference(name: str, planned: Mapping[str, Any], here: Mapping[str, Any]) 
     why = ""
     if len(sizes) == 1 and all(p.startswith("1/") and len(planned[p][0]) == len(here[p][0]) for p in changed):
         ((length, other),) = sizes
-        why = f", as a cache of max_length={length} there and {other} here has it"
+        why = f", as it was planned for max_length={length} and is used for {other}"
     types = [f"{kind}{list(shape)}" for shape, kind in ((was, was_type), (now, now_type))]
     return f"in its plan of {name!r} the leaf {path!r} is {types[0]} there and {types[1]} here{why}"
 

@@ -138,7 +138,7 @@ def _difference(name: str, planned: Mapping[str, Any], here: Mapping[str, Any]) 
     changed = [path for path in planned if planned[path] != here[path]]
     if not changed:
         return ""
-    tokens = next(reversed(planned))
+    tokens = list(planned)[-1]
     slots = [types[tokens][0][:1] for types in (planned, here)]
     if name == DECODE and all(slots) and slots[0] != slots[1]:
         return f"it was planned for slots={slots[0][0]}, and is used for {slots[1][0]}"

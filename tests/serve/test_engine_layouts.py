@@ -144,6 +144,11 @@ def shorter(cache: Any) -> Any:
         ),
         (
             "prefill",
+            lambda x, cache: (x[:, None], cache),
+            r"'prefill_4' returns float32\[1,1,\d+\].*\(slots, vocabulary\), of the last token of each prompt alone, of one",
+        ),
+        (
+            "prefill",
             lambda x, cache: (x.astype(jnp.int32), cache),
             r"'prefill_4' returns int32.*floating-point numbers",
         ),

@@ -203,3 +203,44 @@ def test_rows_that_layers_take():
     stages = stage_of(step.plan(params, x))
     assert {path: stage for path, stage in stages.items() if "/w" in path} == {"0/w[0:2]": 0, "0/w[2:4]": 1}
     assert "0/all" in stages
+
+
+@jax.jit
+def passed(*values: Any) -> Any:
+    """What JAX does not see through while it traces what calls this."""
+    return values
+
+
+def new_leaves(cache: Any, x: Any, h: Any, params: Any) -> dict[str, Any]:
+    a, b = cache["a"], cache["b"]
+    twice = h + 1
+    return {
+        "exchanged": passed(b, a),
+        "shifted": passed(b, h),
+        "the batch": passed(x, x),
+        "a parameter and a number": (passed(params[0])[0], passed(jnp.full_like(b, 7))[0]),
+        "one new value twice": (twice, twice),
+        "an old one twice": passed(a, a),
+    }
+
+
+@pytest.mark.parametrize("donated", [True, False])
+@pytest.mark.parametrize("boundaries", [True, False])
+@pytest.mark.parametrize("what", new_leaves(dict.fromkeys("ab", jnp.ones(2)), jnp.ones(2), jnp.ones(2), [jnp.ones(2)]))
+def test_next_values_that_no_op_makes_alone(what: str, boundaries: bool, donated: bool) -> None:
+    """Each is an array of its own, and the value that it should be, call after call."""
+    params = kernels(16, 16, 16, 16)
+
+    def step(params: Any, cache: Any, x: Any) -> Any:
+        h = mlp(params[:2], x + cache["a"])
+        h = mlp(params[2:], al.layer_boundary(h) if boundaries else h) + cache["b"]
+        return h, dict(zip("ab", new_leaves(cache, x, h, params)[what], strict=True))
+
+    placed = al.parallelize(step, cluster=CLUSTER, options=TWO, donate_argnums=1 if donated else ())
+    cache = {"a": jnp.zeros((16, 16)), "b": jnp.ones((16, 16))}
+    want = jax.tree.map(jnp.copy, cache)
+    for number in range(3):
+        x = jax.random.normal(jax.random.fold_in(KEY, number), (16, 16))
+        found, cache = placed(params, cache, x)
+        expected, want = step(params, want, x)
+        same((found, cache), (expected, want))

@@ -136,7 +136,9 @@ def other_params() -> Any:
 
 @pytest.mark.slow
 def test_parameters_that_differ_between_hosts_are_refused(ray_session: None, layout: Any) -> None:
-    with pytest.raises(ServeError, match=r"made other values of 'head/kernel' on host 1 than on host 0.*test_hosts"):
+    with pytest.raises(
+        ServeError, match=r"made other values of 'head/kernel' in worker 1 .*than in worker 0 .*test_hosts"
+    ):
         al.serve.Engine(MODEL, other_params, layout, executor=WATCHED, **SIZES)
 
 

@@ -109,27 +109,60 @@ def test_parameters_that_differ_between_stages_are_refused(ray_session: None, en
     engine.close()
     model, _ = model_and_params("gpt")
     with pytest.raises(
-        ServeError, match=r"made other values of 'positions' on host 1 than on host 0.*test_staged_hosts"
+        ServeError,
+        match=r"made other values of 'positions' in worker 1 \(host 1, stage 1\) than in worker 0 .*test_staged_hosts",
     ):
         al.serve.Engine(model, other_params, staged_layout("gpt", "2x2:cpu"), executor=WATCHED, **SIZES)
+
+
+class Scaled(GPT):
+    """Every layer reads a number and a table of integers."""
+
+    def init_params(self, key: Any) -> Any:
+        return {**super().init_params(key), "scale": jax.numpy.float32(0.5), "table": jax.numpy.full(4, 2, "int32")}
+
+    def _scaled(self, params: Any) -> Any:
+        by = params["scale"] * params["table"][1]
+        return {k: jax.tree.map(lambda w: w * by, v) for k, v in params.items() if k not in ("scale", "table")}
+
+    def prefill(self, params: Any, cache: Any, tokens: Any, lengths: Any) -> Any:
+        return super().prefill(self._scaled(params), cache, tokens, lengths)
+
+    def decode(self, params: Any, cache: Any, tokens: Any) -> Any:
+        return super().decode(self._scaled(params), cache, tokens)
+
+
+@pytest.mark.slow
+def test_numbers_that_all_stages_read(ray_session: None, engine: al.serve.Engine) -> None:
+    """No stage sends them: each has its own."""
+    engine.close()
+    model = Scaled(model_and_params("gpt")[0].config)
+    params = model.init_params(jax.random.key(3))
+    graphs = al.serve.graphs(model, params, **STAGED_SIZES)
+    cluster, options = al.Cluster.parse("2x2:cpu"), al.PlanOptions(num_stages=2)
+    layout = al.plan_shared(graphs, shared=("0", "1"), cluster=cluster, donate_argnums=1, options=options)
+    with al.serve.Engine(model, params, layout, executor=WATCHED, **SIZES) as made:
+        assert made.generate(staged_prompts(), max_tokens=8) == staged_expected("gpt")  # 0.5 * 2
 
 
 class Locked(GPT):
     """The same functions."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, kept: Any) -> None:
         super().__init__(config)
-        object.__setattr__(self, "lock", threading.Lock())
+        object.__setattr__(self, "kept", kept)
 
 
 @pytest.mark.slow
-def test_a_model_that_cannot_be_sent(ray_session: None, engine: al.serve.Engine) -> None:
+def test_a_model_that_cannot_be_sent(ray_session: None, engine: al.serve.Engine, tmp_path: Path) -> None:
     engine.close()
     model, params = model_and_params("gpt")
-    locked = Locked(model.config)
     layout = staged_layout("gpt", "2x2:cpu")
-    with pytest.raises(ServeError, match=r"cannot be sent to the actors: .*lock.*test_staged_hosts"):
-        al.serve.Engine(locked, params, layout, executor=WATCHED, **SIZES)
+    with (tmp_path / "log").open("w") as file:
+        for kept, why in ((threading.Lock(), "lock"), (file, "files that are not opened for reading")):
+            locked = Locked(model.config, kept)
+            with pytest.raises(ServeError, match=rf"cannot be sent to the actors: .*{why}.*test_staged_hosts"):
+                al.serve.Engine(locked, params, layout, executor=WATCHED, **SIZES)
 
 
 def test_what_cannot_be() -> None:
@@ -154,3 +187,7 @@ def test_what_cannot_be() -> None:
             + r" \[_,_,x,_\] on \(x=2\) from device 2.*test_staged_hosts",
         ):
             al.serve.Engine(model, params, Given(plans), executor=executor, **SIZES)
+    with pytest.raises(ServeError, match=r"layout 0 of the list has 2 stages of its own.*test_staged_hosts"):
+        al.serve.Engine(model, params, [layout, layout], executor="ray", num_stages=2, **SIZES)
+    with pytest.raises(ServeError, match=r"the cluster 1x8:cpu was given with a layout for 2x2:cpu"):
+        al.serve.Engine(model, params, [layout], cluster=al.Cluster.parse("1x8:cpu"), **SIZES)

@@ -79,6 +79,27 @@ class Shorter(GPT):
         return jax.numpy.zeros((1, 256)), cache
 
 
+class Early(GPT):
+    """Tells the token after a prompt from its embedding alone."""
+
+    def prefill(self, params: Any, cache: Any, tokens: Any, lengths: Any) -> Any:
+        _, cache = super().prefill(params, cache, tokens, lengths)
+        table = params["tokens"]["embedding"]
+        return table[tokens[0, lengths - 1]] @ table.T, cache
+
+
+def test_logits_in_two_places_are_refused() -> None:
+    model, params = model_and_params("gpt")
+    early = Early(model.config)
+    graphs, options = al.serve.graphs(early, params, **SIZES), al.PlanOptions(num_stages=2)
+    cluster = al.Cluster.parse("1x4:cpu")
+    planned = al.plan_shared(graphs, shared=("0", "1"), cluster=cluster, donate_argnums=1, options=options)
+    with pytest.raises(
+        ServeError, match=r"the logits of 'prefill_8' are made on .*, those of 'decode' on .*test_staged_layout"
+    ):
+        al.serve.Engine(early, params, planned, **SIZES)
+
+
 def test_what_does_not_fit_is_refused() -> None:
     model, params = model_and_params("gpt")
     planned = layout("gpt")

@@ -388,7 +388,7 @@ def _runner(
     _check_values(params)
     planned = 1
     if layout is not None and not isinstance(layout, Sequence):
-        planned = max(len(plan.stages) for plan in layout.plans.values())
+        planned = _stages_of(layout)
         _check_cluster(layout, cluster)
     if planned > 1:
         if num_stages not in (1, planned):
@@ -413,6 +413,15 @@ def _runner(
             f"{len(layouts)} layouts were given for num_stages={num_stages}; each stage has one. At {user_line()}. Correct one "
             "of them."
         )
+    if isinstance(layout, Sequence) and (settings is not None or num_stages == 1):
+        for number, one in enumerate(layout):
+            _check_cluster(one, cluster and _stage_cluster(cluster, num_stages))
+            if settings is not None and _stages_of(one) > 1:
+                raise ServeError(
+                    f"layout {number} of the list has {_stages_of(one)} stages of its own. On hosts each part of a model that is "
+                    f"cut has a layout of one mesh. At {user_line()}. Plan its graphs without stages, or the whole model with "
+                    "al.plan_shared(..., options=al.PlanOptions(num_stages=...))."
+                )
     if settings is not None:
         return _on_hosts(model, params, layouts, cluster, num_stages, settings, **sizes)
     if num_stages > 1:
@@ -424,6 +433,10 @@ def _runner(
         return cut_by_model(model, params, num_stages=num_stages, layouts=layouts, **sizes)
     (part,) = parts_of(model, params, 1, layouts, cluster, **sizes)
     return Programs(part.model, part.params, part.graphs, part.plans, **sizes)
+
+
+def _stages_of(layout: Layout) -> int:
+    return max(len(plan.stages) for plan in layout.plans.values())
 
 
 def _check_cluster(layout: Layout, cluster: Cluster | None) -> None:

@@ -10,6 +10,7 @@ is lost, all are ended: what was in a slot is gone, and new ones load the parame
 from __future__ import annotations
 
 import contextlib
+import pickle
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +27,7 @@ from alpa_lite.api.bound import Trees, staged_for
 from alpa_lite.cluster.cluster import Cluster
 from alpa_lite.errors import EngineLost, ServeError, WorkerLost, user_line
 from alpa_lite.executor.parcel import make_parcel
-from alpa_lite.executor.ray.group import ActorGroup
+from alpa_lite.executor.ray.group import ActorGroup, describe
 from alpa_lite.executor.ray.settings import RayExecutor
 from alpa_lite.executor.sites import Site, sites_of
 from alpa_lite.executor.worker import Progress
@@ -37,7 +38,7 @@ from alpa_lite.serve.model_graphs import DECODE, Model, graphs
 from alpa_lite.serve.pipeline import Part, in_turns
 from alpa_lite.serve.programs import Programs, check_plans, padded, run_all, traced_graphs, vocab_size_of
 from alpa_lite.serve.sampling import Rows
-from alpa_lite.serve.staged_programs import StagedCharge, StagedPrograms
+from alpa_lite.serve.staged_programs import StagedCharge, StagedPrograms, placed_at
 from alpa_lite.serve.stored import StoredParams, device_bytes, digests
 from alpa_lite.trace.program import Traced
 
@@ -135,8 +136,8 @@ class ServingGroup(ActorGroup):
             if other != first:
                 path = next(path for path in first if first[path] != other.get(path))
                 raise ServeError(
-                    f"the function that makes the parameters made other values of {path!r} on host {site.host} than on host "
-                    f"{self.sites[first_of(site)].host}. All hosts need the same ones. At {user_line()}. Give it a fixed key, or "
+                    f"the function that makes the parameters made other values of {path!r} in {describe(site)} than in "
+                    f"{describe(self.sites[first_of(site)])}. All need the same ones. At {user_line()}. Give it a fixed key, or "
                     "give arrays or al.serve.StoredParams."
                 )
 
@@ -194,8 +195,14 @@ def _put(charge: Charge | StagedCharge) -> Any:
     """
     try:
         return ray.put(charge)
-    except TypeError as error:  # Ray's, with all that it tried to send in its text
-        cause = error.__cause__ or error.__context__ or "one of them cannot be pickled"
+    except (
+        TypeError,
+        AttributeError,
+        pickle.PicklingError,
+    ) as error:  # Ray's have in their text all that it tried to send
+        cause = (
+            error.__cause__ or error.__context__ or (error if not isinstance(error, TypeError) else "of an attribute")
+        )
         raise ServeError(
             f"the model, or the function that makes its parameters, cannot be sent to the actors: {cause!s:.200}. They are "
             f"pickled: of a model that is its class by name and its attributes. At {user_line()}. Define both in a module, and "
@@ -373,11 +380,18 @@ def _starter(
     if len(plans[0].stages) > 1:
         part = parts[0]
         init_cache = partial(part.model.init_cache, sizes["slots"], sizes["max_length"])
+        own_graphs = [(name, part.plans[name], own) for name, own in traced[0].items()]
+        parcels = {name: make_parcel(plan, own, staged_for(plan, own)) for name, plan, own in own_graphs}
+        read_at: dict[str, dict[int, str]] = {}
+        for name, parcel in parcels.items():
+            for path, layouts in placed_at(part.plans[name], parcel).items():
+                read_at.setdefault(path, {}).update(layouts)
         charge = StagedCharge(
             init_cache=init_cache,
             params=_sent_params(part),
             plans=_sent_plans(part),
-            parcels={name: _parcel(part.plans[name], own) for name, own in traced[0].items()},
+            parcels={name: msgspec.msgpack.encode(parcel) for name, parcel in parcels.items()},
+            read_at=read_at,
             num_groups=num_groups,
         )
         return lambda: StagedGroup(plans[0], charge, settings)
@@ -393,7 +407,3 @@ def _starter(
         for part in parts
     ]
     return lambda: PartGroup(plans, charges, settings)
-
-
-def _parcel(plan: Plan, traced: Traced) -> bytes:
-    return msgspec.msgpack.encode(make_parcel(plan, traced, staged_for(plan, traced)))

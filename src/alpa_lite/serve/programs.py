@@ -218,6 +218,13 @@ def check_plans(graphs: Mapping[str, Graph], plans: Mapping[str, Plan], num_grou
                     'al.plan_shared(graphs, shared=("0", "1"), ...).'
                 )
         _check_returned(name, plan)
+        tokens, others = (p.stages[p.outputs[0].stage] for p in (plan, first))
+        if (tokens.mesh, tokens.first_device) != (others.mesh, others.first_device):
+            raise ServeError(
+                f"the logits of {name!r} are made on {_place(tokens)}, those of {DECODE!r} on {_place(others)}. Tokens are drawn "
+                f"from all logits in one place. At {user_line()}. Make them from the same parameters in all graphs, or give "
+                "al.PlanOptions(num_stages=1)."
+            )
     if num_groups > 1:
         _check_caches({name: plans[name] for name in graphs}, num_groups)
 

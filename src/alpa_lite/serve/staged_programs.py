@@ -14,11 +14,14 @@ from typing import Any
 import numpy as np
 
 from alpa_lite.executor.host_tiles import whole_tiles
-from alpa_lite.executor.parcel import read_parcel
-from alpa_lite.executor.places import part_creator, places_of
+from alpa_lite.executor.parcel import Parcel, read_parcel
+from alpa_lite.executor.places import Place, part_creator, places_of
+from alpa_lite.executor.state_rows import leaf_rows
 from alpa_lite.executor.transport import PullTransport
 from alpa_lite.executor.worker import Progress, StepOrder, Worker
 from alpa_lite.plan.load import read_plan
+from alpa_lite.plan.plan import Plan
+from alpa_lite.plan.records import Leaf
 from alpa_lite.serve.model_graphs import DECODE, prefill_name
 from alpa_lite.serve.programs import arguments, padded
 from alpa_lite.serve.sampling import Rows, Sampler
@@ -36,6 +39,7 @@ class StagedCharge:
         params: as for ``Hosts``; arrays are on the host.
         plans: graph -> plan as in a plan file.
         parcels: graph -> what of it is run.
+        read_at: path of a parameter that several stages read and that none sends to the others -> stage -> how it lies there.
         num_groups: of slots.
     """
 
@@ -43,6 +47,7 @@ class StagedCharge:
     params: Any
     plans: Mapping[str, bytes]
     parcels: Mapping[str, bytes]
+    read_at: Mapping[str, Mapping[int, str]]
     num_groups: int
 
 
@@ -63,6 +68,28 @@ class _Graph:
     given: Sequence[int]
 
 
+def placed_at(plan: Plan, parcel: Parcel) -> dict[str, dict[int, str]]:
+    """Parameters that stages of a graph place for themselves: path -> stage -> how it lies there."""
+    found: dict[str, dict[int, str]] = {}
+    params = {leaf.path for leaf in arguments(plan, "0")}
+    paths = {f"a{position}": leaf.path for position, leaf in enumerate(plan.inputs) if leaf.path in params}
+    for call in parcel.read_calls():
+        if call.kind == "place" and call.reads[0] in paths:
+            found.setdefault(paths[call.reads[0]], {})[call.stage] = call.spec
+    return found
+
+
+def _places(leaves: Sequence[Leaf], read_at: Mapping[str, Mapping[int, str]], worker: Worker) -> dict[str, Place]:
+    """Of the parameters that lie here, or that a stage here reads for itself, by path."""
+    found: dict[str, Place] = {}
+    for (number, rows), leaf in zip(leaf_rows(leaves), leaves, strict=True):
+        layouts = {leaf.stage: str(leaf.spec), **read_at.get(leaf.path, {})}
+        stage = next((stage for stage in layouts if stage in worker.meshes), None)
+        if stage is not None:
+            found[leaf.path] = number, rows, worker.sharding(layouts[stage], stage)
+    return found
+
+
 class StagedPrograms:
     """Programs of ``decode`` are compiled now, those of another graph when it is first used.
 
@@ -75,7 +102,8 @@ class StagedPrograms:
 
     def __init__(self, charge: StagedCharge, site: int, host: str, one_world: bool) -> None:
         self.transport = PullTransport(host)
-        self._charge, self._site, self._one_world, self._calls = charge, site, one_world, 0
+        self._plans, self._parcels, self._num_groups = charge.plans, charge.parcels, charge.num_groups
+        self._site, self._one_world, self._calls = site, one_world, 0
         self._kept: dict[int, Any] = {}
         self._graphs: dict[str, _Graph] = {}
         params = charge.params() if callable(charge.params) else charge.params
@@ -84,12 +112,14 @@ class StagedPrograms:
         of_params, of_cache = arguments(plan, "0"), arguments(plan, "1")
         # All graphs have these leaves, or rows of leaves, at the same paths and on the same stages.
         self._number = {leaf.path: number for number, leaf in enumerate((*of_params, *of_cache))}
-        meshes = self._graph(DECODE).worker.meshes
-        self._params, self._cache = (
-            [leaf.path for leaf in own if leaf.stage in meshes] for own in (of_params, of_cache)
-        )
-        made = placed_parts(params, places_of(of_params, meshes))
+        worker = self._worker(DECODE)
+        meshes = worker.meshes
+        places = _places(of_params, charge.read_at, worker)
+        self._params, self._cache = list(places), [leaf.path for leaf in of_cache if leaf.stage in meshes]
+        made = placed_parts(params, list(places.values()))
+        del params  # before there are caches
         self._kept.update(zip(map(self._name, self._params), made, strict=True))
+        self._graphs[DECODE] = self._graph_of(DECODE, worker)
         self._init_cache = part_creator(charge.init_cache, places_of(of_cache, meshes))
         self.reset()
         mesh = meshes.get(plan.outputs[0].stage)
@@ -127,26 +157,27 @@ class StagedPrograms:
 
     def _graph(self, name: str) -> _Graph:
         if name not in self._graphs:
-            charge, plan = self._charge, read_plan(self._charge.plans[name], name)
-            parcel = read_parcel(charge.parcels[name])
-            worker = Worker(parcel, self._site, self.transport, one_world=self._one_world, kept=self._kept)
-            inputs = {position: leaf.path for position, leaf in enumerate(plan.inputs)}
-            outputs = {position: leaf.path.removeprefix("out/") for position, leaf in enumerate(plan.outputs)}
-            self._graphs[name] = _Graph(
-                worker,
-                kept={
-                    i: path
-                    for i, path in inputs.items()
-                    if path in self._number and plan.inputs[i].stage in worker.meshes
-                },
-                returned={i: path for i, path in outputs.items() if i > 0},
-                given=[i for i, path in inputs.items() if path not in self._number],
-            )
+            self._graphs[name] = self._graph_of(name, self._worker(name))
         return self._graphs[name]
+
+    def _worker(self, name: str) -> Worker:
+        parcel = read_parcel(self._parcels[name])
+        return Worker(parcel, self._site, self.transport, one_world=self._one_world, kept=self._kept)
+
+    def _graph_of(self, name: str, worker: Worker) -> _Graph:
+        plan, here = read_plan(self._plans[name], name), {*self._params, *self._cache}
+        inputs = {position: leaf.path for position, leaf in enumerate(plan.inputs)}
+        outputs = {position: leaf.path.removeprefix("out/") for position, leaf in enumerate(plan.outputs)}
+        return _Graph(
+            worker,
+            kept={i: path for i, path in inputs.items() if path in here},
+            returned={i: path for i, path in outputs.items() if i > 0},
+            given=[i for i, path in inputs.items() if path not in self._number],
+        )
 
     def reset(self) -> None:
         """Nothing is in any slot."""
-        for group in range(self._charge.num_groups):
+        for group in range(self._num_groups):
             names = [self._name(path, group) for path in self._cache]
             for name in names:  # before there is a new one
                 self._kept.pop(name, None)

@@ -8,13 +8,23 @@ becomes consecutive scans over slices of its stacked parameters, or its body whe
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import jax
 from jax import lax
 
-from alpa_lite._jax_compat import JaxprEqn, evaluate_jaxpr, name_scope_of, scan_layout, user_context
+from alpa_lite._jax_compat import (
+    ClosedJaxpr,
+    Jaxpr,
+    JaxprEqn,
+    Literal,
+    evaluate_jaxpr,
+    name_scope_of,
+    scan_layout,
+    user_context,
+)
 from alpa_lite.errors import LayerError
 from alpa_lite.trace.boundary import layer_boundary_p
 from alpa_lite.trace.forward_ops import ForwardOps, contains, inlined, read, run_part
@@ -64,7 +74,7 @@ def with_layers(
     tree = jax.tree_util.tree_structure(shape)
     closed = inlined(closed)
     if contains(closed.jaxpr, _BOUNDARY):
-        return f
+        return partial(_evaluated, closed, tree) if forward else f
     closed = gathered(indexed_by_rows(closed), batch) if forward else closed
     ops = ForwardOps(closed, batch, differentiated, forward=forward)
     pins = (*ops.stage_pins, *ops.home_pins(homes or {}))
@@ -75,9 +85,28 @@ def with_layers(
         starts[:] = cuts
 
     def cut(*args: Any) -> Any:
-        return jax.tree_util.tree_unflatten(tree, _Evaluation(ops, cuts, args).run())
+        found = _Evaluation(ops, cuts, args).run()
+        return jax.tree_util.tree_unflatten(tree, _distinct(ops.jaxpr, found) if forward else found)
 
     return cut
+
+
+def _evaluated(closed: ClosedJaxpr, tree: Any, *args: Any) -> Any:
+    found = evaluate_jaxpr(closed.jaxpr, closed.consts, args)
+    return jax.tree_util.tree_unflatten(tree, _distinct(closed.jaxpr, found))
+
+
+def _distinct(jaxpr: Jaxpr, results: Sequence[Any]) -> list[Any]:
+    """Results, each made by an op of its own: what is an argument, a constant or another result is copied. A loop carries them,
+    and a buffer that it gives back twice, or as it was given, could not be given to it again."""
+    seen: set[Any] = {*jaxpr.invars, *jaxpr.constvars}
+    found = []
+    for atom, value in zip(jaxpr.outvars, results, strict=True):
+        again = isinstance(atom, Literal) or atom in seen
+        found.append(lax.copy_p.bind(value) if again else value)
+        if not isinstance(atom, Literal):
+            seen.add(atom)
+    return found
 
 
 def _check(ops: ForwardOps, cuts: Sequence[int]) -> None:

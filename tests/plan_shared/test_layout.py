@@ -232,3 +232,12 @@ def device_bytes(x: jax.Array) -> int:
 
 def pointers(x: jax.Array) -> list[int]:
     return [shard.data.unsafe_buffer_pointer() for shard in x.addressable_shards]
+
+
+def test_what_is_being_planned_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    options = al.PlanOptions(mesh_shape=(4,), axis_names=("x",), verbose=True)
+    al.plan_shared(three_graphs(), shared="0", cluster=al.Cluster.parse("1x4:h100-sxm"), options=options)
+    lines = capsys.readouterr().err.splitlines()
+    for name in three_graphs():
+        assert f"alpa_lite: planning the graph {name!r} alone" in lines
+    assert any(line.startswith("alpa_lite: planning one layout of all ") for line in lines)

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
+from alpa_lite.api.progress import told
 from alpa_lite.api.shared_graphs import PINNED_ELSEWHERE, Globs, Graphs, SharedGraph, given_graphs
 from alpa_lite.api.shared_layout import SharedLayout
 from alpa_lite.api.shared_stages import plan_shared_stages
@@ -113,6 +114,7 @@ class _Search:
 
     def run(self) -> SharedLayout:
         for graph in self.graphs:
+            self.tell(f"the graph {graph.name!r} alone")
             graph.plan_own(self.cluster)
         first, *others = sorted(self.graphs, key=self.importance)
         self.offer_own(first)
@@ -135,6 +137,13 @@ class _Search:
             shared={g.name: g.shared for g in self.graphs},
         )
 
+    def tell(self, what: str) -> None:
+        """What comes next, for people who watch; plans of single graphs tell more of themselves, on any terminal."""
+        if self.options.verbose:
+            with told(True) as progress:
+                assert progress is not None
+                progress(f"planning {what}")
+
     def offer_own(self, graph: SharedGraph) -> None:
         """The layout of a graph's own optimum."""
         own = graph.best()
@@ -149,6 +158,7 @@ class _Search:
 
     def joint(self, mesh: DeviceMesh) -> float:
         """Tries what the joint problem proposes on a mesh; what no layout there costs less than."""
+        self.tell(f"one layout of all {len(self.graphs)} graphs on mesh {mesh}")
         answer = self.solved(mesh)
         if answer.specs:
             fits = self.offer(mesh, answer.specs)
@@ -172,6 +182,7 @@ class _Search:
 
     def below(self, mesh: DeviceMesh) -> None:
         """Tries layouts that need less memory, until one fits."""
+        self.tell("layouts that need less memory")
         budget = budget_bytes(self.cluster, self.options)
         for share in _LIMITS if math.isfinite(budget) else ():
             answer = self.solved(mesh, int(share * budget))
@@ -180,6 +191,7 @@ class _Search:
 
     def next_best(self, mesh: DeviceMesh, best: JointAnswer) -> None:
         """Tries the layouts after the best by the joint problem, which knows nothing of the budget, as far as they can win."""
+        self.tell("the next best layouts, as the memory budget makes the best one dearer or refuses it")
         parts = [(best.lower_bound, 0, EVERYWHERE, best.specs)]
         tries = 0
         for _ in range(_TRIES):

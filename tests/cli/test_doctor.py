@@ -69,6 +69,7 @@ def test_a_cache_folder_that_cannot_be_made(tmp_path):
     assert cache_folder(str(tmp_path / "new" / "compiled")).status == "ok"
 
 
+@pytest.mark.medium
 def test_a_check_that_hangs_or_dies_is_a_finding(tmp_path, monkeypatch):
     first = 'import sys, time\nprint("noise")\nprint(\'{"name": "a", "status": "ok", "found": "b"}\', flush=True)\n'
     (tmp_path / "hangs.py").write_text(

@@ -177,6 +177,7 @@ def test_a_body_that_is_too_large(server: Server) -> None:
     link.close()
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("sent", [b"", b'{"tokens": '], ids=["nothing", "some"])
 def test_a_body_that_does_not_come(sent: bytes) -> None:
     server = Server(FakeEngine(), body_timeout_s=3.0)

@@ -43,10 +43,7 @@ def test_more_than_the_cluster_has(ray_session: None) -> None:
     ("make", "words"),
     [
         (not_a_target, r"could not be made. Correct its cause:\n(.*\n)*AttributeError: 'int' object"),
-        (
-            target,
-            r"could not be started: .*num_stages=2.*At the command line",
-        ),
+        pytest.param(target, r"could not be started: .*num_stages=2.*At the command line", marks=pytest.mark.slow),
     ],
 )
 def test_an_engine_that_cannot_be_made_says_why_without_rays_traces(ray_session: None, make: Any, words: str) -> None:
@@ -119,6 +116,7 @@ def test_a_token_that_headers_cannot_carry(tmp_path: Path) -> None:
     assert found.exit_code == 2 and "printable ASCII" in found.output
 
 
+@pytest.mark.slow
 def test_whoever_interrupts_a_start_leaves_no_server(ray_session: None) -> None:
     """At the last moment: from ``started`` on there is a server to be stopped."""
     from ray import serve

@@ -244,3 +244,45 @@ def test_next_values_that_no_op_makes_alone(what: str, boundaries: bool, donated
         found, cache = placed(params, cache, x)
         expected, want = step(params, want, x)
         same((found, cache), (expected, want))
+
+
+RESULTS = {
+    "a constant array": lambda params, cache, x: (x[:, jnp.array([1, 0, *range(2, 16)])] * np.arange(16.0), cache),
+    "parameters turned": lambda params, cache, x: (x, cache, params.transpose(0, 2, 1), 2 * params),
+    "an empty cache": lambda params, cache, x: (x, cache * 0),
+    "a callback": lambda params, cache, x: (jax.debug.callback(lambda y: None, x), (x, cache))[1],
+}
+
+
+@pytest.mark.parametrize("donated", [True, False])
+@pytest.mark.parametrize("what", RESULTS)
+def test_results_behind_a_scan_over_layers(what: str, donated: bool) -> None:
+    """Its parameters, and a cache, are split by rows."""
+    params = jnp.stack(kernels(16, 16, 16, 16, 16))
+
+    def step(params: Any, cache: Any, x: Any) -> Any:
+        def layer(x: Any, row: Any) -> Any:
+            x = jnp.tanh(x @ row[0] + row[1])
+            return x, row[1] + x
+
+        x, cache = jax.lax.scan(layer, x, (params, cache))
+        return RESULTS[what](params, cache, x)
+
+    placed = al.parallelize(step, cluster=CLUSTER, options=TWO, donate_argnums=1 if donated else ())
+    cache = want = jnp.ones((4, 8, 16))
+    want = jnp.copy(want)
+    for number in range(2):
+        x = jax.random.normal(jax.random.fold_in(KEY, number), (8, 16))
+        found, expected = placed(params, cache, x), step(params, want, x)
+        same(found, expected)
+        cache, want = found[1], expected[1]
+
+
+def test_a_constant_array_in_the_loss():
+    def loss(params: Any, x: Any) -> Any:
+        return jnp.mean(mlp(params, x)[:, jnp.array([1, 0, 2, 3])] * np.arange(4.0))
+
+    params, x = kernels(16, 16, 16), jax.random.normal(KEY, (8, 16))
+    options = al.PlanOptions(num_stages=2, num_microbatches=2)
+    step = al.parallelize(lambda p, x: al.value_and_grad(loss)(p, x), cluster=CLUSTER, options=options)
+    same(step(params, x), jax.value_and_grad(loss)(params, x))

@@ -46,11 +46,16 @@ def whole_row(stack: Any, i: Any, new: Any) -> tuple[Any, Any]:
     return stack[i], stack.at[i].set(stack[i] + new[:, None])
 
 
+def added(stack: Any, i: Any, new: Any) -> tuple[Any, Any]:
+    stack = stack.at[i, jnp.arange(SLOTS), AT].add(new).at[i].multiply(0.5).at[i, :, 0].max(0.1)
+    return stack[i], stack
+
+
 def called(stack: Any, i: Any, new: Any) -> tuple[Any, Any]:
     return jax.jit(sliced)(stack, i, new)
 
 
-PROVEN: dict[str, Access] = {f.__name__: f for f in (sliced, part, scattered, whole_row, called)}
+PROVEN: dict[str, Access] = {f.__name__: f for f in (sliced, part, scattered, whole_row, added, called)}
 
 
 def scan(access: Access, number: Callable[[Any], Any] = lambda i: i, *, reverse: bool = False, also: Any = None) -> Any:
@@ -129,6 +134,9 @@ UNPROVEN = {
     "all rows are changed": scan(lambda s, i, new: (s[i], 2 * s)),
     "two rows": scan(lambda s, i, new: (lax.dynamic_slice_in_dim(s, i, 2), sliced(s, i, new)[1])),
     "by a number that is computed": scan(lambda s, i, new: sliced(s, (new[0, 0] > 0).astype(int), new)),
+    "two rows gathered": scan(
+        lambda s, i, new: (jax.vmap(lambda j: lax.dynamic_slice(s, (i, j, 0, 0), (2, 1, 6, 2)))(AT % SLOTS), s)
+    ),
     "rows by slot": scan(lambda s, i, new: (s[i], s.at[jnp.arange(SLOTS), jnp.arange(SLOTS), AT].set(new))),
     "another row by slot": scan(
         lambda s, i, new: (s[i], s.at[jnp.stack([i, 0 * i, i]), jnp.arange(SLOTS), AT].set(new))
@@ -143,3 +151,16 @@ UNPROVEN = {
 def test_what_is_not_proven_stays(name: str) -> None:
     _, found = rewritten(UNPROVEN[name])
     assert CACHE.shape in [aval.shape for aval in carried_stacks(found)]
+
+
+def test_numbers_of_a_layer_beside_vectors_of_a_layer() -> None:
+    """Of as many entries as there are layers, or not."""
+
+    def read(stack: Any, i: Any, new: Any) -> Any:
+        at = jnp.where(i > 1, jnp.arange(LAYERS), jnp.arange(LAYERS)[::-1])
+        at = jnp.where(i > 2, at, jnp.arange(LAYERS)) + jnp.where(i > 1, jnp.arange(8), jnp.arange(8) + 1)[0]
+        return stack[i] * at.sum(), sliced(stack, i, new)[1]
+
+    assert not carried_stacks(rewritten(scan(read))[1])
+    vector = scan(lambda s, i, new: (s[jnp.arange(LAYERS)], sliced(s, i, new)[1]))
+    assert CACHE.shape in [aval.shape for aval in carried_stacks(rewritten(vector)[1])]

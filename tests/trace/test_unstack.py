@@ -251,6 +251,22 @@ def test_rows_of_a_cache_are_written_where_they_are_made(put: str, joined: bool)
     assert [homes[v] for v in found.flat.outputs[:3]] == [0, 1, 2]
 
 
+def test_rows_that_no_layer_reads_lie_where_they_are_made() -> None:
+    """Each is made of the layer's activation and of the old row."""
+
+    def step(params: Any, cache: Any, x: Any) -> Any:
+        rows = []
+        for w, b, row in zip(params["w"], params["b"], cache, strict=True):
+            x = jnp.tanh(x @ w + b)
+            rows.append(0.5 * row + x[:3, None])
+        return jnp.sum(x), jnp.stack(rows)
+
+    (loop,) = (op for op in forward(step).flat.ops if op.bodies)
+    found = assign_layers(loop.bodies[0])
+    homes = {v: k for op, k in zip(found.flat.ops, found.layer, strict=True) for v in op.outputs}
+    assert [homes[v] for v in found.flat.outputs[:3]] == [0, 1, 2]
+
+
 MIXING = {
     "turned around": lambda cache, rows: cache + rows[::-1][:, :, None],
     "shifted": lambda cache, rows: jnp.concatenate([cache[1:], rows[:1, :, None] + cache[:1]]),

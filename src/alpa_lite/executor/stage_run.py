@@ -58,10 +58,17 @@ class StageRunner:
         return self.indices[number]
 
     def operands(self, start: int, stop: int) -> list[Any]:
-        """Of the loop: (value, layout) of the outer region, or a literal's value."""
+        """Of the loop: (value, layout) of the outer region, or the value of a literal or a constant."""
         specs = self.stage.lowering.decisions[f"{self.program.loop}"].operands[start:stop]
-        given = zip(self.stage.operands(start, stop), specs, strict=True)
-        return [self.place(v.val, spec) if isinstance(v, Literal) else v for v, spec in given]
+        constants, found = self.stage.outer.flat.constants, []
+        for operand, spec in zip(self.stage.operands(start, stop), specs, strict=True):
+            if isinstance(operand, Literal):
+                found.append(self.place(operand.val, spec))
+            elif operand[0] in constants:
+                found.append(self.place(constants[operand[0]], spec))
+            else:
+                found.append(operand)
+        return found
 
     def layout(self, spec: ShardingSpec) -> Any:
         """A layout on the stage's devices, as transfers take it."""

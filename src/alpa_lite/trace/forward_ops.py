@@ -149,6 +149,7 @@ class ForwardOps:
         self.closed, self.jaxpr, self.forward = closed, closed.jaxpr, forward
         self.kinds = _kinds(closed, batch, differentiated, None if forward else 1)
         self.units = [u for i, eqn in enumerate(self.jaxpr.eqns) for u in self._units(i, eqn)]
+        self._making: dict[tuple[Any, tuple[int, int]], list[int]] = {}  # what ``_units_making`` found
         self.first = {u.eqn: n for n, u in reversed(list(enumerate(self.units)))}
 
     def _units(self, i: int, eqn: JaxprEqn) -> Iterator[Unit]:
@@ -240,7 +241,11 @@ class ForwardOps:
         """The ops that make rows of a value which a scan over layers, or layers one by one, make row by row."""
         if isinstance(value, Literal) or value not in self._maker:
             return []
-        i = self._maker[value]
+        if (value, rows) not in self._making:
+            self._making[value, rows] = sorted(set(self._found_making(self._maker[value], value, rows)))
+        return self._making[value, rows]
+
+    def _found_making(self, i: int, value: Any, rows: tuple[int, int]) -> list[int]:
         eqn = self.jaxpr.eqns[i]
         if self.over_layers(eqn):
             num_carry = scan_layout(eqn.params)[1]
@@ -250,6 +255,8 @@ class ForwardOps:
             pieces = zip(eqn.invars, pairwise(starts), strict=True)
             within = [a for a, (start, stop) in pieces if max(start, rows[0]) < min(stop, rows[1])]
             return [self.first[self._maker[a]] for a in variables(within) if a in self._maker]
+        if is_heavy(eqn):
+            return []
         alike = [a for a in variables(eqn.invars) if a.aval.shape[:1] == value.aval.shape[:1] != ()]
         return [unit for a in alike for unit in self._units_making(a, rows)]
 

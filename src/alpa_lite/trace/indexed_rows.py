@@ -19,7 +19,6 @@ from jax import lax
 from alpa_lite._jax_compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, name_scope_of, scan_layout, user_context
 from alpa_lite.trace.forward_ops import inlined, read, run_part, variables
 
-_READS, _WRITES = ("dynamic_slice", "gather"), ("dynamic_update_slice", "scatter")
 _MOST = 4096  # rows of a stack
 _NUMBERS: dict[str, Callable[..., Any]] = {
     "add": np.add,
@@ -69,7 +68,8 @@ def indexed_by_rows(closed: ClosedJaxpr) -> ClosedJaxpr:
 class _Numbers:
     """Whole numbers that are known: of a scan's body one per iteration, in the order of rows."""
 
-    def __init__(self, given: Mapping[Any, Any]) -> None:
+    def __init__(self, given: Mapping[Any, Any], *, of_body: bool = False) -> None:
+        self.of_body = of_body
         self.found = {v: n for v, n in given.items() if isinstance(n, np.ndarray | np.generic) and _is_small(n)}
 
     def read(self, atom: Any) -> Any:
@@ -84,6 +84,9 @@ class _Numbers:
         given = [self.read(a) for a in eqn.invars]
         if len(eqn.outvars) != 1 or any(n is None for n in given):
             return
+        result: Any = eqn.outvars[0]
+        if self.of_body and result.aval.shape:  # one number per iteration is no vector
+            return
         made: Any = None
         if name == "iota" and params["dimension"] == 0 and len(params["shape"]) == 1 and params["shape"][0] <= _MOST:
             made = np.arange(params["shape"][0])
@@ -93,7 +96,6 @@ class _Numbers:
             made = given[0]
         elif name == "select_n" and len(given) == 3:
             made = np.where(given[0].astype(bool), given[2], given[1])
-        result: Any = eqn.outvars[0]
         if made is not None and np.dtype(result.aval.dtype).kind in "iub":
             self.found[result] = made.astype(result.aval.dtype)
 
@@ -150,7 +152,7 @@ class _Scan:
     def numbers(self, outer: _Numbers) -> _Numbers:
         """Of the body: rows of known arrays, counters, and what is made of them."""
         consts, carries = scan_layout(self.eqn.params)
-        found = _Numbers({})
+        found = _Numbers({}, of_body=True)
         for k, (var, atom) in enumerate(zip(self.jaxpr.invars, self.eqn.invars, strict=True)):
             number = outer.read(atom)
             if number is None or (k < consts and number.ndim):
@@ -189,7 +191,7 @@ class _Scan:
             others = [v for v in variables(eqn.invars[1:]) if v in versions]
             if access is None or others or eqn.invars[0] not in versions:
                 return
-            if eqn.primitive.name in _WRITES:
+            if eqn.primitive.name.startswith(("dynamic_update_slice", "scatter")):
                 versions.update(eqn.outvars)
             accesses[i] = access
         own = self.jaxpr.outvars[position - self.num_consts] if carried else None
@@ -210,11 +212,16 @@ class _Scan:
             return (1, None) if params["slice_sizes"][0] == 1 and is_row(eqn.invars[1]) else None
         if name == "dynamic_update_slice":
             return (2, None) if _shape(eqn.invars[1])[0] == 1 and is_row(eqn.invars[2]) else None
-        if name not in ("gather", "scatter"):
+        if name == "gather":
+            indexed = params["dimension_numbers"].start_index_map
+            one_row = params["slice_sizes"][0] == 1
+        elif name.startswith("scatter"):
+            dims = params["dimension_numbers"]
+            indexed = dims.scatter_dims_to_operand_dims
+            one_row = 0 in dims.inserted_window_dims
+        else:
             return None
-        dims = params["dimension_numbers"]
-        indexed = dims.start_index_map if name == "gather" else dims.scatter_dims_to_operand_dims
-        if 0 not in indexed:
+        if 0 not in indexed or not one_row:
             return None
         column = self._column(eqn.invars[1], indexed.index(0))
         return (1, indexed.index(0)) if column is not None and is_row(column) else None

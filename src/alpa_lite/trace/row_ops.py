@@ -17,7 +17,7 @@ _Shapes = Sequence[tuple[int, ...]]
 
 def row_operands(op: FlatOp, flat: FlatJaxpr) -> list[int]:
     """Positions of the operands that are split where the results are; what is left is read whole. [] if the op is no such one."""
-    shape: tuple[int, ...] = flat.avals[op.all_outputs[0]].shape
+    shape: tuple[int, ...] = flat.avals[op.all_outputs[0]].shape if op.all_outputs else ()
     if not shape:
         return []
     rows = shape[0]

@@ -28,13 +28,16 @@ class Rewriter:
         self.split: dict[int, list[int | None]] = {}
         self.like: FlatOp | None = None
 
-    def run(self) -> FlatJaxpr:
+    def run(self, num_carry: int | None = None) -> FlatJaxpr:
+        """``num_carry``: of a loop's body; what it stacks up stays whole."""
         inputs = [n for v in self.flat.inputs for n in self.given(v)]
         constants = {self.number.setdefault(v, self.new(self.flat.avals[v])): c for v, c in self.flat.constants.items()}
         for op in self.flat.ops:
             self.like = op
             self.rewrite(op)
-        outputs = [n for v in self.flat.outputs for n in self.read(v)]
+        outputs = [n for v in self.flat.outputs[:num_carry] for n in self.read(v)]
+        if num_carry is not None:
+            outputs += map(self.whole, self.flat.outputs[num_carry:])
         return FlatJaxpr(self.avals, self.ops, inputs, outputs, constants)
 
     # -- values ---------------------------------------------------------------------------------------------------------
@@ -267,7 +270,7 @@ class Rewriter:
         params = {k: op.params[k] for k in ("length", "reverse", "unroll")}
         params |= {"num_consts": len(consts), "num_carry": len(starts)}
         inputs = [*consts, *starts, *map(self.whole, op.inputs[last:])]
-        self.append(op, params, inputs, [*carried, *rows], [inside.run()])
+        self.append(op, params, inputs, [*carried, *rows], [inside.run(num_carry)])
 
     def fit(self, value: Any, edges: tuple[int, ...]) -> list[Any]:
         """As the loop's body reads it."""

@@ -35,6 +35,7 @@ class Layout(Protocol):
 
 
 def check_layout(layout: Any) -> None:
+    """Raises ``ServeError`` if it is neither plans by graph, nor a list of such per stage."""
     for one in layout if isinstance(layout, (tuple, list)) else () if layout is None else (layout,):
         if not isinstance(getattr(one, "plans", None), Mapping):
             shown = repr(one)
@@ -67,6 +68,11 @@ def runner_of(
     settings: RayExecutor | None,
     **sizes: Any,
 ) -> Programs | Pipeline | Hosts:
+    """The runner; arguments as of ``Engine``, ``settings`` of an executor on hosts or None.
+
+    Raises:
+        ServeError: they do not go together, or the plans are not for this model.
+    """
     if settings is None and callable(params):
         params = params()
     _check_values(params)

@@ -127,6 +127,20 @@ def test_parameters_that_nothing_reads_stay_too():
 
 
 @pytest.mark.medium
+def test_rows_that_nothing_reads_stay_too():
+    def whole(params: Any, x: Any) -> Any:
+        return scanned(params["stack"], x) @ params["out"] @ params["out"]
+
+    params = {"stack": CASES["scan"][1](), "out": jnp.eye(16)}
+    x = jnp.ones((8, 16))
+    plan = al.plan(whole, params, x, cluster=CLUSTER, options=al.PlanOptions(num_stages=2))
+    assert len(stages_of(plan, "0/stack/w")) == 2
+    step = al.parallelize(lambda p, x: jnp.tanh(x @ p["out"]) @ p["out"], cluster=CLUSTER, follow=plan)
+    assert stages_of(step.plan(params, x), "0/") == stages_of(plan, "0/")
+    np.testing.assert_allclose(step(params, x), jnp.tanh(x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.medium
 def test_what_is_followed_decides_the_cut(tmp_path):
     """Three layers and one, where the planner alone takes two and two; also from a file and from a layout."""
     params, x = layers(16, 16, 16, 16, 16), jnp.ones((8, 16))

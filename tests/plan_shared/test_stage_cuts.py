@@ -177,6 +177,24 @@ def test_leaves_that_a_graph_does_not_read(weight):
         assert stages == sorted(stages) and set(stages) == {0, 1}
 
 
+@pytest.mark.parametrize("weight", [1e-3, 1e3])
+def test_a_stack_that_a_graph_does_not_read_has_the_rows_of_the_others(weight):
+    def with_bias(params: Any, x: Any) -> Any:
+        kernels, bias = params
+        for kernel, row in zip(kernels, bias, strict=True):
+            x = jnp.tanh(x @ kernel + row)
+        return x
+
+    args = [shape(256, 256)] * 4, shape(4, 256)
+    graphs = {"read": (with_bias, (args, WIDE[1])), "unread": (lambda p, x: chain(p[0], x), (args, NARROW[1]))}
+    layout = al.plan_shared(graphs, shared="0", weights={"unread": weight}, cluster=CLUSTER, options=TWO)
+    rows = {path: stage for path, (stage, _) in layout.parameter_layout.items() if path.startswith("0/1")}
+    assert rows == {f"0/1[{i}:{i + 1}]": stage for i, stage in enumerate((0, 0, 1, 1))}
+    for name, (fn, shapes) in graphs.items():
+        assert [p.path for p in layout.plans[name].inputs if p.path in rows] == list(rows)
+        layout.plans[name].bind(fn, *shapes)  # is checked to be of this plan, parts and all
+
+
 def updated(params: Any, x: Any) -> Any:
     """Reads every matrix twice."""
     return [kernel * 2 for kernel in params], chain(params, x)

@@ -44,13 +44,11 @@ def by_rows(params: Any, x: Any) -> Any:
 
 
 def as_a_whole(params: Any, x: Any) -> Any:
-    """As a prompt is put into it."""
+    """As no layer has rows of it."""
     kernels, cache = params
-    rows = []
     for kernel in kernels:
         x = jnp.tanh(x @ kernel)
-        rows.append(x[0])
-    return x, cache.at[:, 3:4].set(jnp.stack(rows)[:, 3:4])
+    return x, jnp.cumsum(cache, axis=0)
 
 
 STACKED = KERNELS, shape(4, 256)
@@ -63,7 +61,7 @@ STACKED = KERNELS, shape(4, 256)
             {"one": (as_a_whole, (STACKED, WIDE[1])), "other": (by_rows, (STACKED, NARROW[1]))},
             {},
             LayerError,
-            r"'other', cut as 'one'.*its layers have '0/1\[0:1\]', .*, those of 'one' have '0/1'.*a leaf per layer",
+            r"'one', cut as 'other'.*'0/1\[0:1\]' asks for stage 0.*both are in op 0.*rows of '0/1' .*a leaf per layer",
         ),
         (
             {"one": (chain, WIDE), "other": (backwards, NARROW)},

@@ -24,10 +24,10 @@ def params() -> Any:
     return init_params(jax.random.key(0))
 
 
-def planned(form: str, sizes: Any) -> tuple[Any, al.SharedLayout]:
+def planned(form: str, sizes: Any, donated: tuple[int, ...] = (1,)) -> tuple[Any, al.SharedLayout]:
     graphs = al.serve.graphs(Stacked(form), params(), **sizes)
     cluster, options = al.Cluster.parse("1x2:cpu"), al.PlanOptions(num_stages=2)
-    return graphs, al.plan_shared(graphs, shared=("0", "1"), cluster=cluster, donate_argnums=1, options=options)
+    return graphs, al.plan_shared(graphs, shared=("0", "1"), cluster=cluster, donate_argnums=donated, options=options)
 
 
 @cache
@@ -49,6 +49,28 @@ def test_rows_lie_with_their_layers(form: str) -> None:
         assert stages[path] == [0] * (LAYERS // 2) + [1] * (LAYERS // 2)
     with al.serve.Engine(Stacked(form), params(), layout, **SIZES | {"slots": 8}) as engine:
         assert engine.generate(PROMPTS, max_tokens=8) == expected()
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("form", [f if f in QUICK else pytest.param(f, marks=pytest.mark.slow) for f in FORMS])
+def test_rows_of_a_cache_that_stays_are_copied_on_their_stages(form: str) -> None:
+    graphs, layout = planned(form, {"slots": 8, "max_length": 256, "buckets": (8,)}, donated=())
+    row = 8 * 256 * 16 * 4
+    for name, (fn, shapes) in graphs.items():
+        plan = layout.plans[name]
+        assert plan.pipeline is not None
+        sent = sum(sent.size_bytes for sent in plan.pipeline.transfers)
+        assert sent < row or form == "written out"  # as below
+        step = al.parallelize(fn, plan=plan)
+        held = jax.tree.map(lambda x: jax.numpy.ones(x.shape, x.dtype), shapes[1])
+        rest = [np.ones(x.shape, x.dtype) for x in shapes[2:]]
+        for stage in step.compile(params(), held, *rest).memory():
+            assert 0.9 * stage.peak_bytes <= stage.predicted_bytes <= 1.15 * stage.peak_bytes
+        for ours, theirs in zip(
+            jax.tree.leaves(step(params(), held, *rest)), jax.tree.leaves(fn(params(), held, *rest)), strict=True
+        ):
+            np.testing.assert_allclose(np.asarray(ours), theirs, rtol=1e-4, atol=1e-4)
+        assert all(np.all(np.asarray(leaf) == 1) for leaf in jax.tree.leaves(held))
 
 
 @pytest.mark.slow

@@ -126,7 +126,7 @@ def traced_for(
         static = settings.get("static_argnums", ()), settings.get("static_argnames", ())
         raise _other_arguments(plan, args, kwargs, *static) or error from error
     if plan.pipeline is not None:
-        traced = unstacked(traced, rules)
+        traced = unstacked(traced, rules, [leaf.path for leaf in plan.inputs])
     else:
         if plan.remat is not None:
             traced = _recomputing(traced, plan.remat, rules)

@@ -244,7 +244,7 @@ class Request:
         """
         traced = self.trace(args, kwargs, layers, forward=True, homes=homes, starts=starts)
         pins, notes = self._pins_and_notes(traced, args, kwargs, fixed=False)
-        traced = unstacked(traced, self.options.rules)
+        traced = unstacked(traced, self.options.rules, homes)
         assert traced.parts is not None
         return traced, self._with_fixed(pins_of_parts(pins, traced.parts), traced.program), notes
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from alpa_lite.errors import LayerError
 from alpa_lite.interop import cluster_layers
+from alpa_lite.plan.leaf_rows import split_path
 from alpa_lite.trace.stage_pin import StagePin
 
 
@@ -40,8 +41,7 @@ def check_stage_pins(pins: Sequence[StagePin], num_layers: int, num_stages: int,
         if first.place == second.place and first.stage != second.stage:
             raise LayerError(
                 f"{first.reason} asks for stage {first.stage}, {second.reason} for stage "
-                f"{second.stage}, and both are in {what} {first.place}. A {what} belongs to one stage. Drop one of the two, or "
-                "put al.layer_boundary between them."
+                f"{second.stage}, and both are in {what} {first.place}, which belongs to one stage. {_apart(first, second)}"
             )
         if first.stage > second.stage:
             raise LayerError(
@@ -64,6 +64,14 @@ def check_stage_pins(pins: Sequence[StagePin], num_layers: int, num_stages: int,
             raise _too_few(first, first.place, first.stage, "before it", what)
         if num_layers - 1 - last.place < num_stages - 1 - last.stage:
             raise _too_few(last, num_layers - 1 - last.place, num_stages - 1 - last.stage, "behind it", what)
+
+
+def _apart(first: StagePin, second: StagePin) -> str:
+    """What to do about two pins of one place."""
+    whole = split_path(first.leaf)[0]
+    if first.leaf and whole == split_path(second.leaf)[0]:
+        return f"It reads rows of {whole!r} that other layers have: read it by layers here too, or make it a leaf per layer."
+    return "Drop one of the two, or put al.layer_boundary between them."
 
 
 def _cycle(first: StagePin, second: StagePin) -> str:

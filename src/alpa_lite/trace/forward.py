@@ -2,8 +2,8 @@
 
 The whole function becomes the body of a loop that runs once. What comes after it takes the results out of their stacks. Of its
 arguments some stay from call to call: those under the first argument (parameters), and those whose next value is among the
-results (a cache). Of these the loop carries what is donated, so that the next value takes the buffer of the last one. All others
-are the batch.
+results (a cache). The latter are carried by the loop: so the next value has the form of the last one, of which layers have rows,
+and takes its buffer where it is donated. All others are the batch.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Forward:
     Attributes:
         layers: chooses the cuts, where the function has no boundaries of its own.
         kept: positions, among the array leaves of the arguments, of what stays from call to call.
-        state: position of such a leaf that is donated -> position of the result that is its next value.
+        state: position of such a leaf -> position of the result that is its next value, if it has one.
         homes: position of such a leaf, or of rows of it (from, to), -> its stage, and its path for messages.
         starts: is filled with the cuts.
     """

@@ -114,8 +114,7 @@ def trace(
         if forward and layers is not None and num_microbatches == 1 and is_forward(flat):
             kept, aliases = _kept(flat, in_paths, out_paths, donated)
             found = [] if starts is None else starts
-            carried = {i: o for i, o in aliases if donated[i]}
-            once = Forward(layers, kept, carried, homes_of_leaves(in_paths, homes or {}), found).once(fn)
+            once = Forward(layers, kept, dict(aliases), homes_of_leaves(in_paths, homes or {}), found).once(fn)
             traced = traced_of(functools.wraps(fn)(once))
             flat = flatten(traced.jaxpr)
     except AlpaLiteError:

@@ -9,7 +9,7 @@ reductions are put together from the parts', and any other op reads the parts pu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from alpa_lite._jax_compat import Literal
 from alpa_lite.core.rule_text import NamedRule
-from alpa_lite.plan.leaf_rows import rows_path
+from alpa_lite.plan.leaf_rows import rows_path, split_path
 from alpa_lite.trace.flatten import FlatJaxpr, drop_dead
 from alpa_lite.trace.layers import without_boundaries
 from alpa_lite.trace.program import Traced, build_program
@@ -75,15 +75,26 @@ class LayeredStep:
         return tuple(struct for _, struct in sorted(found.items()))
 
 
-def unstack(flat: FlatJaxpr, aliases: Iterable[tuple[int, int]]) -> LayeredStep:
+def unstack(
+    flat: FlatJaxpr, aliases: Iterable[tuple[int, int]], unread: Mapping[int, Iterable[int]] | None = None
+) -> LayeredStep:
     """Split the stacked parameters of scans that were cut.
 
     Args:
         flat: the step, with its microbatch loop.
         aliases: (argument, result) positions of state.
+        unread: position of an argument -> where its rows lie apart in other functions. Followed if nothing here reads it.
     """
     pairs = tuple(aliases)
     edges = row_edges(flat, pairs)
+    if unread:
+        read = {v for op in flat.ops for v in op.inputs if not isinstance(v, Literal)}.union(
+            v for v in flat.outputs if not isinstance(v, Literal)
+        )
+        for argument, starts in unread.items():
+            value = flat.inputs[argument]
+            if value not in read:
+                edges[id(flat), value] = tuple(sorted({0, *starts, flat.avals[value].shape[0]}))
     arguments = _parts((v, flat, edges) for v in flat.inputs)
     results = _parts((v, flat, edges) for v in flat.outputs)
     number = {part: i for i, part in enumerate(arguments)}
@@ -96,19 +107,25 @@ def unstack(flat: FlatJaxpr, aliases: Iterable[tuple[int, int]]) -> LayeredStep:
     return LayeredStep(flat=flat, arguments=arguments, results=results, aliases=tuple(linked))
 
 
-def unstacked(traced: Traced, rules: tuple[NamedRule, ...] = ()) -> Traced:
+def unstacked(traced: Traced, rules: tuple[NamedRule, ...] = (), paths: Iterable[str] = ()) -> Traced:
     """A step traced with layers -> the same as a function of parts: each is a leaf of its own, with its rows in its path.
 
     Args:
         traced: with ``layered``.
         rules: the user's, by primitive.
+        paths: of leaves, or rows of them, as they lie in other functions: what this one does not read has these rows too.
 
     Returns:
         The step with ``parts``, of as many arguments and results as there are parts; its trees are still the user's.
     """
     whole, flat = traced.program, traced.layered
     assert flat is not None
-    step = unstack(flat, whole.aliases)
+    rows: dict[int, list[int]] = {}
+    number = {path: i for i, path in enumerate(whole.input_paths)}
+    for path, span in map(split_path, paths):
+        if span is not None and path in number:
+            rows.setdefault(number[path], []).append(span[0])
+    step = unstack(flat, whole.aliases, rows)
     if all(part.stop < 0 for part in step.arguments):
         return replace(traced, parts=step)
     in_paths = [part.path(whole.input_paths[part.leaf]) for part in step.arguments]

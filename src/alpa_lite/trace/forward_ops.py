@@ -314,15 +314,23 @@ class ForwardOps:
 
     @cached_property
     def joins(self) -> set[int]:
-        """Equations that put rows of a result together: each is written where it is made, and need not cross a cut for that."""
+        """Equations that put rows of a result together, or work on what is put together for results alone: each row is written
+        where it is made, and need not cross a cut for that."""
         if not self.forward:
             return set()
-        found, main = set(), set()  # what some matmul needs
-        for i, eqn in reversed(list(enumerate(self.jaxpr.eqns))):
+        main = set()  # what some matmul needs
+        for eqn in reversed(self.jaxpr.eqns):
             if is_heavy(eqn) or any(v in main for v in eqn.outvars):
                 main.update(variables(eqn.invars))
-            elif joins_rows(eqn.primitive.name, eqn.params):
-                found.add(i)
+        found, rows = set(), set()
+        for i, eqn in enumerate(self.jaxpr.eqns):
+            made = set(eqn.outvars) - main
+            if self.over_layers(eqn):
+                rows.update(made.intersection(eqn.outvars[scan_layout(eqn.params)[1] :]))
+            elif made == set(eqn.outvars) and not is_heavy(eqn):
+                if joins_rows(eqn.primitive.name, eqn.params) or not rows.isdisjoint(variables(eqn.invars)):
+                    found.add(i)
+                    rows.update(made)
         return found
 
     def _init(self, eqn: JaxprEqn) -> list[Any]:

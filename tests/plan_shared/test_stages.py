@@ -82,14 +82,15 @@ def test_a_budget_holds_on_every_stage():
 
     args = [shape(1024, 2048)] * 4, shape(16, 1024)
     graphs = {"rows": (scaled(1), args), "columns": (scaled(0), args)}
-    free = al.plan_shared(graphs, shared="0", cluster=CLUSTER, options=ONE_AXIS)
+    whole = {"out/1/scaled/*": P()}
+    free = al.plan_shared(graphs, shared="0", cluster=CLUSTER, options=ONE_AXIS, pins=whole)
     budget = 0.9 * max(plan.memory.peak for plan in free.plans.values())
     within = replace(ONE_AXIS, memory_budget_bytes=budget)
-    layout = al.plan_shared(graphs, shared="0", cluster=CLUSTER, options=within)
+    layout = al.plan_shared(graphs, shared="0", cluster=CLUSTER, options=within, pins=whole)
     assert all(stage.memory.peak <= budget for plan in layout.plans.values() for stage in plan.stages)
     sums = []
     for pins in itertools.product((P(), P("x")), repeat=4):
-        fixed = {f"0/{i}": pin for i, pin in enumerate(pins)}
+        fixed = whole | {f"0/{i}": pin for i, pin in enumerate(pins)}
         settings = {"cluster": CLUSTER, "options": within, "pins": fixed}
         with suppress(MemoryBudgetError, PinError):
             sums.append(sum(al.plan(fn, *args, **settings).objective for fn, args in graphs.values()))

@@ -30,6 +30,22 @@ def planned(form: str, sizes: Any, donated: tuple[int, ...] = (1,)) -> tuple[Any
     return graphs, al.plan_shared(graphs, shared=("0", "1"), cluster=cluster, donate_argnums=donated, options=options)
 
 
+@pytest.mark.parametrize("form", [f if f == "carried" else pytest.param(f, marks=pytest.mark.slow) for f in FORMS])
+@pytest.mark.parametrize(("cluster", "stages"), [("1x8:cpu", 2), pytest.param("1x4:cpu", 4, marks=pytest.mark.slow)])
+def test_where_stages_end_behind_a_scan(form: str, cluster: str, stages: int) -> None:
+    """There are more layers to cut into than rows, so that a cut lies behind what the scan makes for the cache."""
+    graphs = al.serve.graphs(Stacked(form), params(), **SIZES)
+    options = al.PlanOptions(num_stages=stages)
+    settings: Any = {"cluster": al.Cluster.parse(cluster), "donate_argnums": 1, "options": options}
+    layout = al.plan_shared(graphs, shared=("0", "1"), **settings)
+    found = {path: layout.parameter_layout[path][0] for path in layout.parameter_layout if path.startswith("1/key")}
+    assert list(found) == [f"1/key[{i}:{i + 1}]" for i in range(LAYERS)]
+    assert list(found.values()) == [i * stages // LAYERS for i in range(LAYERS)]
+    # Masks and positions are made where they are read; per slot an activation, its place and where caches are written cross.
+    decode = layout.plans["decode"].pipeline
+    assert decode is not None and sum(t.size_bytes for t in decode.transfers) <= (stages - 1) * 4 * (16 + 1 + 4) * 4
+
+
 @cache
 def expected() -> Any:
     with al.serve.Engine(Stacked("rows"), params(), **SIZES) as engine:
@@ -45,7 +61,10 @@ def test_rows_lie_with_their_layers(form: str) -> None:
         path, rows = split_path(leaf.path)
         if rows is not None:
             stages.setdefault(path, []).extend([leaf.stage] * (rows[1] - rows[0]))
-    for path in ("1/key", "1/value", "0/blocks/query", "0/blocks/up"):
+    whole = (
+        () if form == "written out" else ("0/blocks/up",)
+    )  # there a cut may lie between attention and what follows it
+    for path in ("1/key", "1/value", "0/blocks/query", *whole):
         assert stages[path] == [0] * (LAYERS // 2) + [1] * (LAYERS // 2)
     with al.serve.Engine(Stacked(form), params(), layout, **SIZES | {"slots": 8}) as engine:
         assert engine.generate(PROMPTS, max_tokens=8) == expected()

@@ -136,3 +136,18 @@ def test_what_a_result_alone_needs_lies_where_it_is_made():
         layer[op.name].append(k)
     assert layer["dynamic_update_slice"] == [0, 1] and layer["dot_general"] == [0, 1]
     assert layer["add"][0] == 0  # the position
+
+
+def test_masks_of_the_last_layer_are_made_there():
+    """They are small where they are made of positions, and large where they are read."""
+
+    def f(x: Any, at: Any, first: Any, second: Any) -> Any:
+        at = at + 1
+        x = al.layer_boundary(jnp.where(jnp.arange(8)[:, None] < at, jnp.tanh(x @ first), 0.0))
+        return jnp.where(jnp.arange(8)[:, None] < at, jnp.tanh(x @ second), 0.0), at
+
+    found = assign_layers(flatten(jax.make_jaxpr(f)(X, 0, *WEIGHTS[:2]), keep_boundaries=True))
+    layers = {name: [] for name in ("add", "lt", "iota")}
+    for op, layer in zip(found.flat.ops, found.layer, strict=True):
+        layers.get(op.name, []).append(layer)
+    assert layers == {"add": [0], "lt": [0, 1], "iota": [0, 1]}

@@ -84,7 +84,7 @@ def step_of(loss: str, update: str) -> Any:
 
 
 def traced(step: Any, *args: Any, layers: int = 3) -> tuple[Traced, LayeredStep]:
-    def cuts(flops: Sequence[float], cut_bytes: Sequence[float]) -> tuple[int, ...]:
+    def cuts(flops: Sequence[float], cut_bytes: Sequence[float], **_: Any) -> tuple[int, ...]:
         return cluster_layers(flops, cut_bytes, layers).cuts
 
     found = trace(step, args, {}, num_microbatches=2, layers=cuts)
@@ -221,7 +221,7 @@ PUTS = {
 
 
 def forward(step: Any, layers: int = 3) -> LayeredStep:
-    def cuts(flops: Sequence[float], cut_bytes: Sequence[float]) -> tuple[int, ...]:
+    def cuts(flops: Sequence[float], cut_bytes: Sequence[float], **_: Any) -> tuple[int, ...]:
         return cluster_layers(flops, cut_bytes, layers).cuts
 
     found = trace(step, (PARAMS, CACHE, X), {}, donate_argnums=(1,), layers=cuts, forward=True)

@@ -139,7 +139,7 @@ def _planned_cuts(plan: Plan) -> LayerCuts | None:
     """How a function without boundaries of its own is cut as for the plan; None if it was not cut."""
     starts: Any = dict(plan.options).get(LAYER_STARTS)
     if starts is not None:
-        return lambda flops, cut_bytes, pins=(): starts
+        return lambda flops, cut_bytes, pins=(), **_: starts
     if plan.pipeline is not None:
         counts = Counter(plan.pipeline.stage_of_layer)
         return layer_cuts(len(plan.pipeline.stage_of_layer), [counts[stage] for stage in sorted(counts)])

@@ -313,9 +313,9 @@ class Request:
         chosen: list[object] = []
         cuts = searched_layers(cluster, self.options.stage_count or 1, self.source)
 
-        def layers(*given: Any) -> Sequence[int]:
+        def layers(*given: Any, **settings: Any) -> Sequence[int]:
             chosen.append(cuts)
-            return cuts(*given)
+            return cuts(*given, **settings)
 
         traced = self.trace(args, kwargs, layers)
         pins, notes = self._pins_and_notes(traced, args, kwargs)

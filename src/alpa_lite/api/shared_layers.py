@@ -168,16 +168,20 @@ def cuts_by_layers(number: int) -> LayerCuts:
     leaves were read last, so that no cut lies between them.
     """
 
-    def chosen(flops: Sequence[float], cut_bytes: Sequence[float], pins: Sequence[StagePin] = ()) -> Sequence[int]:
+    def chosen(
+        flops: Sequence[float], cut_bytes: Sequence[float], pins: Sequence[StagePin] = (), *, forward: bool = True
+    ) -> Sequence[int]:
         leaves = [pin for pin in pins if pin.leaf]
         begun = {p.place: max((a.stage for a in leaves if a.place <= p.place), default=0) for p in pins if not p.leaf}
         values = [replace(pin, stage=begun[pin.place]) for pin in pins if not pin.leaf]
-        return layer_cuts(number)(flops, cut_bytes, [*leaves, *values])
+        return layer_cuts(number)(flops, cut_bytes, [*leaves, *values], forward=forward)
 
     return chosen
 
 
-def every_cut(flops: Sequence[float], cut_bytes: Sequence[float], pins: Sequence[StagePin] = ()) -> list[int]:
+def every_cut(
+    flops: Sequence[float], cut_bytes: Sequence[float], pins: Sequence[StagePin] = (), *, forward: bool = True
+) -> list[int]:
     """Cuts a function wherever it can be cut, but not between what ``al.pin_stage`` puts on one stage."""
     places: dict[int, list[int]] = {}
     for pin in pins:

@@ -249,7 +249,7 @@ class _StagedSearch:
         kept = sorted({*first.beginning(homes), *homes.values()})
         if first.starts and count <= len(kept) < first.layered.num_layers and given is None and not known:
             starts = [first.starts[layer - 1] for layer in kept[1:]]
-            first = LayeredGraph.of(lead, lambda *given: starts, {})
+            first = LayeredGraph.of(lead, lambda *given, **settings: starts, {})
             homes = first.told_apart(leaves)
         number = first.layered.num_layers
         if number < count:

@@ -13,8 +13,8 @@ from itertools import pairwise
 import numpy as np
 
 from alpa_lite.errors import LayerError
-from alpa_lite.interop import cluster_layers
 from alpa_lite.plan.leaf_rows import split_path
+from alpa_lite.planner.even_layers import EVEN, UNEVEN, even_layers, fewer_bytes
 from alpa_lite.trace.stage_pin import StagePin
 
 
@@ -90,17 +90,23 @@ def _too_few(pin: StagePin, layers: int, stages: int, where: str, what: str) -> 
 
 
 def pinned_cuts(
-    flops: Sequence[float], cut_bytes: Sequence[float], pins: Sequence[StagePin], stage_layers: Sequence[int]
+    flops: Sequence[float],
+    cut_bytes: Sequence[float],
+    pins: Sequence[StagePin],
+    stage_layers: Sequence[int],
+    *,
+    forward: bool = False,
 ) -> tuple[int, ...]:
     """Where a loss is cut into layers so that stages of ``stage_layers`` layers each keep the pins.
 
-    Stages are as balanced as the pins allow (10 % more for fewer bytes between them), then each is cut on its own.
+    Stages are as balanced as the pins allow (some more for fewer bytes between them), then each is cut on its own.
 
     Args:
         flops: of each op.
         cut_bytes: of the cut before each op but the first; inf where there can be none.
         pins: of ops.
         stage_layers: layers of each stage.
+        forward: whether there is no gradient, so that balance matters less.
 
     Raises:
         LayerError: no cut keeps the pins.
@@ -113,13 +119,20 @@ def pinned_cuts(
         low = max((pin.place for pin in pins if pin.stage < stage), default=0)
         high = min((pin.place for pin in pins if pin.stage >= stage), default=num_ops - 1)
         starts.append(possible[(low < possible) & (possible <= high)])
-    ends = _stage_starts(np.asarray(flops, float), np.asarray(cut_bytes, float), starts)
+    work, size = np.asarray(flops, float), np.asarray(cut_bytes, float)
+    ends = _stage_starts(work, size, starts, EVEN)
+    if forward:
+        uneven = _stage_starts(work, size, starts, UNEVEN)
+        ends = fewer_bytes(ends, size[np.array(ends) - 1].sum(), uneven, size[np.array(uneven) - 1].sum())
     edges = [0, *ends, num_ops]
-    inner = [_inner_cuts(flops, cut_bytes, *edge, n) for edge, n in zip(pairwise(edges), stage_layers, strict=True)]
+    layers = zip(pairwise(edges), stage_layers, strict=True)
+    inner = [_inner_cuts(flops, cut_bytes, *edge, n, forward=forward) for edge, n in layers]
     return tuple(sorted([*ends, *(cut for cuts in inner for cut in cuts)]))
 
 
-def _stage_starts(flops: np.ndarray, cut_bytes: np.ndarray, starts: Sequence[np.ndarray]) -> list[int]:
+def _stage_starts(
+    flops: np.ndarray, cut_bytes: np.ndarray, starts: Sequence[np.ndarray], tolerance: float
+) -> list[int]:
     """The first op of each stage but the first, of those in ``starts``.
 
     load[s, p] = min over q < p of max(load[s - 1, q], work(q, p)) gives the least possible largest stage; with a cap on it,
@@ -131,7 +144,7 @@ def _stage_starts(flops: np.ndarray, cut_bytes: np.ndarray, starts: Sequence[np.
     load = np.zeros(1)
     for before, now in pairwise(rows):
         load = np.array([_least(np.maximum(load, work[p] - work[before]), before < p)[0] for p in now])
-    cap = max(1.1 * work[-1] / (len(rows) - 1), float(load.min(initial=math.inf))) * (1 + 1e-9)
+    cap = max((1 + tolerance) * work[-1] / (len(rows) - 1), float(load.min(initial=math.inf))) * (1 + 1e-9)
     if not math.isfinite(cap):
         raise LayerError(
             "the pins of al.pin_stage leave no place where a stage can end: layers end between ops that the gradient passes, and "
@@ -158,7 +171,9 @@ def _least(values: np.ndarray, allowed: np.ndarray) -> tuple[float, int]:
     return float(values[place]), place
 
 
-def _inner_cuts(flops: Sequence[float], cut_bytes: Sequence[float], start: int, stop: int, layers: int) -> list[int]:
+def _inner_cuts(
+    flops: Sequence[float], cut_bytes: Sequence[float], start: int, stop: int, layers: int, *, forward: bool
+) -> list[int]:
     """Ends of the layers of one stage."""
     between = cut_bytes[start : stop - 1]
     possible = 1 + sum(map(math.isfinite, between))
@@ -167,4 +182,4 @@ def _inner_cuts(flops: Sequence[float], cut_bytes: Sequence[float], start: int, 
             f"stage_layers asks for {layers} layers in a stage between pins of al.pin_stage that can be cut into at most "
             f"{possible}, between ops that the gradient passes. Ask for fewer there, or pin other values."
         )
-    return [start + cut for cut in cluster_layers(flops[start:stop], between, layers).cuts]
+    return [start + cut for cut in even_layers(flops[start:stop], between, layers, forward=forward)]

@@ -12,6 +12,7 @@ from alpa_lite.cluster.cluster import Cluster
 from alpa_lite.core.program import Program
 from alpa_lite.errors import LayerError, user_line
 from alpa_lite.interop import cluster_layers
+from alpa_lite.planner.even_layers import UNEVEN, even_layers
 from alpa_lite.planner.options import PlanOptions
 from alpa_lite.planner.pinned_stages import check_stage_pins, pinned_cuts
 from alpa_lite.trace.auto_layers import LayerCuts
@@ -21,21 +22,28 @@ from alpa_lite.trace.stage_pin import StagePin
 
 # Of a function without boundaries whose stages are searched: as many as devices, within these.
 _FEWEST_LAYERS, _MOST_LAYERS = 4, 16
+_UNEVEN_TO_JOIN = 1.0  # of layers which stages are made of
 # With n layers, all recomputed, the values at n boundaries are kept and one layer's own are made again at a time.
 _RECOMPUTED_LAYERS = 8
 
 
 def layer_cuts(
-    num_layers: int, stage_layers: Sequence[int] = (), at_least: int | None = None, source: str = ""
+    num_layers: int,
+    stage_layers: Sequence[int] = (),
+    at_least: int | None = None,
+    source: str = "",
+    tolerance: float = UNEVEN,
 ) -> LayerCuts:
     """Chooses where a function without boundaries of its own is cut into ``num_layers`` layers, or ``at_least`` so many.
 
-    Where it pins values to stages, these have ``stage_layers`` layers each, by default one.
+    Where it pins values to stages, these have ``stage_layers`` layers each, by default one. ``tolerance``: as of ``even_layers``.
     """
 
-    def chosen(flops: Sequence[float], cut_bytes: Sequence[float], pins: Sequence[StagePin] = ()) -> tuple[int, ...]:
+    def chosen(
+        flops: Sequence[float], cut_bytes: Sequence[float], pins: Sequence[StagePin] = (), *, forward: bool = False
+    ) -> tuple[int, ...]:
         if pins:
-            return pinned_cuts(flops, cut_bytes, pins, stage_layers or (1,) * num_layers)
+            return pinned_cuts(flops, cut_bytes, pins, stage_layers or (1,) * num_layers, forward=forward)
         possible = 1 + sum(map(math.isfinite, cut_bytes))
         wanted = num_layers if at_least is None else max(at_least, min(num_layers, possible))
         if wanted > possible:
@@ -44,7 +52,7 @@ def layer_cuts(
                 "gradient, or without one its result, passes. A stage has at least one layer. At "
                 f"{source or user_line()}. Ask for fewer stages or layers."
             )
-        return cluster_layers(flops, cut_bytes, wanted).cuts
+        return even_layers(flops, cut_bytes, wanted, forward=forward, tolerance=tolerance)
 
     return chosen
 
@@ -56,10 +64,14 @@ def searched_layers(cluster: Cluster, num_stages: int = 1, source: str = "") -> 
     """
     most = max(num_stages, min(_MOST_LAYERS, max(_FEWEST_LAYERS, cluster.num_devices)))
 
-    def chosen(flops: Sequence[float], cut_bytes: Sequence[float], pins: Sequence[StagePin] = ()) -> Sequence[int]:
+    def chosen(
+        flops: Sequence[float], cut_bytes: Sequence[float], pins: Sequence[StagePin] = (), *, forward: bool = False
+    ) -> Sequence[int]:
         if pins:
-            return layer_cuts(max(num_stages, 1 + max(pin.stage for pin in pins)))(flops, cut_bytes, pins)
-        return layer_cuts(most, at_least=num_stages, source=source)(flops, cut_bytes)
+            cuts = layer_cuts(max(num_stages, 1 + max(pin.stage for pin in pins)))
+            return cuts(flops, cut_bytes, pins, forward=forward)
+        cuts = layer_cuts(most, at_least=num_stages, source=source, tolerance=_UNEVEN_TO_JOIN)
+        return cuts(flops, cut_bytes, forward=forward)
 
     return chosen
 
@@ -81,7 +93,7 @@ def layers_asked(options: PlanOptions, source: str) -> LayerCuts | None:
 def layers_to_recompute(num_layers: int = _RECOMPUTED_LAYERS, at_least: int | None = None) -> LayerCuts:
     """How a function without boundaries of its own is cut for recomputation on one mesh, where pins to stages mean nothing."""
     whole = layer_cuts(num_layers, at_least=at_least)
-    return lambda flops, cut_bytes, pins=(): whole(flops, cut_bytes)
+    return lambda flops, cut_bytes, pins=(), **_: whole(flops, cut_bytes)
 
 
 def check_enough_layers(num_stages: int, layered: Layered, source: str) -> None:

@@ -32,7 +32,7 @@ from alpa_lite.trace.indexed_rows import indexed_by_rows
 from alpa_lite.trace.op_places import gathered
 
 # (FLOPs of each op, bytes of the cut before each op but the first) -> the ops that start a layer, rising. Where ops are
-# pinned to stages, their ``StagePin``s are a third argument.
+# pinned to stages, their ``StagePin``s are a third argument. ``forward=True`` is given for a function without a gradient.
 LayerCuts = Callable[..., Sequence[int]]
 
 # Position of a leaf and rows of it, or None for all of it -> (stage on which it lies, its path).
@@ -78,7 +78,8 @@ def with_layers(
     closed = gathered(indexed_by_rows(closed), batch) if forward else closed
     ops = ForwardOps(closed, batch, differentiated, forward=forward)
     pins = (*ops.stage_pins, *ops.home_pins(homes or {}))
-    chosen = layers(ops.flops, ops.cut_bytes, pins) if pins else layers(ops.flops, ops.cut_bytes)
+    given = (ops.flops, ops.cut_bytes, pins) if pins else (ops.flops, ops.cut_bytes)
+    chosen = layers(*given, forward=True) if forward else layers(*given)
     cuts = sorted({*chosen, *ops.row_cuts(homes or {}, chosen)})
     _check(ops, cuts)
     if starts is not None:

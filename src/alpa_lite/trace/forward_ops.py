@@ -327,10 +327,11 @@ class ForwardOps:
             made = set(eqn.outvars) - main
             if self.over_layers(eqn):
                 rows.update(made.intersection(eqn.outvars[scan_layout(eqn.params)[1] :]))
-            elif made == set(eqn.outvars) and not is_heavy(eqn):
-                if joins_rows(eqn.primitive.name, eqn.params) or not rows.isdisjoint(variables(eqn.invars)):
-                    found.add(i)
-                    rows.update(made)
+            elif len(made) < len(eqn.outvars) or is_heavy(eqn):
+                continue
+            elif joins_rows(eqn.primitive.name, eqn.params) or not rows.isdisjoint(variables(eqn.invars)):
+                found.add(i)
+                rows.update(made)
         return found
 
     def _init(self, eqn: JaxprEqn) -> list[Any]:

@@ -236,13 +236,12 @@ class _Assignment:
         layer behind, these lie in the first of the two."""
         ends, firm = [False] * len(passed), list(passed)
         for i in reversed(range(len(passed))):
-            if not self.backward[i]:
+            if not self.backward[i] and not passed[i]:
                 readers = [r for o in self.flat.ops[i].outputs if o >= 0 for r in self.readers[o]]
-                ends[i] = self.flat.ops[i].name != BOUNDARY and all(ends[r] for r in readers)
-                if not passed[i]:
-                    firm[i] = any(self.flat.ops[r].name == BOUNDARY or (firm[r] and not passed[r]) for r in readers)
+                ends[i] = all(ends[r] for r in readers)
+                firm[i] = any(self.flat.ops[r].name == BOUNDARY or (firm[r] and not passed[r]) for r in readers)
         for i, op in enumerate(self.flat.ops):
-            if ends[i] and not passed[i]:
+            if ends[i]:
                 made = [self.made_by[v] for v in self.inputs(op) if v in self.made_by]
                 layers = [k for j in made if firm[j] and (k := self.layer[j]) is not None]
                 self.layer[i] = max(layers, default=None)

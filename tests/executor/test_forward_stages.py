@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import alpa_lite as al
-from alpa_lite.errors import MicrobatchError, ScheduleError
+from alpa_lite.errors import LayerError, MicrobatchError, ScheduleError
 from examples.serving_models import GPT
 
 pytestmark = pytest.mark.medium
@@ -77,6 +77,21 @@ def test_what_goes_in_and_out_with_one_type(donated: bool):
     plan = step.plan(params, x)
     assert stage_of(plan)["1"] == 0
     same(step(params, jnp.copy(x)), want)
+
+
+def test_an_activation_that_keeps_its_name():
+    """As a state it would leave nothing to cut."""
+
+    def step(params: Any, x: Any) -> Any:
+        h = mlp(params[:2], x["x"])
+        return {"x": mlp(params[2:], h), "h": h}
+
+    params, x = kernels(16, 16, 16, 16, 16), {"x": jnp.ones((8, 16))}
+    placed = al.parallelize(step, cluster=CLUSTER, options=TWO)
+    same(placed(params, x), step(params, x))
+    assert len(placed.plan(params, x).stages) == 2
+    with pytest.raises(LayerError, match="can be cut into at most 1"):
+        al.parallelize(step, cluster=CLUSTER, options=TWO, donate_argnums=1).plan(params, x)
 
 
 def test_a_cache_that_two_stages_read_is_carried_by_one():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from alpa_lite.executor.staged_array import StagedArray
 
@@ -47,3 +48,15 @@ def test_donated_parts_are_gone():
     array = staged()
     array.parts[1].delete()
     assert array.is_deleted()
+
+
+def test_keys_are_gathered_as_keys():
+    first, second = jax.devices()[:2]
+    keys = jax.random.split(jax.random.key(0, impl="rbg"), 6)
+    array = StagedArray([jax.device_put(keys[:4], first), jax.device_put(keys[4:], second)])
+    assert array.gathered().dtype == keys.dtype and array.devices() == {first, second}
+    np.testing.assert_array_equal(jax.random.key_data(array.gathered()), jax.random.key_data(keys))
+    assert jax.random.bits(array[5]) == jax.random.bits(keys[5])
+    with pytest.raises(TypeError, match=r"keys of jax.random.*key_data\(x.gathered\(\)\)"):
+        np.asarray(array)
+    np.testing.assert_array_equal(staged().gathered(), ROWS)

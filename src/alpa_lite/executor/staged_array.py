@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 
@@ -14,7 +15,8 @@ class StagedArray:
     """An array made of rows on different submeshes, which no ``jax.Array`` can be: what a pipelined step returns for state
     that it was given stacked, and takes again without moving it.
 
-    ``np.asarray`` and ``jnp.asarray`` gather it on the host or the default device; ``parts`` are its rows in order.
+    ``np.asarray`` and ``jnp.asarray`` gather it on the host or the default device, ``gathered`` also where it is of keys of
+    ``jax.random``; ``parts`` are its rows in order.
     """
 
     def __init__(self, parts: Sequence[jax.Array]) -> None:
@@ -50,9 +52,24 @@ class StagedArray:
             if isinstance(index, slice) and index.indices(len(self)) == (start, start + len(part), 1):
                 return part
             start += len(part)
-        return np.asarray(self)[index]
+        return (self.gathered() if self._of_keys else np.asarray(self))[index]
+
+    def gathered(self) -> jax.Array:
+        """All rows, on the default device."""
+        if not self._of_keys:
+            return jnp.asarray(np.asarray(self))
+        data = np.concatenate([np.asarray(jax.random.key_data(part)) for part in self.parts])
+        return jax.random.wrap_key_data(jnp.asarray(data), impl=jax.random.key_impl(self.parts[0]))
+
+    @property
+    def _of_keys(self) -> bool:
+        return jnp.issubdtype(self.dtype, jax.dtypes.prng_key)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        if self._of_keys:
+            raise TypeError(
+                f"{self!r} is of keys of jax.random, which are no NumPy array. Take jax.random.key_data(x.gathered())."
+            )
         return np.concatenate([np.asarray(part) for part in self.parts]).astype(dtype or self.dtype, copy=False)
 
     def devices(self) -> set[Any]:

@@ -94,7 +94,7 @@ def plan_graphs(graphs: Mapping[str, Graph], cluster: Cluster | None = None) -> 
 def _with_one_cache(graphs: Mapping[str, Graph], plans: Mapping[str, Plan]) -> Mapping[str, Plan]:
     """The plans, made again where they have the cache elsewhere than ``decode``. With stages it may be on another one, which
     only planning together can help: what is not made again is refused where it is checked."""
-    _check_sizes(graphs, plans)
+    check_sizes(graphs, plans)
     check_types(graphs, plans)
     decode = plans[DECODE]
     params, cache = (_layout(decode, number) for number in "01")
@@ -111,7 +111,7 @@ def _with_one_cache(graphs: Mapping[str, Graph], plans: Mapping[str, Plan]) -> M
     return {**plans, **made}
 
 
-def _check_sizes(graphs: Mapping[str, Graph], plans: Mapping[str, Plan]) -> None:
+def check_sizes(graphs: Mapping[str, Graph], plans: Mapping[str, Plan]) -> None:
     """That plans are of these leaves and sizes, as ``check_types``, which knows no paths: what differs is named.
 
     Raises:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import jax
 import numpy as np
@@ -18,11 +18,13 @@ from alpa_lite.cluster.cluster import Cluster
 from alpa_lite.errors import ServeError, user_line
 from alpa_lite.executor.calibrate import local_cluster
 from alpa_lite.plan.plan import Plan
-from alpa_lite.serve.layout import plans_of
+from alpa_lite.serve.layout import check_sizes, plans_of
 from alpa_lite.serve.model_graphs import DECODE, Graph, Model, graphs
 from alpa_lite.serve.programs import Programs, check_types, padded, run_all, vocab_size_of
 from alpa_lite.serve.sampling import Rows
 from alpa_lite.serve.stored import StoredParams
+
+T = TypeVar("T")
 
 
 class StagedModel(Model, Protocol):
@@ -105,15 +107,18 @@ class Pipeline:
 
     @property
     def plans(self) -> dict[str, Plan]:
-        """By stage and graph, "0/decode"."""
-        return {f"{k}/{name}": plan for k, stage in enumerate(self.stages) for name, plan in stage.plans.items()}
+        """By stage and graph, "0/decode"; by graph where plans have stages themselves."""
+        return self._by_stage(lambda stage: stage.plans)
 
     @property
     def compile_s(self) -> dict[str, float]:
-        """By stage and graph, the seconds of the first call."""
-        return {
-            f"{k}/{name}": time_s for k, stage in enumerate(self.stages) for name, time_s in stage.compile_s.items()
-        }
+        """The seconds of the first call, by the names of ``plans``."""
+        return self._by_stage(lambda stage: stage.compile_s)
+
+    def _by_stage(self, of: Callable[[Programs], Mapping[str, T]]) -> dict[str, T]:
+        if len(self.stages) == 1:
+            return dict(of(self.stages[0]))
+        return {f"{k}/{name}": found for k, stage in enumerate(self.stages) for name, found in of(stage).items()}
 
 
 def cut_by_model(
@@ -240,6 +245,7 @@ def planned_part(
             f"{user_line()}. Give a multiple, or plan for other slots."
         )
     made = graphs(model, params, slots=planned, max_length=max_length, buckets=buckets)
+    check_sizes(made, plans)
     check_types(made, plans)
     vocab_size_of(made, plans)
     return Part(model=model, params=params, given=None, graphs=made, plans=plans), planned, slots // planned

@@ -16,7 +16,7 @@ from alpa_lite.core.program import FixedLayout, Op, Program, Value, check_progra
 from alpa_lite.core.rule import OpShardingRule
 from alpa_lite.core.rule_text import NamedRule
 from alpa_lite.core.spec import ShardingSpec
-from alpa_lite.errors import AlpaLiteError, TraceError, is_user_file, user_line
+from alpa_lite.errors import AlpaLiteError, LayerError, TraceError, is_user_file, user_line
 from alpa_lite.trace.auto_layers import LayerCuts
 from alpa_lite.trace.elementwise import ELEMENTWISE
 from alpa_lite.trace.flatten import FlatJaxpr, FlatOp, flatten
@@ -114,8 +114,20 @@ def trace(
         if forward and layers is not None and num_microbatches == 1 and is_forward(flat):
             kept, aliases = _kept(flat, in_paths, out_paths, donated)
             found = [] if starts is None else starts
-            once = Forward(layers, kept, dict(aliases), homes_of_leaves(in_paths, homes or {}), found).once(fn)
-            traced = traced_of(functools.wraps(fn)(once))
+            where = homes_of_leaves(in_paths, homes or {})
+
+            def in_layers(kept: frozenset[int], aliases: tuple[tuple[int, int], ...]) -> Any:
+                return traced_of(functools.wraps(fn)(Forward(layers, kept, dict(aliases), where, found).once(fn)))
+
+            try:
+                traced = in_layers(kept, aliases)
+            except LayerError:
+                # An activation may go in and come out under one name: as state it leaves nothing to cut.
+                state = {i for i in kept if donated[i] or _argument(in_paths[i]) == _argument(in_paths[0])}
+                if state == kept:
+                    raise
+                kept, aliases = frozenset(state), tuple((i, o) for i, o in aliases if i in state)
+                traced = in_layers(kept, aliases)
             flat = flatten(traced.jaxpr)
     except AlpaLiteError:
         raise
@@ -161,10 +173,13 @@ def _kept(
     values = tuple(map(value_of, flat.avals))
     outputs = tuple(-1 if isinstance(o, Literal) else o for o in flat.outputs)
     found = find_aliases(values, tuple(flat.inputs), outputs, in_paths, out_paths, donated)
-    first = in_paths[0].partition("/")[0] if in_paths else ""
-    kept = {i for i, p in enumerate(in_paths) if p.partition("/")[0] == first}
+    kept = {i for i, p in enumerate(in_paths) if _argument(p) == _argument(in_paths[0])}
     state = [(i, o) for i, o in found if (i in kept and donated[i]) or _agree(in_paths[i], out_paths[o])]
     return frozenset(kept) | {i for i, _ in state}, tuple(state)
+
+
+def _argument(path: str) -> str:
+    return path.partition("/")[0]
 
 
 def _agree(before: str, after: str) -> bool:

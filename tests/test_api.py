@@ -62,6 +62,7 @@ def shapes(tree):
 # -- parallelize ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.medium
 def test_bare_decorator_plans_for_this_process_and_computes_the_same():
     @al.parallelize
     def bare(state, x, y):
@@ -139,6 +140,7 @@ def test_arrays_committed_to_another_layout_are_moved():
     same(parallel(state, elsewhere, y), expected)
 
 
+@pytest.mark.medium
 def test_init_makes_the_state_in_the_planned_layout():
     pins = {"0/params/*/kernel": P(None, "model"), "0/momentum/up/kernel": P("data", "model")}
     parallel = al.parallelize(step, options=MESH, pins=pins)
@@ -191,6 +193,7 @@ def test_microbatches_given_twice_and_differently():
 # -- plans as files -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.medium
 def test_a_saved_plan_runs_without_solving(tmp_path, monkeypatch):
     state, data = init(jax.random.key(0)), batch()
     plan = al.plan(step, state, *data, cluster=CLUSTER, options=MESH, donate_argnums=0)
@@ -242,6 +245,7 @@ def test_a_mesh_of_fewer_devices_than_there_are_is_noted():
         assert [note for note in plan.notes if "uses" in note] == noted
 
 
+@pytest.mark.medium
 def test_the_same_input_gives_the_same_bytes_also_in_another_process(tmp_path):
     state = jax.eval_shape(init, jax.random.key(0))
     texts = [encode_plan(al.plan(step, state, *shapes(batch()), cluster=CLUSTER)) for _ in range(2)]

@@ -168,6 +168,7 @@ def numbered(stages: list[int]) -> list[int]:
     return [rank[stage] for stage in stages]
 
 
+@pytest.mark.medium
 @settings(max_examples=40)
 @given(homes=HOMES, pinned=st.data())
 def test_layers_lie_where_their_parameters_lie(homes, pinned):
@@ -239,6 +240,7 @@ def test_what_cannot_be_followed(fn, follow, options, error, message):
         al.plan(fn, params, x, cluster=CLUSTER, follow=follow, options=options)
 
 
+@pytest.mark.medium
 def test_stages_that_share_a_submesh_are_not_followed():
     step, _ = trained(mlp, layers(*[16] * 5), num_stages=4, num_chunks=2, schedule="interleaved-1f1b")
     with pytest.raises(PinError, match="share a submesh"):

@@ -135,6 +135,7 @@ def _plan(fn, x, options):
     return al.plan(fn, x, cluster=CLUSTER, pins={"0": P("x")}, options=options)
 
 
+@pytest.mark.medium
 def test_check_refuses_a_wrong_rule_when_the_plan_is_made():
     @al.register_rule("i j -> i j", check=True)
     def softmax(x):

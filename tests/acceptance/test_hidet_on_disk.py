@@ -33,6 +33,7 @@ def hidet_plan(num_devices: int, **options: Any) -> al.Plan:
     return al.plan(mlp, *SHAPES, cluster=al.Cluster.parse(f"1x{num_devices}:cpu"), options=settings)
 
 
+@pytest.mark.medium
 def test_partition_and_load_partition(tmp_path):
     """Original graph text, plan file, readable scheme list, and one part per rank that no other rank's part overlaps."""
     plan = hidet_plan(2)

@@ -49,6 +49,7 @@ def slower(link: Link, factor: float) -> Link:
     )
 
 
+@pytest.mark.medium
 @given(meshes(), kinds, sizes, sizes)
 def test_monotone_in_bytes(where, kind, a, b):
     cluster, mesh, axes = where
@@ -65,6 +66,7 @@ def test_never_cheaper_over_a_slower_link(where, kind, size, factor, which):
     assert costs_of(worse, mesh).time_s(kind, axes, size) >= costs_of(cluster, mesh).time_s(kind, axes, size)
 
 
+@pytest.mark.medium
 @given(st.sampled_from(device_names()), st.sampled_from([2, 4, 8]), kinds, sizes)
 def test_never_cheaper_across_hosts_than_inside_one(name, n, kind, size):
     cluster = Cluster.of(name, num_hosts=n, devices_per_host=n)
@@ -90,6 +92,7 @@ def test_all_to_all_is_cheaper_than_all_gather_of_the_same_tensor(where, size):
     assert costs.time_s(K.ALL_TO_ALL, axes, shard) < costs.time_s(K.ALL_GATHER, axes, size)
 
 
+@pytest.mark.medium
 @given(meshes(), kinds, sizes)
 def test_no_collective_is_free_and_its_slowest_link_bounds_it(where, kind, size):
     cluster, mesh, axes = where

@@ -24,6 +24,7 @@ def test_monotone_in_flops_and_bytes(device, a, b, size, dtype, kind):
     assert op_time_s(device, size, low, dtype, kind) <= op_time_s(device, size, high, dtype, kind)
 
 
+@pytest.mark.medium
 @given(devices, flops, sizes, dtypes, op_kinds)
 def test_never_beats_the_peaks(device, work, size, dtype, kind):
     time = op_time_s(device, work, size, dtype, kind)
@@ -32,6 +33,7 @@ def test_never_beats_the_peaks(device, work, size, dtype, kind):
     assert time >= device.launch_s or work == size == 0
 
 
+@pytest.mark.medium
 @given(devices, st.floats(1e3, 1e16), dtypes)
 def test_splitting_a_matmul_costs_efficiency(device, work, dtype):
     whole, half = (op_time_s(device, f, 0.0, dtype, "matmul") for f in (work, work / 2))

@@ -40,6 +40,7 @@ def test_the_blocks_run_and_say_what_their_comments_say(tmp_path, monkeypatch):
     assert plan.mesh.shape == (2, 2)
 
 
+@pytest.mark.medium
 def test_the_table_lists_the_files(tmp_path):
     out = page.export(tmp_path)
     rows = re.findall(r"^\| (`.*?) \|", TEXT.partition("## Read a part")[0], re.MULTILINE)

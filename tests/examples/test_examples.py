@@ -32,6 +32,7 @@ def metrics_of_six_steps(name: str) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", COMPILED)
 def test_loss_falls_on_one_batch(name: str) -> None:
     losses = [float(metrics["loss"]) for metrics in metrics_of_six_steps(name)]

@@ -74,6 +74,7 @@ def test_shared_functions_run_on_every_stage():
         np.testing.assert_allclose(np.asarray(got), np.asarray(want), rtol=2e-5, atol=1e-6)
 
 
+@pytest.mark.medium
 def test_a_literal_makes_another_stage():
     """A fingerprint holds no literals, for they change no plan; they do change what runs."""
     found = []

@@ -64,6 +64,7 @@ def test_graphs_are_those_of_each_problem_alone(block: int) -> None:
     assert together > 40
 
 
+@pytest.mark.medium
 def test_equal_layers_are_solved_as_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where arrays get numbers in another order, copies are told apart otherwise, and sums differ in their last digits."""
     problem = layered(4)

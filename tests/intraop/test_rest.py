@@ -32,6 +32,7 @@ def started(problem: IntraOpProblem, sweeps: int, picks: list[int]) -> tuple[Sea
     return found, messages
 
 
+@pytest.mark.medium
 def test_equals_brute_force_from_any_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rest, "_GAP", math.inf)
     monkeypatch.setattr(rest, "_SHRUNK", math.inf)
@@ -60,6 +61,7 @@ def test_equals_brute_force_from_any_choice(monkeypatch: pytest.MonkeyPatch) -> 
     assert partly > 100  # where states were excluded and something cheaper was left
 
 
+@pytest.mark.medium
 def test_a_guess_proves_the_optimum_that_it_holds_and_else_bounds_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rest, "_GAP", math.inf)
     monkeypatch.setattr(rest, "_SHRUNK", math.inf)

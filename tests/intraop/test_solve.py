@@ -207,6 +207,7 @@ def test_negative_costs() -> None:
         assert solution.lower_bound <= solution.objective
 
 
+@pytest.mark.medium
 def test_minimum_peak_is_sound() -> None:
     exact = 0
     for seed in range(60):
@@ -257,6 +258,7 @@ def test_large_cores_never_reach_the_milp(monkeypatch: pytest.MonkeyPatch) -> No
     assert 0 < solution.gap < 0.1
 
 
+@pytest.mark.medium
 def test_a_large_problem_that_is_too_dear_ends_early_and_a_small_one_is_solved() -> None:
     problem = layered(32)
     full = solve(problem)

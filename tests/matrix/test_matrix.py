@@ -89,6 +89,7 @@ CELLS = [
 ]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("name", "mesh_shape"), CELLS)
 def test_loss_gradients_and_parameters_equal_the_unsharded_run(name: str, mesh_shape: tuple[int, ...]) -> None:
     done = run(name, mesh_shape)

@@ -130,6 +130,7 @@ def test_a_large_plan_is_a_small_file(plan, tmp_path):
     assert load_plan(path) == large
 
 
+@pytest.mark.medium
 @settings(max_examples=50)
 @given(
     st.recursive(

@@ -126,6 +126,7 @@ def searched(graphs: dict[str, Any], budget: float | None = None, **weights: flo
     return [(s.submesh, stages.count(n)) for n, s in enumerate(next(iter(layout.plans.values())).stages)]
 
 
+@pytest.mark.medium
 def test_submeshes_are_searched_for_all_graphs(monkeypatch):
     monkeypatch.setattr(shared_stages._StagedSearch, "own_cuts", lambda self: ())
     graphs = {"even": (chain, WIDE), "late": (dear(2**16), NARROW)}
@@ -133,6 +134,7 @@ def test_submeshes_are_searched_for_all_graphs(monkeypatch):
     assert searched(graphs, late=1e3) == [((1, 1), 1), ((1, 1), 2), ((1, 2), 1)]
 
 
+@pytest.mark.medium
 def test_searched_submeshes_have_room_for_what_is_shared():
     """A table of 64 MiB that costs little, and a dear layer of 8 MiB: within 40 MiB the table has the two devices."""
 
@@ -147,6 +149,7 @@ def test_searched_submeshes_have_room_for_what_is_shared():
     assert [submesh for submesh, _ in searched(graphs, 40 * 2**20)] == [(1, 2), (1, 1), (1, 1)]
 
 
+@pytest.mark.medium
 def test_stacked_layers_scanned_and_written_out():
     """One graph scans over the layers, the other takes rows: the same rows lie on each stage."""
 
@@ -248,6 +251,7 @@ def reads_the_last(params: Any, x: Any) -> Any:
     return jnp.tanh(al.layer_boundary(x @ params[0]) @ params[1])
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     "options", [TWO, SEARCHED, replace(TWO, stage_layers=(1, 1))], ids=["equal", "searched", "given"]
 )

@@ -118,6 +118,7 @@ def stepped(axis: int) -> Any:
     return graph
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("options", [ONE_AXIS, al.PlanOptions(num_stages=2, submeshes="auto", axis_names=("x",))])
 def test_pins_of_two_graphs_that_clash_are_named(options):
     """And no others."""
@@ -212,6 +213,7 @@ def test_pins_to_stages_hold_in_any_graph(case, options):
             assert not list(layout.faults())
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("options", [TWO, SEARCHED], ids=["equal", "searched"])
 @pytest.mark.parametrize("boundaries", [(0, 1), (0, 1, 2), ()])
 def test_pins_to_stages_of_two_graphs_that_clash_are_refused(boundaries, options):
@@ -224,6 +226,7 @@ def test_pins_to_stages_of_two_graphs_that_clash_are_refused(boundaries, options
         assert "'one'" in str(raised.value) and "'other'" in str(raised.value)
 
 
+@pytest.mark.medium
 def test_pins_to_stages_beside_given_layers():
     def planned(pins: dict[int, int], alone: bool = False) -> Any:
         graphs = {"one": (pinned_chain({}), WIDE), "other": (pinned_chain(pins), NARROW)}

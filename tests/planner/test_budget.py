@@ -179,6 +179,7 @@ def test_on_one_device_the_only_plan_fits_its_own_peak_and_nothing_less(cluster)
         plan(cluster, memory_budget_bytes=peak - 1)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("share", [1.0, 0.95, 0.85])
 def test_on_four_devices_tight_budgets_are_kept(share):
     free = plan("1x4:h100-sxm", mesh_shape=(4,))

@@ -115,6 +115,7 @@ def test_a_contraction_that_cannot_be_split_is_named():
     assert error.value.members == ("PlanOptions.costs='slapo-head', which splits every contraction",)
 
 
+@pytest.mark.medium
 def test_contractions_may_stay_whole_on_request():
     options = al.PlanOptions(costs="slapo-head", require_sharded_contractions=False)
     plan = al.plan(loss, *train_args(), cluster=CLUSTER, options=options)

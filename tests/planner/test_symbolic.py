@@ -126,6 +126,7 @@ def test_within_a_budget_late_plans_say_what_limits_them():
     assert encode_plan(late) == encode_plan(planned(CLUSTER.specialize(4), 4))
 
 
+@pytest.mark.medium
 def test_what_fits_no_memory_is_refused_in_the_same_words():
     """Layers could be recomputed in this step, and early planning does so unless it is told not to."""
 

@@ -44,6 +44,7 @@ def expected(temperature: float, top_k: int, top_p: float) -> np.ndarray:
     return made
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     "settings", [(1.0, 0, 1.0), (0.5, 0, 1.0), (2.0, 3, 1.0), (1.0, 0, 0.65), (1.0, 4, 0.8), (0.7, 5, 0.01)]
 )
@@ -55,6 +56,7 @@ def test_tokens_come_as_often_as_they_should(settings: tuple[float, int, float])
     assert (abs(got - want) <= 4 * sigma + 1e-9).all(), (got, want)
 
 
+@pytest.mark.medium
 def test_without_temperature_it_is_the_likeliest_whatever_else_is_set() -> None:
     rows = rows_of(Sampling(), Sampling(0.0, 5, 0.9, 11), Sampling(5.0, top_k=1, seed=2), Sampling(5.0, top_p=1e-6))
     assert run(np.tile(LOGITS, (4, 1)), rows).tolist() == [1, 1, 1, 1]
@@ -82,6 +84,7 @@ def test_a_seed_is_the_key_of_that_seed_and_others_differ() -> None:
     assert len(set(tokens(Sampling(1.0, seed=5)))) > 50, "one draw like the other"
 
 
+@pytest.mark.medium
 def test_all_settings_are_one_program() -> None:
     count = run._cache_size()
     run(np.tile(LOGITS, (3, 1)), rows_of(Sampling(), Sampling(), Sampling()))
@@ -89,6 +92,7 @@ def test_all_settings_are_one_program() -> None:
     assert run._cache_size() == count + 1
 
 
+@pytest.mark.medium
 def test_a_masked_token_is_never_drawn_however_hot() -> None:
     logits = np.where(np.arange(6) == 2, -np.inf, LOGITS).astype(np.float32)
     rows = rows_of(*[Sampling(1e6, seed=1)] * 500)._replace(drawn=np.arange(500, dtype=np.int32))

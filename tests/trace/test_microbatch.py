@@ -71,6 +71,7 @@ def test_grad_and_several_argnums():
     close(got, mean([jax.grad(loss, (0, 2))(W["a"], part, W["b"]) for part in slices((X, Y), 4)]))
 
 
+@pytest.mark.medium
 def test_auxiliary_results():
     def loss(params, batch, step):
         p = jnp.tanh(batch[0] @ params["a"]) @ params["b"]

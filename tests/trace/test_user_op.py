@@ -58,6 +58,7 @@ def test_keywords_are_static():
     assert [op.primitive for op in two.ops] == ["user_op:dense"] * 2
 
 
+@pytest.mark.medium
 def test_derivatives_are_those_of_the_body():
     def loss(fn):
         return lambda x, w: (fn(x, w) ** 2).sum()

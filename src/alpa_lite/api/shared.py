@@ -39,6 +39,7 @@ from alpa_lite.planner.plan_step import budget_bytes
 _CLOSE = 4e-4  # of the best sum so far: a search on a large problem ends where no layout can be so much better
 # Of the budget, by the solver's own count, which may be too high or too low.
 _LIMITS = (1.5, 1.25, 1.1, 1.0, 0.95, 0.85, 0.7)
+_NEAR = 1e-3  # the same for layouts that a budget asks for, each of which takes a joint problem
 _TRIES = 24  # joint problems of parts of the layouts, per mesh, and as many layouts
 
 
@@ -195,7 +196,7 @@ class _Search:
         parts = [(best.lower_bound, 0, EVERYWHERE, best.specs)]
         tries = 0
         for _ in range(_TRIES):
-            if not parts or not parts[0][0] < (1 - _CLOSE) * self.total:
+            if not parts or not parts[0][0] < (1 - _NEAR) * self.total:
                 break
             _, _, region, specs = heapq.heappop(parts)
             self.offer(mesh, specs)

@@ -82,7 +82,7 @@ def series(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, count: 
         for k in range(count):
             if k % 4 == 0:
                 step.close()  # so that some are struck while they start
-            striker = Striker(groups, rng.uniform(0, 0.9 * unharmed_s[k % 4 == 0]), number, rng)
+            striker = Striker(groups, rng.uniform(0, 0.7 * unharmed_s[k % 4 == 0]), number, rng)
             striker.start()
             done, _ = run(str(k))
             restarts.append(done.restarts)

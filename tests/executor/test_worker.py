@@ -159,4 +159,6 @@ def test_workers_of_two_graphs_on_one_transport() -> None:
             given.append({position: whole_tiles(x) for position, x in enumerate(zeros)})
     for number in range(1, 31):
         workers[number % 2].step(StepOrder(number=number, given=given[number % 2]))
-    assert len(offers) == 15 * (1 + 3), "a prompt is sent once; of decode two values besides, for where caches are written"
+    assert len(offers) == 15 * (1 + 3), (
+        "a prompt is sent once; of decode two values besides, for where caches are written"
+    )

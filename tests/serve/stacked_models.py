@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 LAYERS, WIDTH, HEADS, VOCABULARY = 4, 16, 2, 64
-FORMS = ("rows", "late", "carried", "scattered", "counted", "written out")
+FORMS = ("rows", "late", "carried", "scattered", "counted", "written out", "by number")
 
 
 def init_params(key: jax.Array) -> Any:
@@ -35,6 +35,7 @@ class Stacked:
     - "scattered": it carries them, with ``.at[layer, ...].set``.
     - "counted": ``fori_loop`` carries them and takes the parameters of a layer by its number.
     - "written out": a Python loop takes a row of each, and the new ones are stacked.
+    - "by number": a Python loop writes with ``.at[layer, ...].set`` to all of them.
     """
 
     def __init__(self, form: str) -> None:
@@ -81,7 +82,7 @@ class Stacked:
             x, keys, values = state
             w, i = row
             new = heads(w["key"], x), heads(w["value"], x)
-            if self.form == "scattered":
+            if self.form in ("scattered", "by number"):
                 keys, values = keys.at[i, slot, at].set(new[0]), values.at[i, slot, at].set(new[1])
             else:
                 keys = lax.dynamic_update_index_in_dim(keys, put(keys[i], new[0]), i, 0)
@@ -103,6 +104,9 @@ class Stacked:
                 x, rows = by_rows(x, jax.tree.map(lambda stack, i=i: stack[i], (params["blocks"], *stacks)))
                 made.append(rows)
             stacks = [jnp.stack(rows) for rows in zip(*made, strict=True)]
+        elif self.form == "by number":
+            for i in range(LAYERS):
+                (x, *stacks), _ = carried((x, *stacks), (jax.tree.map(lambda w, i=i: w[i], params["blocks"]), i))
         else:
             (x, *stacks), _ = lax.scan(carried, (x, *stacks), (params["blocks"], jnp.arange(LAYERS)))
         if self.form == "late":

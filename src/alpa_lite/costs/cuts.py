@@ -46,6 +46,7 @@ class Cut:
         cuts: numbers of the ops at which a new segment starts, rising; ends with the number of ops.
         in_specs, out_specs: of its inputs and results.
         skipped: numbers of ops that are run by others (the loop itself); what they make counts as given.
+        late: inputs that come after these, from other stages.
     """
 
     inputs: Sequence[int]
@@ -59,6 +60,7 @@ class Cut:
     in_specs: tuple[ShardingSpec, ...]
     out_specs: tuple[ShardingSpec, ...]
     skipped: frozenset[int] = frozenset()
+    late: frozenset[int] = frozenset()
 
     @cached_property
     def results(self) -> tuple[Pair | None, ...]:
@@ -135,10 +137,12 @@ class Cut:
         """Per segment, what it converts at its end: operands of a skipped op that comes next, and results of the region as
         soon as their source exists, for others may wait for them."""
         left = list(self.conversions.get(f"{self.prefix}out", ()))
-        have = set(zip(self.inputs, self.in_specs, strict=True))
+        given = set(zip(self.inputs, self.in_specs, strict=True))
+        have = {pair for pair in given if pair[0] not in self.late}
         found, start = [], 0
         for pairs, stop in zip(made, self.cuts, strict=True):
-            have |= pairs.union(*(self._results(i) for i in self.skipped if start <= i < stop))
+            passed = [i for i in self.skipped if start <= i < stop]
+            have |= pairs.union(*map(self._results, passed), given if passed else ())
             now = [c for i in self.skipped if i == stop for c in self._conversions(i)]
             for conversion in left:
                 if (conversion.value, conversion.source) in have:

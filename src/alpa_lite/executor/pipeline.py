@@ -112,6 +112,7 @@ class PipelinedStep:
         if self.updates_alone:
             runs[stage].segment(1, state.record)
         elif len(state.updating) == len(runs):
+            self._exchange(runs, "end")  # what loops made
             for number in self.rounds:
                 for run in runs:
                     run.segment(number, state.record)

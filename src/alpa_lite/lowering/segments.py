@@ -36,7 +36,7 @@ class CutRegion:
         flat, prefix: the region; op ``i`` has the path ``prefix + str(i)``.
         cuts: numbers of the ops at which a new segment starts, rising; ends with the number of ops.
         in_specs, out_specs: of its inputs and results.
-        skipped: numbers of ops that are run by others (the loop itself); what they make counts as given.
+        skipped, late: as of ``Cut``.
     """
 
     lowering: Lowering
@@ -46,6 +46,7 @@ class CutRegion:
     in_specs: tuple[ShardingSpec, ...]
     out_specs: tuple[ShardingSpec, ...]
     skipped: frozenset[int] = frozenset()
+    late: frozenset[int] = frozenset()
 
     @cached_property
     def cut(self) -> Cut:
@@ -64,6 +65,7 @@ class CutRegion:
             in_specs=self.in_specs,
             out_specs=self.out_specs,
             skipped=self.skipped,
+            late=self.late,
         )
 
     @property

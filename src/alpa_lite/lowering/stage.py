@@ -112,9 +112,9 @@ class LoweredStage:
         """Segment 0 is what comes before the loop, the others are the rounds of the update."""
         first = self.program.loop
         cuts = (first, *self.program.rounds)
-        return CutRegion(
-            self.lowering, self.program.flat, "", cuts, self.in_specs, self.out_specs, skipped=frozenset({first})
-        )
+        specs = self.in_specs, self.out_specs
+        skipped, late = frozenset({first}), self.program.late
+        return CutRegion(self.lowering, self.program.flat, "", cuts, *specs, skipped=skipped, late=late)
 
     @cached_property
     def body(self) -> CutRegion:

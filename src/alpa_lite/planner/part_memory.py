@@ -61,6 +61,7 @@ def cut_stage(part: StageProgram, program: Program, mesh: DeviceMesh, written: R
             in_specs=written.in_specs,
             out_specs=written.out_specs,
             skipped=frozenset({part.loop}),
+            late=part.late,
         ),
         body=region(
             body,

@@ -30,6 +30,7 @@ from alpa_lite.trace.boundary import layer_boundary_p
 from alpa_lite.trace.forward_ops import ForwardOps, contains, inlined, read, run_part
 from alpa_lite.trace.indexed_rows import indexed_by_rows
 from alpa_lite.trace.op_places import gathered
+from alpa_lite.trace.written_rows import written_by_rows
 
 # (FLOPs of each op, bytes of the cut before each op but the first) -> the ops that start a layer, rising. Where ops are
 # pinned to stages, their ``StagePin``s are a third argument. ``forward=True`` is given for a function without a gradient.
@@ -72,7 +73,7 @@ def with_layers(
     structs = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=getattr(x, "weak_type", False)) for x in leaves]
     closed, shape = jax.make_jaxpr(f, return_shape=True)(*structs)
     tree = jax.tree_util.tree_structure(shape)
-    closed = inlined(closed)
+    closed = written_by_rows(inlined(closed)) if forward else inlined(closed)
     if contains(closed.jaxpr, _BOUNDARY):
         return partial(_evaluated, closed, tree) if forward else f
     closed = gathered(indexed_by_rows(closed), batch) if forward else closed

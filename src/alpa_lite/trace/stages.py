@@ -68,6 +68,12 @@ class StageProgram:
     layers: tuple[int, ...]
     weight_half: int | None = None
 
+    @property
+    def late(self) -> frozenset[int]:
+        """Inputs of ``flat`` that come after the loop."""
+        received = zip(self.flat.inputs[len(self.args) :], self.received, strict=True)
+        return frozenset(value for value, crossing in received if crossing.when == "end")
+
 
 def split_step(
     flat: FlatJaxpr,

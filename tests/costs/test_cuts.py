@@ -31,6 +31,6 @@ def test_a_result_is_converted_when_it_is_there(late: bool) -> None:
         skipped=frozenset({0}),
         late=frozenset({1} if late else ()),
     )
-    assert [segment.out for segment in cut.segments] == [(), (conversion,)] if late else [(conversion,), ()]
+    assert [segment.out for segment in cut.segments] == ([(), (conversion,)] if late else [(conversion,), ()])
     assert [segment.reads for segment in cut.segments][late] == ((1, WHOLE),)
     assert [segment.writes for segment in cut.segments][late] == ((1, SPLIT),)

@@ -158,6 +158,26 @@ def test_another_type_is_no_alias():
     assert aliases(lambda p: {k: v.astype(jnp.bfloat16) for k, v in p.items()}, PARAMS) == {}
 
 
+def test_members_of_lists_are_no_next_values_of_one_another_by_number_alone():
+    """What has their number among the results may be anything of their type."""
+    h, x = struct(8, 4), struct(4)
+    new = lambda hs, x: [h + x for h in hs]  # noqa: E731
+    assert aliases(lambda hs, x: (jnp.tanh(jax.tree.leaves(hs)[0]), new(hs, x)), [h, h], x) == {
+        "0/0": "out/1/0",
+        "0/1": "out/1/1",
+    }
+    assert aliases(lambda hs, x: (jnp.tanh(jax.tree.leaves(hs)[0]), new(hs, x)), [h], x) == {"0/0": "out/1/0"}
+    assert aliases(lambda hs, x: (new(hs, x), jnp.tanh(hs[0])), [h, h], x) == {"0/0": "out/0/0", "0/1": "out/0/1"}
+    assert aliases(new, [h, h], x) == {"0/0": "out/0", "0/1": "out/1"}
+    assert aliases(lambda hs, x: (hs[0] + x, hs[1] * x), [h, h, h], x) == {}
+    nested = ([h], [h, h])
+    assert aliases(lambda hs, x: (jnp.tanh(hs[0][0]), jax.tree.map(lambda h: h + x, hs)), nested, x) == {
+        "0/0/0": "out/1/0/0",
+        "0/1/0": "out/1/1/0",
+        "0/1/1": "out/1/1/1",
+    }
+
+
 def test_donated_arguments_take_the_first_fitting_result():
     assert aliases(lambda x, y: {"a": y * 2, "b": x.sum()}, X, X) == {}
     assert aliases(lambda x, y: {"a": y * 2, "b": x.sum()}, X, X, donate_argnums=(1,)) == {"1": "out/a"}

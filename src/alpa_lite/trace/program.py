@@ -173,8 +173,13 @@ def _kept(
     values = tuple(map(value_of, flat.avals))
     outputs = tuple(-1 if isinstance(o, Literal) else o for o in flat.outputs)
     found = find_aliases(values, tuple(flat.inputs), outputs, in_paths, out_paths, donated)
+    by_path = find_aliases(values, tuple(flat.inputs), outputs, in_paths, out_paths, [False] * len(donated))
     kept = {i for i, p in enumerate(in_paths) if _argument(p) == _argument(in_paths[0])}
-    state = [(i, o) for i, o in found if (i in kept and donated[i]) or _agree(in_paths[i], out_paths[o])]
+    state = [
+        (i, o)
+        for i, o in found
+        if (i in kept and donated[i]) or ((i, o) in by_path and _agree(in_paths[i], out_paths[o]))
+    ]
     return frozenset(kept) | {i for i, _ in state}, tuple(state)
 
 
@@ -184,8 +189,8 @@ def _argument(path: str) -> str:
 
 def _agree(before: str, after: str) -> bool:
     """Whether paths of an argument and a result are those of one leaf of a state, wherever the state is passed."""
-    rest, tail = after.removeprefix("out").removeprefix("/"), before.partition("/")[2]
-    return before == rest or (tail != "" and tail in (rest, rest.partition("/")[2]))
+    rest, tail = _below(after), _tail(before)
+    return before == rest or (tail != "" and tail in (rest, _tail(rest)))
 
 
 def _abstract(leaf: Any) -> Any:
@@ -392,36 +397,90 @@ def find_aliases(
     among several such arguments the one whose position equals the result's, else the first still free. Donated arguments
     that found no partner this way take the first free result of their type, as XLA's donation does.
     """
-    by_tail: dict[tuple[str, Any], list[int]] = {}
-    for i, path in enumerate(in_paths):
-        for tail in (path.partition("/")[2], path):
-            by_tail.setdefault((tail, _type(values[inputs[i]])), []).append(i)
-    taken: dict[int, int] = {}
-    used: set[int] = set()
-    for o, path in enumerate(out_paths):
-        if outputs[o] < 0:
-            continue
-        rest = path.removeprefix("out").removeprefix("/")
-        tail = rest.partition("/")[2]
-        # A bare array argument has no path of its own. It may be a member of a tuple of results; the only result of all
-        # is taken for the next value of the first argument, of no other.
-        tails = (tail, rest) if tail or not rest or rest.isdigit() else (rest,)
-        candidates = [i for tail in tails for i in by_tail.get((tail, _type(values[outputs[o]])), []) if i not in used]
-        if not rest:
-            candidates = [i for i in candidates if i == 0]
-        if candidates:
-            best = min(candidates, key=lambda i: (in_paths[i] != rest, i))
-            taken[o] = best
-            used.add(best)
+    in_types, out_types = _types(values, inputs), _types(values, outputs)
+    taken = _of_one_path(in_types, out_types, in_paths, out_paths)
+    used = set(taken.values())
     for i in range(len(in_paths)):
         if donated[i] and i not in used:
-            for o in range(len(out_paths)):
-                if o not in taken and outputs[o] >= 0 and _type(values[outputs[o]]) == _type(values[inputs[i]]):
+            for o, kind in enumerate(out_types):
+                if o not in taken and kind == in_types[i]:
                     taken[o] = i
                     used.add(i)
                     break
     return tuple(sorted((i, o) for o, i in taken.items()))
 
 
-def _type(value: Value) -> tuple[Any, ...]:
-    return (value.shape, value.dtype)
+_Types = list[tuple[Any, ...] | None]
+
+
+def _types(values: tuple[Value, ...], numbers: tuple[int, ...]) -> _Types:
+    """Of arguments or results; None of literals."""
+    return [None if v < 0 else (values[v].shape, values[v].dtype) for v in numbers]
+
+
+def _of_one_path(in_types: _Types, out_types: _Types, in_paths: list[str], out_paths: list[str]) -> dict[int, int]:
+    """Result -> the argument of its path and type."""
+    by_tail: dict[tuple[str, Any], list[int]] = {}
+    for i, path in enumerate(in_paths):
+        for tail in (_tail(path), path):
+            by_tail.setdefault((tail, in_types[i]), []).append(i)
+    places = _places_of_numbers(in_types, out_types, in_paths, out_paths)
+    taken: dict[int, int] = {}
+    used: set[int] = set()
+    for o, path in enumerate(out_paths):
+        if out_types[o] is None:
+            continue
+        rest = _below(path)
+        tail = _tail(rest)
+        # A bare array argument has no path of its own. It may be a member of a tuple of results; the only result of all
+        # is taken for the next value of the first argument, of no other.
+        tails = (tail, rest) if tail or not rest or rest.isdigit() else (rest,)
+        candidates = [i for t in tails for i in by_tail.get((t, out_types[o]), []) if i not in used]
+        if not rest:
+            candidates = [i for i in candidates if i == 0]
+        candidates = [i for i in candidates if o in places.get(i, (o,))]
+        if candidates:
+            best = min(candidates, key=lambda i: (in_paths[i] != rest, i))
+            taken[o] = best
+            used.add(best)
+    return taken
+
+
+def _places_of_numbers(
+    in_types: _Types, out_types: _Types, in_paths: list[str], out_paths: list[str]
+) -> dict[int, set[int]]:
+    """Arguments whose paths are of numbers alone, as in a list of layers -> results that may be their next values.
+
+    Every list and every tuple has such paths: of ``f([h0, h1], x) -> (y, [new_h0, new_h1])`` the first result is no next value
+    of ``h0``. They are those of one list: every leaf of the argument is there, among all results or within one of them.
+    """
+    found: dict[int, set[int]] = {}
+    below: dict[str, dict[str, int]] = {"": {_below(path): o for o, path in enumerate(out_paths)}}
+    for o, path in enumerate(out_paths):
+        below.setdefault(_argument(_below(path)), {})[_tail(_below(path))] = o
+    members: dict[str, list[int]] = {}
+    for i, path in enumerate(in_paths):
+        members.setdefault(_argument(path), []).append(i)
+    for leaves in members.values():
+        tails = {i: _tail(in_paths[i]) for i in leaves}
+        numbered = [i for i, tail in tails.items() if tail and all(part.isdigit() for part in tail.split("/"))]
+        if not numbered:
+            continue
+        places = [
+            place
+            for place, results in below.items()
+            if all(tails[i] in results and out_types[results[tails[i]]] in (in_types[i], None) for i in leaves)
+        ]
+        inner = [place for place in places if place] or places  # of two ways to see it, the narrower one
+        for i in numbered:
+            found[i] = {below[place][tails[i]] for place in inner}
+    return found
+
+
+def _below(path: str) -> str:
+    """Of a result, without ``out``."""
+    return path.removeprefix("out").removeprefix("/")
+
+
+def _tail(path: str) -> str:
+    return path.partition("/")[2]

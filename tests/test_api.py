@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import alpa_lite as al
 from alpa_lite.api import request
-from alpa_lite.errors import AlpaLiteError
+from alpa_lite.errors import AlpaLiteError, ArgumentsError
 from alpa_lite.executor.local import local_mesh
 from alpa_lite.plan.encode import encode_plan
 
@@ -356,3 +356,16 @@ def test_progress_is_told_on_a_terminal_only(monkeypatch, tty):
     monkeypatch.setattr(sys, "stderr", stream)
     al.parallelize(step, options=MESH, cluster=CLUSTER).plan(init(jax.random.key(0)), *batch())
     assert ("alpa_lite" in stream.getvalue()) == tty
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_an_array_that_is_donated_twice_is_refused(devices):
+    """XLA ends the process on several devices."""
+    step = al.parallelize(lambda x, y: (x[0] + y, x[1] * y), cluster=al.Cluster.parse(f"1x{devices}:cpu"), donate_argnums=0)
+    zero, one = jnp.zeros(8), jnp.ones(8)
+    with pytest.raises(ArgumentsError, match=r"leaves '0/0' and '0/1' .* donated.*test_api.py.*jnp.copy"):
+        step([zero, zero], one)
+    with pytest.raises(ArgumentsError, match=r"leaves '0/1' and '1' .* donated"):
+        step([zero, one], one)
+    again = step([zero, jnp.copy(one)], one)
+    np.testing.assert_array_equal(step(again, one)[0], 2 * np.ones(8))

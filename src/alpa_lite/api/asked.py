@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from typing import Any
+
+import jax
 
 from alpa_lite.cluster.cluster import Cluster
 from alpa_lite.cluster.symbolic import SymbolicCluster
-from alpa_lite.errors import AlpaLiteError, LayerError
+from alpa_lite.errors import AlpaLiteError, ArgumentsError, LayerError, user_line
 from alpa_lite.planner.options import PlanOptions
 from alpa_lite.planner.searched import SEARCHED_SCHEDULES, is_searched
 from alpa_lite.planner.stage_cut import given_submeshes
+from alpa_lite.trace.paths import leaf_paths
 
 
 def check_cluster(options: PlanOptions, cluster: Any, source: str) -> None:
@@ -67,7 +71,8 @@ def check_stages_asked(options: PlanOptions, cluster: Cluster, source: str) -> N
                 f"submeshes='auto' was given with num_microbatches={options.num_microbatches}, schedule={options.schedule!r} and "
                 f"costs={options.costs!r}. The search needs at least 2 microbatches, a schedule of "
                 f"{', '.join(map(repr, SEARCHED_SCHEDULES))}, and costs in seconds. At {source}. Change these, or give "
-                "submeshes=((hosts, devices per host), ...)."
+                "submeshes=((hosts, devices per host), ...). For a function without a gradient, which has one microbatch, "
+                "al.plan_shared searches them, also for one graph."
             )
     elif options.stage_count is not None:
         given_submeshes(options, cluster, source)
@@ -87,3 +92,23 @@ def check_stage_count(options: PlanOptions, cluster: Cluster, source: str) -> No
             f"num_stages={count} was given for the {cluster.num_devices} devices of {cluster}. A stage has at least one. At "
             f"{source}. Ask for at most {cluster.num_devices} stages."
         )
+
+
+def check_donated(args: Sequence[Any], static: Collection[int], donated: Collection[int]) -> None:
+    """Refuses an array that is given away twice, or given away and used: on several devices XLA ends the process there.
+
+    Args:
+        args: positional arguments.
+        static, donated: positions of those that are.
+    """
+    seen: dict[int, tuple[str, bool]] = {}
+    for number, tree in enumerate(args):
+        for path, leaf in leaf_paths(tree, str(number)) if donated and number not in static else ():
+            if isinstance(leaf, jax.Array):
+                before, given_away = seen.setdefault(id(leaf), (path, number in donated))
+                if before != path and (given_away or number in donated):
+                    raise ArgumentsError(
+                        f"the leaves {before!r} and {path!r} of the arguments are one array, which is donated. Its buffer can be "
+                        f"given away once, and is then gone. At {user_line()}. Give each leaf an array of its own, as jnp.copy "
+                        "makes it, or leave donate_argnums out."
+                    )

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
+from alpa_lite.api.asked import check_donated
 from alpa_lite.api.bound import JIT_SETTINGS, Parallelized, Trees, staged_for, traced_for, verified
 from alpa_lite.api.checkpoint import argument_tree, check_saved, checked_step, checkpoint_folder
 from alpa_lite.api.request import Request
@@ -71,6 +72,7 @@ class ParallelStep(Parallelized):
             except ValueError:
                 if self._key(args, kwargs) == self._last_key:
                     return self._run(self._last, args)
+        check_donated(args, self._request.static_argnums, self._request.donate_argnums)
         step = self._step(args, kwargs)
         return self._run(step, self._dynamic(args, kwargs))
 

@@ -361,7 +361,9 @@ def test_progress_is_told_on_a_terminal_only(monkeypatch, tty):
 @pytest.mark.parametrize("devices", [1, 2])
 def test_an_array_that_is_donated_twice_is_refused(devices):
     """XLA ends the process on several devices."""
-    step = al.parallelize(lambda x, y: (x[0] + y, x[1] * y), cluster=al.Cluster.parse(f"1x{devices}:cpu"), donate_argnums=0)
+    step = al.parallelize(
+        lambda x, y: (x[0] + y, x[1] * y), cluster=al.Cluster.parse(f"1x{devices}:cpu"), donate_argnums=0
+    )
     zero, one = jnp.zeros(8), jnp.ones(8)
     with pytest.raises(ArgumentsError, match=r"leaves '0/0' and '0/1' .* donated.*test_api.py.*jnp.copy"):
         step([zero, zero], one)

@@ -101,9 +101,12 @@ def check_donated(args: Sequence[Any], static: Collection[int], donated: Collect
         args: positional arguments.
         static, donated: positions of those that are.
     """
+    arrays = [id(leaf) for leaf in jax.tree_util.tree_leaves(args) if isinstance(leaf, jax.Array)] if donated else []
+    if len(set(arrays)) == len(arrays):
+        return
     seen: dict[int, tuple[str, bool]] = {}
     for number, tree in enumerate(args):
-        for path, leaf in leaf_paths(tree, str(number)) if donated and number not in static else ():
+        for path, leaf in leaf_paths(tree, str(number)) if number not in static else ():
             if isinstance(leaf, jax.Array):
                 before, given_away = seen.setdefault(id(leaf), (path, number in donated))
                 if before != path and (given_away or number in donated):

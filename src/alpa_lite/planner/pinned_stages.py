@@ -17,6 +17,11 @@ from alpa_lite.plan.leaf_rows import split_path
 from alpa_lite.planner.even_layers import EVEN, UNEVEN, even_layers, fewer_bytes
 from alpa_lite.trace.stage_pin import StagePin
 
+_NO_LAYERS = (
+    "Mark more layers with al.layer_boundary. A function that only copies, resets or reorders leaves has none: run it with "
+    "jax.jit on the arrays as they lie, of a StagedArray on each of its parts."
+)
+
 
 def check_stage_pins(pins: Sequence[StagePin], num_layers: int, num_stages: int, what: str = "layer") -> None:
     """Refuse pins that no cut into stages keeps.
@@ -85,7 +90,7 @@ def _cycle(first: StagePin, second: StagePin) -> str:
 def _too_few(pin: StagePin, layers: int, stages: int, where: str, what: str) -> LayerError:
     return LayerError(
         f"{pin.reason} asks for stage {pin.stage}: {stages} stages {where}, for {layers} {what}s. Every stage "
-        f"has at least one {what}. Mark more layers with al.layer_boundary, or pin another stage."
+        f"has at least one {what}. {_NO_LAYERS if pin.leaf else 'Mark more layers with al.layer_boundary, or pin another stage.'}"
     )
 
 
@@ -120,10 +125,11 @@ def pinned_cuts(
         high = min((pin.place for pin in pins if pin.stage >= stage), default=num_ops - 1)
         starts.append(possible[(low < possible) & (possible <= high)])
     work, size = np.asarray(flops, float), np.asarray(cut_bytes, float)
-    ends = _stage_starts(work, size, starts, EVEN)
+    ends = _stage_starts(work, size, starts, EVEN, pins)
     if forward:
-        uneven = _stage_starts(work, size, starts, UNEVEN)
-        ends = fewer_bytes(ends, size[np.array(ends) - 1].sum(), uneven, size[np.array(uneven) - 1].sum())
+        uneven = _stage_starts(work, size, starts, UNEVEN, pins)
+        sent = [sum(cut_bytes[start - 1] for start in own) for own in (ends, uneven)]
+        ends = fewer_bytes(ends, sent[0], uneven, sent[1])
     edges = [0, *ends, num_ops]
     layers = zip(pairwise(edges), stage_layers, strict=True)
     inner = [_inner_cuts(flops, cut_bytes, *edge, n, forward=forward) for edge, n in layers]
@@ -131,7 +137,11 @@ def pinned_cuts(
 
 
 def _stage_starts(
-    flops: np.ndarray, cut_bytes: np.ndarray, starts: Sequence[np.ndarray], tolerance: float
+    flops: np.ndarray,
+    cut_bytes: np.ndarray,
+    starts: Sequence[np.ndarray],
+    tolerance: float,
+    pins: Sequence[StagePin],
 ) -> list[int]:
     """The first op of each stage but the first, of those in ``starts``.
 
@@ -146,9 +156,11 @@ def _stage_starts(
         load = np.array([_least(np.maximum(load, work[p] - work[before]), before < p)[0] for p in now])
     cap = max((1 + tolerance) * work[-1] / (len(rows) - 1), float(load.min(initial=math.inf))) * (1 + 1e-9)
     if not math.isfinite(cap):
+        leaves = any(pin.leaf for pin in pins)
         raise LayerError(
-            "the pins of al.pin_stage leave no place where a stage can end: layers end between ops that the gradient passes, and "
-            "every stage has at least one. Pin other values, or mark layers with al.layer_boundary."
+            f"the pins of {'parameters to their stages' if leaves else 'al.pin_stage'} leave no place where a stage can end: "
+            "layers end between ops that the gradient, or without one the result, passes, and every stage has at least one. "
+            f"{_NO_LAYERS if leaves else 'Pin other values, or mark layers with al.layer_boundary.'}"
         )
     bytes_to, chosen = np.zeros(1), []
     for before, now in pairwise(rows):

@@ -30,6 +30,7 @@ def planned(form: str, sizes: Any, donated: tuple[int, ...] = (1,)) -> tuple[Any
     return graphs, al.plan_shared(graphs, shared=("0", "1"), cluster=cluster, donate_argnums=donated, options=options)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("form", [f if f == "carried" else pytest.param(f, marks=pytest.mark.slow) for f in FORMS])
 @pytest.mark.parametrize(("cluster", "stages"), [("1x8:cpu", 2), pytest.param("1x4:cpu", 4, marks=pytest.mark.slow)])
 def test_where_stages_end_behind_a_scan(form: str, cluster: str, stages: int) -> None:

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from alpa_lite.errors import NotFiniteError as NotFiniteError
     from alpa_lite.errors import WorkerLost as WorkerLost
     from alpa_lite.executor.ray.remote_array import RemoteArray as RemoteArray
+    from alpa_lite.executor.staged_array import StagedArray as StagedArray
     from alpa_lite.lowering.reshard import conversion as conversion
     from alpa_lite.lowering.reshard import reshard as reshard
     from alpa_lite.plan.plan import Plan as Plan
@@ -71,6 +72,7 @@ _PUBLIC = {
     "RayExecutor": "alpa_lite.api",
     "SharedLayout": "alpa_lite.api.shared_layout",
     "RemoteArray": "alpa_lite.executor.ray.remote_array",
+    "StagedArray": "alpa_lite.executor.staged_array",
     "StepReport": "alpa_lite.api",
     "WorkerLost": "alpa_lite.errors",
     "fit": "alpa_lite.api",

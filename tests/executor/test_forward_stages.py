@@ -301,3 +301,22 @@ def test_a_constant_array_in_the_loss():
     options = al.PlanOptions(num_stages=2, num_microbatches=2)
     step = al.parallelize(lambda p, x: al.value_and_grad(loss)(p, x), cluster=CLUSTER, options=options)
     same(step(params, x), jax.value_and_grad(loss)(params, x))
+
+
+def test_a_copy_within_a_cache_is_made_part_by_part():
+    params = jnp.stack(kernels(16, 16, 16, 16, 16))
+
+    def step(params: Any, cache: Any, x: Any) -> Any:
+        def layer(x: Any, row: Any) -> Any:
+            x = jnp.tanh(x @ row[0] + row[1][:, 0])
+            return x, row[1].at[:, 1].set(x)
+
+        return jax.lax.scan(layer, x, (params, cache))
+
+    placed = al.parallelize(step, cluster=CLUSTER, options=TWO, donate_argnums=1)
+    cache, x = jnp.ones((4, 8, 3, 16)), jax.random.normal(KEY, (8, 16))
+    _, want = step(params, cache, x)
+    _, held = placed(params, cache, x)
+    copied = jax.jit(lambda rows: rows.at[:, 3].set(rows[:, 1]))
+    assert isinstance(held, al.StagedArray) and len(held.parts) == 2
+    same(placed(params, al.StagedArray([copied(part) for part in held.parts]), x), step(params, copied(want), x))

@@ -19,7 +19,7 @@ from alpa_lite.trace.stage_pin import StagePin
 
 _NO_LAYERS = (
     "Mark more layers with al.layer_boundary. A function that only copies, resets or reorders leaves has none: run it with "
-    "jax.jit on the arrays as they lie, of a StagedArray on each of its parts."
+    "jax.jit on the arrays as they lie, of a StagedArray on each part: al.StagedArray([f(part) for part in x.parts])."
 )
 
 

@@ -120,8 +120,7 @@ def _check(partial: bool) -> dict[str, Counter[str]]:
 FALSE_ALARMS = {"slice": 116}
 
 
-@pytest.mark.medium
-@pytest.mark.medium
+@pytest.mark.slow
 def test_conservative_rule():
     """Acceptance row: 0 wrong "same" in the whole space, 0 false alarms on identity and transpose; elsewhere as counted."""
     counts = _check(partial=False)
@@ -137,8 +136,7 @@ def test_conservative_rule():
     }
 
 
-@pytest.mark.medium
-@pytest.mark.medium
+@pytest.mark.slow
 def test_conservative_rule_with_partial_sums():
     """The same with partial sums on either side."""
     counts = _check(partial=True)

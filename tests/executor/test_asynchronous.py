@@ -76,7 +76,7 @@ def behind(hold: Callable[[Any], Any], tree: Any) -> Any:
     return jax.tree.unflatten(structure, joined)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.slow] * (c == "scanned layers")) for c in CASES])
 def test_a_step_returns_before_its_devices_have_worked(case: str, gate: Gate) -> None:
     """Neither state nor batch is there when it is issued, so that what is sent at the start may not be waited for either.
 

@@ -119,6 +119,7 @@ class TestRay:
         assert done.restarts == 1
         assert_equal(done.state, expected[0])
 
+    @pytest.mark.slow
     def test_a_run_that_cannot_be_helped_ends(self, remote: Any, tmp_path: Path) -> None:
         pids: list[int] = []
 
@@ -134,6 +135,7 @@ class TestRay:
             )
         assert all(is_gone(pid) for pid in pids)
 
+    @pytest.mark.slow
     def test_a_worker_that_dies_while_it_starts_is_one_more_loss(
         self, remote: Any, tmp_path: Path, expected: tuple[Any, float], monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -156,6 +158,7 @@ class TestRay:
         assert (done.restarts, len(started)) == (2, 3)
         assert_equal(done.state, expected[0])
 
+    @pytest.mark.slow
     def test_without_a_checkpoint_a_loss_starts_again(self, remote: Any) -> None:
         done = al.fit(remote, init=state, data=batch, num_steps=4, on_step=losing(remote, {2: kill}, []))
         assert done.restarts == 1 and done.checkpoint is None
@@ -178,8 +181,8 @@ def read_part(position: int, path: str, index: tuple[slice, ...]) -> np.ndarray:
 
 
 @pytest.mark.ray
-@pytest.mark.medium
 @pytest.mark.usefixtures("ray_session")
+@pytest.mark.slow
 def test_hosts_read_their_own_parts(remote: Any, tmp_path: Path, expected: tuple[Any, float]) -> None:
     shapes = shapes_of(batch(0))
     data = al.HostData(read_part, shapes)
@@ -206,8 +209,8 @@ def test_the_local_executor_reads_all_parts(expected: tuple[Any, float]) -> None
 
 
 @pytest.mark.ray
-@pytest.mark.medium
 @pytest.mark.usefixtures("ray_session")
+@pytest.mark.slow
 def test_a_state_saved_by_workers_is_restored_under_other_plans(tmp_path: Path) -> None:
     """More stages and fewer, another mesh, the local executor; and back onto workers."""
     local, remote = steps()

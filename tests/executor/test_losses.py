@@ -95,8 +95,8 @@ def series(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, count: 
     return restarts
 
 
-@pytest.mark.medium
 @pytest.mark.usefixtures("ray_session")
+@pytest.mark.slow
 def test_two_killed_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(series(tmp_path, monkeypatch, signal.SIGKILL, 2, seed=5)) >= 1
 

@@ -54,7 +54,10 @@ def reference() -> list[np.ndarray]:
     return [np.asarray(x) for x in jax.tree.leaves(((optax.apply_updates(state[0], updates), optimizer), loss))]
 
 
-@pytest.mark.parametrize(("num_stages", "schedule"), [(2, "1f1b"), (2, "gpipe"), (4, "eager-1f1b"), (2, "zb-h1")])
+@pytest.mark.parametrize(
+    ("num_stages", "schedule"),
+    [(2, "1f1b"), (2, "gpipe"), pytest.param(4, "eager-1f1b", marks=pytest.mark.slow), (2, "zb-h1")],
+)
 def test_equals_a_plain_loop(num_stages, schedule):
     for got, want in zip(run(num_stages, schedule), reference(), strict=True):
         assert np.linalg.norm(got - want) <= 2e-5 * np.linalg.norm(want)
@@ -194,7 +197,9 @@ def test_the_mask_is_made_where_it_is_read():
         assert "iota" in names
 
 
-@pytest.mark.parametrize("submeshes", [((1, 2), (1, 6)), ((1, 1), (1, 1), (1, 2), (1, 4))])
+@pytest.mark.parametrize(
+    "submeshes", [((1, 2), (1, 6)), pytest.param(((1, 1), (1, 1), (1, 2), (1, 4)), marks=pytest.mark.slow)]
+)
 def test_submeshes_of_any_size_on_one_host(submeshes):
     options = al.PlanOptions(submeshes=submeshes, num_microbatches=MICROBATCHES)
     step = al.parallelize(train_step, cluster=al.Cluster.parse("1x8:cpu"), options=options)

@@ -19,13 +19,8 @@ def leaves(tree: Any) -> list[np.ndarray]:
     return [np.asarray(x, np.float64) for x in jax.tree.leaves(tree)]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param("llama_nnx", marks=pytest.mark.medium),  # a scan over layers
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt_linen", "moe", "resnet18")),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama_nnx", "gpt_linen", "moe", "resnet18"])
 def test_two_stages_equal_one(name):
     example = EXAMPLES[name](optimizer="sgd")
     state, batch = example.init(jax.random.key(0)), example.batch(0)

@@ -109,7 +109,7 @@ def test_what_a_job_cannot_run_is_refused_in_every_process(tmp_path):
     assert re.search(r"ArgumentsError: .*process 1 made no such call within 1 s\. ", first["absent"])
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_the_example_trains_as_slurm_starts_it(tmp_path):
     example = mlp.make()
     state, expected = example.init(jax.random.key(0)), []

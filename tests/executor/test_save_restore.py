@@ -68,7 +68,7 @@ def leaves(tree: Any) -> list[Any]:
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", [pytest.param(p, marks=[pytest.mark.slow] * (p == "four stages")) for p in PLANS])
 def test_restored_under_any_plan(trained, name):
     root, state, (_, loss) = trained
     step = parallel(name)

@@ -45,7 +45,7 @@ def stacked(leaves: Any) -> list[Any]:
     return [leaf for leaf in leaves if "layers" in leaf.path]
 
 
-@pytest.mark.parametrize("num_stages", [2, 4])
+@pytest.mark.parametrize("num_stages", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_equals_the_step_itself(num_stages):
     want = numbers(jax.jit(train_step)(STATE, BATCH))
     for a, b in zip(numbers(result(num_stages)), want, strict=True):

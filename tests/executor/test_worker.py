@@ -144,7 +144,7 @@ def test_two_stages_in_two_processes() -> None:
     assert [s.devices for s in group.parcel.sites] == [(0, 1), (2, 3)]
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_workers_of_two_graphs_on_one_transport() -> None:
     """Their steps are numbered together; nothing is posted under a name that was used before."""
     model, params = model_and_params("gpt")

@@ -97,7 +97,7 @@ def check_pair(
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 4))])
 def test_sampled_pairs(seed, copied):
     """On the next devices (which overlap or wrap round if the meshes are large), gathered or not."""
     rng, functions = np.random.default_rng(seed), Functions()

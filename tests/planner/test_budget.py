@@ -104,8 +104,8 @@ def test_limits_are_lowered_from_the_nearest_plan():
     assert within_budget(table.solved, 20, table.rented).objective == 14.0
 
 
-@pytest.mark.medium
 @given(plans=PLANS, over=st.integers(0, 20))
+@pytest.mark.slow
 def test_a_constant_error_of_the_count_hides_no_plan(plans, over):
     """Too much by the same for every plan: where one fits, one is found."""
     table = Table([(price, needed + over, needed) for price, _, needed in plans])

@@ -323,6 +323,7 @@ def test_a_searched_pipeline_runs_from_its_file(tmp_path):
         assert jnp.allclose(got, want, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_step_that_nothing_fits_says_so():
     with pytest.raises(AlpaLiteError, match="budget"):
         plan(memory_budget_bytes=1e6)

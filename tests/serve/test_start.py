@@ -43,9 +43,10 @@ def test_more_than_the_cluster_has(ray_session: None) -> None:
     ("make", "words"),
     [
         (not_a_target, r"could not be made. Correct its cause:\n(.*\n)*AttributeError: 'int' object"),
-        pytest.param(target, r"could not be started: .*num_stages=2.*At the command line", marks=pytest.mark.slow),
+        (target, r"could not be started: .*num_stages=2.*At the command line"),
     ],
 )
+@pytest.mark.slow
 def test_an_engine_that_cannot_be_made_says_why_without_rays_traces(ray_session: None, make: Any, words: str) -> None:
     from alpa_lite.serve import deployment
 

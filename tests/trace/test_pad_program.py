@@ -43,7 +43,7 @@ def test_the_padded_function_is_the_same_function(name):
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("shape", [(4,), (2, 4)], ids=str)
+@pytest.mark.parametrize("shape", [pytest.param((4,), marks=pytest.mark.slow), (2, 4)], ids=str)
 @pytest.mark.parametrize("name", STEPS)
 def test_random_layouts_of_the_padded_function(name, shape):
     fn, args, _, made = padded(name)

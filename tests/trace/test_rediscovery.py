@@ -62,7 +62,7 @@ def missed(names):
     return [name for name, entry in sorted(chosen.items()) if not rediscovered(*entry)], len(chosen)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_primitives_of_one_example_are_rediscovered():
     """An iota reads nothing, so there is nothing to see: its own rule (a tile is an iota plus an offset) is the one miss."""
     names, total = missed(["moe"])

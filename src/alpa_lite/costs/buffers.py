@@ -5,17 +5,19 @@ first in, first out, each once its operands exist. A buffer lives until its last
 operand of the same size that dies there. Buffers are placed largest first (``xla/service/buffer_assignment.cc``): results of
 the step have memory of their own, in which temporaries lie while it is unused, and everything else shares one block, where
 gaps between buffers count (``GlobalDecreasingSizeBestFitHeap`` in ``xla/service/heap_simulator``). Results in the memory of
-donated arguments take none, but for what a loop stacks up while the argument is still read: that is moved there in the end.
+donated arguments take none, but for what a loop stacks up while the argument is still read, and what is made of the argument
+itself by another way than element by element (shifted, in another order): the one is moved there in the end, the other by a
+copy (``CopyInsertion``) once it is made.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from alpa_lite.costs.instructions import Instruction, InstructionGraph
+from alpa_lite.costs.instructions import COPY, Instruction, InstructionGraph
 from alpa_lite.costs.loop_fusion import Fusion, fuse
 from alpa_lite.costs.memory import peak_usage
 
@@ -51,12 +53,44 @@ def temporaries(
         moved: those of them that are made elsewhere.
     """
     buffers: list[Buffer] = []
-    _Run(graph, buffers, donated, moved).run(0)
+    fusions = fuse(graph)
+    copied = _with_copies(graph, fusions, donated)
+    _Run(copied, fusions if copied is graph else fuse(copied), buffers, donated, moved).run(0)
     shared = _outside_results(sorted(buffers, key=lambda b: (-b.size_bytes, not b.result, b.lo - b.hi)))
     times = max((b.hi for b in shared), default=1)
     _, time = peak_usage([b.lo for b in shared], [b.hi for b in shared], [b.size_bytes for b in shared], times)
     alive = tuple(b for b in shared if b.lo <= time < b.hi)
     return SharedBlock(size_bytes=_best_fit(shared), time=time, alive=alive)
+
+
+def _with_copies(graph: InstructionGraph, fusions: dict[int, Fusion], donated: frozenset[int]) -> InstructionGraph:
+    """The same with copies of results that go to memory which what makes them still reads."""
+    instructions, outputs = [*graph.instructions], [*graph.outputs]
+    for position in sorted(donated):
+        made, old = outputs[position], graph.previous.get(outputs[position], -1)
+        if made >= 0 and old in fusions[made].reads and not _writes_over(graph, fusions[made], made, old):
+            copy = replace(instructions[made], operands=[made], size_bytes=0, traits=COPY, buffer=-1, bodies=())
+            outputs[position] = len(instructions)
+            instructions.append(copy)
+    return InstructionGraph(instructions, outputs, graph.previous) if outputs != graph.outputs else graph
+
+
+def _writes_over(graph: InstructionGraph, fusion: Fusion, root: int, old: int) -> bool:
+    """Whether all that a fusion makes of a tensor on the way to its result is made element by element, or updates it in place."""
+    if old in fusion.overwrites:
+        return True
+    ahead, seen = [(root, True)], set[tuple[int, bool]]()
+    while ahead:
+        number, straight = ahead.pop()
+        node = graph.instructions[number]
+        straight = straight and node.traits.elementwise
+        for o in node.operands:
+            if o == old and not straight:
+                return False
+            if o not in fusion.reads and (o, straight) not in seen:
+                seen.add((o, straight))
+                ahead.append((o, straight))
+    return True
 
 
 class _Run:
@@ -65,13 +99,14 @@ class _Run:
     def __init__(
         self,
         graph: InstructionGraph,
+        fusions: dict[int, Fusion],
         buffers: list[Buffer],
         donated: frozenset[int] | None,
         moved: frozenset[int] = frozenset(),
     ) -> None:
         self.graph, self.buffers, self.donated, self.moved = graph, buffers, donated, moved
         self.nodes = graph.instructions
-        self.fusions = fuse(graph)
+        self.fusions = fusions
         self.start: dict[int, int] = {}
         self.end: dict[int, int] = {}
 
@@ -81,7 +116,7 @@ class _Run:
             self.start[root] = time
             time += not self.nodes[root].traits.held
             for body in self.nodes[root].bodies:
-                time = _Run(body, self.buffers, None).run(time)
+                time = _Run(body, fuse(body), self.buffers, None).run(time)
             self.end[root] = time
         free = self.lives(time)
         outputs = {self.owner(o): position for position, o in enumerate(self.graph.outputs) if o >= 0}

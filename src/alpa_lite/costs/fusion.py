@@ -88,6 +88,11 @@ def is_view(op: Op) -> bool:
     return op.primitive in _VIEWS or op.primitive in _BARRIERS
 
 
+def is_update(op: Op) -> bool:
+    """Whether it writes into its first operand, where nobody reads that later."""
+    return op.primitive.startswith("scatter") or op.primitive == "dynamic_update_slice"
+
+
 def fused_values(program: Program, *, gpu: bool = False, stacked: Collection[int] = ()) -> tuple[bool, ...]:
     """Per value of this program (not of its bodies): whether it never lies in memory. ``gpu``: as XLA:GPU fuses.
 
@@ -230,8 +235,7 @@ def overwriting_ops(program: Program, fused: Sequence[bool], *, gpu: bool) -> li
         )
         if gpu and op.elementwise:
             sizes.update((o, read) for o in op.outputs if o >= 0 and fused[o])
-        updates = op.primitive.startswith("scatter") or op.primitive == "dynamic_update_slice"
-        made = op.outputs[0] if op.outputs and (op.elementwise or updates) and not op.bodies else -1
+        made = op.outputs[0] if op.outputs and (op.elementwise or is_update(op)) and not op.bodies else -1
         found.append(made >= 0 and not fused[made] and program.values[made].size_bytes in read)
     return found
 

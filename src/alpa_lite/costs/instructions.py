@@ -13,8 +13,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from alpa_lite.core.collective import CollectiveKind
 from alpa_lite.core.conversion import Conversion, Step
@@ -22,6 +23,7 @@ from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.core.program import Op, Program
 from alpa_lite.core.spec import ShardingSpec
 from alpa_lite.costs.dim_orders import conv_orders, dot_orders
+from alpa_lite.costs.fusion import is_update
 from alpa_lite.plan.records import OpDecision
 
 _BARRIER = "optimization_barrier"
@@ -106,7 +108,8 @@ class InstructionGraph:
     Attributes:
         instructions: all of them.
         outputs: numbers of the results, -1 for a literal; may repeat.
-        previous: of a loop body: result -> the input that holds its value of the last iteration.
+        previous: result -> the input whose memory it is to take: of a loop body that with its value of the last iteration, of the
+            step a donated argument.
     """
 
     instructions: list[Instruction]
@@ -132,7 +135,8 @@ def instruction_graph(
     for conversion in conversions:
         by_op[conversion.op].append(conversion)
     region = _Region(program, "", mesh, {d.path: d for d in decisions}, by_op, barriers_copy)
-    return region.graph(in_specs, out_specs)
+    donated = {o: i for i, o in program.aliases if program.donated and program.donated[i]}
+    return region.graph(in_specs, out_specs, replaces=donated)
 
 
 def _traits(op: Op) -> Traits:
@@ -145,7 +149,7 @@ def _traits(op: Op) -> Traits:
         reduction=name in _REDUCTIONS,
         product=name in _PRODUCTS,
         joined=name == "concatenate",
-        updates=name.startswith("scatter") or name == "dynamic_update_slice",
+        updates=is_update(op),
     )
 
 
@@ -177,12 +181,12 @@ class _Region:
         in_specs: Sequence[ShardingSpec],
         out_specs: Sequence[ShardingSpec],
         *,
-        carried: range = range(0),
+        replaces: Mapping[int, int] = MappingProxyType({}),
         num_sliced: int = 0,
         num_stacked: int = 0,
     ) -> InstructionGraph:
-        """``carried``: positions of the loop state among the inputs; the last ``num_sliced`` inputs are slices of arrays
-        outside, and the last ``num_stacked`` results are written into arrays outside."""
+        """``replaces``: position of a result -> position of the input whose memory it is to take; the last ``num_sliced`` inputs
+        are slices of arrays outside, and the last ``num_stacked`` results are written into arrays outside."""
         inputs = []
         for value in self.program.constants:
             spec = ShardingSpec.replicated(len(self.program.values[value].shape))
@@ -210,7 +214,7 @@ class _Region:
                 made = self.add(value, spec, [made], LOOP)
                 self.instructions[made].size_bytes = 0
             outputs.append(made)
-        previous = {outputs[p]: inputs[i] for p, i in enumerate(carried) if outputs[p] >= 0}
+        previous = {outputs[p]: inputs[i] for p, i in replaces.items() if outputs[p] >= 0}
         return InstructionGraph(self.instructions, outputs, previous)
 
     def add(self, value: int, spec: ShardingSpec, operands: list[int], traits: Traits = CALL, scope: str = "") -> int:
@@ -423,7 +427,7 @@ class _Region:
             return region.graph(
                 operands[:fixed] + [_drop_leading(s) for s in operands[fixed:]],
                 results[: op.num_carry] + [_drop_leading(s) for s in results[op.num_carry :]],
-                carried=range(first, fixed),
+                replaces=dict(enumerate(range(first, fixed))),
                 num_sliced=len(operands) - fixed,
                 num_stacked=len(results) - op.num_carry,
             )
@@ -433,7 +437,8 @@ class _Region:
         consts = len(op.bodies[0].inputs) - len(carry)  # of the test; those of the body follow
         if number == 0:
             return region.graph([*operands[:consts], *carry], [ShardingSpec.replicated(0)])
-        return region.graph(operands[consts:], results, carried=range(first - consts, len(operands) - consts))
+        state = range(first - consts, len(operands) - consts)
+        return region.graph(operands[consts:], results, replaces=dict(enumerate(state)))
 
 
 def _first_carry(op: Op) -> int:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from alpa_lite.core.conversion import Conversion
 from alpa_lite.core.mesh import DeviceMesh
@@ -14,6 +12,7 @@ from alpa_lite.core.program import Op, Program
 from alpa_lite.core.spec import ShardingSpec
 from alpa_lite.costs.buffers import SharedBlock, temporaries
 from alpa_lite.costs.dim_order import is_turned, sums_rows
+from alpa_lite.costs.donated import copied_results, saved_arguments
 from alpa_lite.costs.facts import Facts, located
 from alpa_lite.costs.fusion import fused_values, joins_consumers
 from alpa_lite.costs.instructions import instruction_graph
@@ -31,6 +30,7 @@ from alpa_lite.costs.split_matmul import (
 )
 from alpa_lite.costs.tensors import (
     MadeTensor,
+    Stored,
     category_of,
     donated_results,
     overwritten_arguments,
@@ -39,6 +39,7 @@ from alpa_lite.costs.tensors import (
     regions_of,
     takers_of,
     tensors_of,
+    tile_bytes,
 )
 from alpa_lite.plan.records import LeafRole, MemoryProfile, OpDecision
 
@@ -49,17 +50,6 @@ class Tensor:
 
     name: str
     size_bytes: int
-    category: str
-
-
-class Stored(NamedTuple):
-    """A tensor that is neither argument nor result, in one layout, from ``lo`` until ``hi``."""
-
-    lo: int
-    hi: int
-    whole_bytes: int
-    spec: ShardingSpec
-    name: str
     category: str
 
 
@@ -117,7 +107,7 @@ def memory_profile(
         stored = _stored(facts, line, decisions, conversions, shapes)
         stored += _turned(facts, line, conversions)
         workspace = _workspace(facts, line, mesh, decisions, conversions, stored)
-        workspace += _saved_arguments(facts, line, mesh, in_specs)
+        workspace += saved_arguments(facts, line, mesh, in_specs) + copied_results(facts, line, mesh, in_specs)
         peak, time, living = _peak(stored, workspace, mesh, line.num_times, base)
         alive = [Tensor(name=t.name, size_bytes=s, category=t.category) for t, s in living]
     alive.sort(key=lambda t: (-t.size_bytes, t.name))
@@ -164,7 +154,7 @@ def step_totals(
         v = program.values[value]
         key = v.shape, v.itemsize, id(spec)
         if key not in known:
-            known[key] = _bytes(program, value, spec, mesh)
+            known[key] = tile_bytes(program, value, spec, mesh)
         totals[word] += known[key]
     totals["constants"] = sum(program.values[v].size_bytes for v in program.constants)
     return totals
@@ -290,32 +280,7 @@ def _turned(facts: Facts, line: Timeline, conversions: Sequence[Conversion]) -> 
     return found
 
 
-def _saved_arguments(facts: Facts, line: Timeline, mesh: DeviceMesh, in_specs: Sequence[ShardingSpec]) -> list[Stored]:
-    """Copies of donated arguments that are overwritten before their last reader has run.
-
-    Where collectives overlap only if a loop is both: XLA:GPU has been seen to order other readers first.
-    """
-    program, saved = facts.program, []
-    for argument in facts.of(overwritten_arguments, program):
-        if line.fills_early and not argument.row_by_row:
-            continue
-        value = program.inputs[argument.position]
-        overwritten = (line.start if argument.row_by_row else line.end)[argument.maker]
-        end = line.last_read.get(("", value), 0)
-        if overwritten < end:
-            size = _bytes(program, value, in_specs[argument.position], mesh)
-            first = min(line.start[reader] for reader in argument.readers)
-            saved.append(Stored(first, end, size, ShardingSpec(()), f"%{value} saved", "temporaries"))
-    return saved
-
-
 _TEMPORARY = ("gradients", "activations", "temporaries")
-
-
-def _bytes(program: Program, value: int, spec: ShardingSpec, mesh: DeviceMesh) -> int:
-    v = program.values[value]
-    shards = mesh.axes_size(spec.sharded_axes)
-    return math.prod(v.shape) * v.itemsize // shards
 
 
 def _converted(

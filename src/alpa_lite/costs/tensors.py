@@ -5,9 +5,12 @@ Ops are numbered as ``facts.located`` lists them; a tensor is a (region, value) 
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
+from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.core.program import Program
+from alpa_lite.core.spec import ShardingSpec
 from alpa_lite.costs.facts import located
 from alpa_lite.costs.fusion import takes_producers
 from alpa_lite.costs.split_matmul import readers_of
@@ -23,6 +26,17 @@ def regions_of(program: Program) -> dict[str, Program]:
     found = {"": program}
     found.update((f"{path}.{b}.", body) for path, _, op in program.walk() for b, body in enumerate(op.bodies))
     return found
+
+
+class Stored(NamedTuple):
+    """A tensor that is neither argument nor result, in one layout, from ``lo`` until ``hi``."""
+
+    lo: int
+    hi: int
+    whole_bytes: int
+    spec: ShardingSpec
+    name: str
+    category: str
 
 
 class MadeTensor(NamedTuple):
@@ -111,3 +125,10 @@ def overwritten_arguments(program: Program) -> list[Overwritten]:
             stacked = maker.primitive == "scan" and made in maker.outputs[maker.num_carry :]
             found.append(Overwritten(position, result, str(makers[made]), list(map(str, readers[value])), stacked))
     return found
+
+
+def tile_bytes(program: Program, value: int, spec: ShardingSpec, mesh: DeviceMesh) -> int:
+    """Of a value on one device."""
+    v = program.values[value]
+    shards = mesh.axes_size(spec.sharded_axes)
+    return math.prod(v.shape) * v.itemsize // shards

@@ -23,7 +23,8 @@ from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.core.spec import ShardingSpec
 from alpa_lite.costs.conversion import sizing_spec
 from alpa_lite.costs.facts import Located, located
-from alpa_lite.costs.profile import Stored, step_totals
+from alpa_lite.costs.profile import step_totals
+from alpa_lite.costs.tensors import Stored
 from alpa_lite.errors import AlpaLiteError
 from alpa_lite.plan.records import MemoryProfile
 from alpa_lite.planner.one_mesh import MeshResult, MeshTask

@@ -38,6 +38,7 @@ from alpa_lite._jax_compat import (
 from alpa_lite.trace.flatten import flatten, source_of
 from alpa_lite.trace.flops import total_flops
 from alpa_lite.trace.leaf_stages import LeafReads, pins_of_leaves
+from alpa_lite.trace.openings import row_openings
 from alpa_lite.trace.row_ops import joins_rows, rows_joined
 from alpa_lite.trace.stage_pin import StagePin, pin_stage_p
 
@@ -215,6 +216,9 @@ class ForwardOps:
         """The ops of an equation that read rows of an operand, or all of it. What is made of parameters alone belongs to the
         first op that reads it."""
         eqn = self.jaxpr.eqns[i]
+        if rows is not None and i in self.row_openings:
+            made = eqn.outvars[0]
+            return [unit for r, k in self._readers[made] for unit in self._units_reading(r, k, rows)]
         if rows is not None and eqn.primitive.name == "slice":
             start, stop = eqn.params["start_indices"][0], eqn.params["limit_indices"][0]
             if stop <= rows[0] or rows[1] <= start:
@@ -309,8 +313,14 @@ class ForwardOps:
             init = set(map(id, self._init(eqn))) if count[i] > self.first[i] else set()
             for var in variables(eqn.invars):
                 last[var] = max(last.get(var, 0), self.first[i] if id(var) in init else count[i])
-        made = ((var, count[i]) for i, eqn in enumerate(self.jaxpr.eqns) for var in eqn.outvars)
+        eqns = [(i, eqn) for i, eqn in enumerate(self.jaxpr.eqns) if i not in self.row_openings]
+        made = ((var, count[i]) for i, eqn in eqns for var in eqn.outvars)
         return [(v, i, last[v]) for v, i in made if v in self.kinds.activations and last.get(v, -1) > i]
+
+    @cached_property
+    def row_openings(self) -> set[int]:
+        """Equations that work on stacked arguments by rows, for layers of which each reads its own: no cut is crossed by that."""
+        return row_openings(self.jaxpr, self.over_layers) if self.forward else set()
 
     @cached_property
     def joins(self) -> set[int]:

@@ -5,7 +5,8 @@ first layer would read all parameters and the last one write all caches.
 
 - What no matmul needs (a new cache, the mean of some layer's values) stands right behind the ops that it reads.
 - What is made of parameters alone (a cast) stands right before its first reader; what nobody reads, right behind the last
-  matmul that went into it.
+  matmul that went into it. So does what a matmul needs and no matmul goes into, made of parameters and the batch
+  (``openings.py``).
 - All else stays in its order.
 """
 
@@ -16,8 +17,9 @@ from typing import Any
 
 from alpa_lite._jax_compat import ClosedJaxpr, Literal
 from alpa_lite.trace.forward_ops import is_heavy, variables
+from alpa_lite.trace.openings import openings
 
-_PARAMETERS, _LAYER, _KEPT = range(3)  # order of ops with one place
+_BEFORE, _LAYER, _KEPT = range(3)  # order of ops with one place
 
 
 def gathered(closed: ClosedJaxpr, batch: Collection[int]) -> ClosedJaxpr:
@@ -42,22 +44,27 @@ def gathered(closed: ClosedJaxpr, batch: Collection[int]) -> ClosedJaxpr:
         main[i] = heavy[i] or bool(eqns[i].effects) or any(v in needed for v in eqns[i].outvars)
         if main[i]:
             needed.update(variables(eqns[i].invars))
-    place: dict[int, tuple[int, int, int]] = {}
-    for i, eqn in enumerate(eqns):
-        if main[i]:
-            place[i] = i, _LAYER, i
-        elif of_batch[i]:
-            made = [maker[v] for v in variables(eqn.invars) if v in maker]
-            place[i] = max((place[k][0] if of_batch[k] else latest[k] for k in made), default=-1), _KEPT, i
     readers: dict[int, list[int]] = {}
     for i, eqn in enumerate(eqns):
         for v in variables(eqn.invars):
             if v in maker:
                 readers.setdefault(maker[v], []).append(i)
+    place: dict[int, tuple[int, int, int]] = {}
+    first = openings(jaxpr, batch, is_heavy)
+    for i in reversed(range(len(eqns))):
+        if main[i]:
+            before = i in first
+            at = min(place[r][0] for r in readers[i] if main[r]) if before else i
+            place[i] = at, _BEFORE if before else _LAYER, i
+    for i, eqn in enumerate(eqns):
+        if of_batch[i] and not main[i]:
+            made = [maker[v] for v in variables(eqn.invars) if v in maker]
+            at = max((place[k][:2] if of_batch[k] else (latest[k], _KEPT) for k in made), default=(-1, _KEPT))
+            place[i] = at[0], _KEPT if at[1] == _LAYER else at[1], i
     for i in reversed(range(len(eqns))):
         if not of_batch[i] and not heavy[i] and not eqns[i].effects:
             at = min((place[r][0] for r in readers.get(i, ())), default=latest[i])
-            place[i] = at, _PARAMETERS if at > latest[i] else _KEPT, i  # never before what it is made of
+            place[i] = at, _BEFORE if at > latest[i] else _KEPT, i  # never before what it is made of
     order = sorted(range(len(eqns)), key=lambda i: place[i])
     _check(eqns, order)
     return ClosedJaxpr(jaxpr.replace(eqns=[eqns[i] for i in order]), closed.consts)

@@ -15,7 +15,7 @@ from alpa_lite.trace.auto_layers import SLICES
 from alpa_lite.trace.flatten import FlatJaxpr, FlatOp
 from alpa_lite.trace.layers import Layered, assign_layers
 from alpa_lite.trace.microbatch_loop import SCOPE
-from alpa_lite.trace.row_ops import joins_rows, row_operands, rows_joined
+from alpa_lite.trace.row_ops import is_slice_of_rows, joins_rows, row_operands, rows_joined
 
 Edges = dict[tuple[int, int], tuple[int, ...]]  # (id of the jaxpr, value) -> where it is split, from 0 to its size
 
@@ -85,11 +85,19 @@ def row_edges(flat: FlatJaxpr, aliases: tuple[tuple[int, int], ...]) -> Edges:
 
 
 def rows_of_layers(body: FlatJaxpr, layered: Layered) -> dict[int, set[int]]:
-    """Stacked arguments of which each layer takes rows of its own, as where a scan over layers is written out: value -> where the
-    rows of a layer start."""
+    """Stacked arguments, or what is made of such row by row, of which each layer takes rows of its own, as where a scan over
+    layers is written out: value -> where the rows of a layer start."""
     taken: dict[int, dict[int, tuple[int, int]]] = defaultdict(dict)  # value -> layer -> from the first to the last row
     whole: set[int] = set()
+    stacks = set(body.inputs)
+    by_rows: list[tuple[list[Any], list[int]]] = []
     for op, layer in zip(layered.flat.ops, layered.layer, strict=True):
+        own = row_operands(op, layered.flat)
+        if any(op.inputs[i] in stacks for i in own):
+            stacks.update(op.outputs)
+            by_rows.append(([op.inputs[i] for i in own], op.outputs))
+            whole.update(v for i, v in enumerate(op.inputs) if i not in own and not isinstance(v, Literal))
+            continue
         rows = rows_of(op, layered.flat) if op.name == "slice" else None
         if rows is None:
             whole.update(v for v in op.inputs if not isinstance(v, Literal))
@@ -97,8 +105,11 @@ def rows_of_layers(body: FlatJaxpr, layered: Layered) -> dict[int, set[int]]:
         value, (start, stop) = rows
         low, high = taken[value].get(layer, (start, stop))
         taken[value][layer] = min(low, start), max(high, stop)
+    for operands, results in reversed(by_rows):
+        if whole.intersection(results):
+            whole.update(operands)
     found = {}
-    for value in set(taken).intersection(body.inputs) - whole:
+    for value in stacks.intersection(taken) - whole:
         spans = [span for _, span in sorted(taken[value].items())]
         if all(before[1] <= after[0] for before, after in pairwise(spans)):
             found[value] = {start for start, _ in spans}
@@ -135,11 +146,9 @@ def is_loop(op: FlatOp) -> bool:
 
 def rows_of(op: FlatOp, flat: FlatJaxpr) -> tuple[int, tuple[int, int]] | None:
     """A slice of rows, or its transpose (a pad with zeros): the long value, and from where to where."""
-    if op.name == "slice" and not isinstance(op.inputs[0], Literal):
-        shape, low, high = flat.avals[op.inputs[0]].shape, op.params["start_indices"], op.params["limit_indices"]
-        plain = not op.params["strides"] or set(op.params["strides"]) == {1}
-        if plain and all(a == 0 and b == n for a, b, n in list(zip(low, high, shape, strict=True))[1:]):
-            return op.inputs[0], (int(low[0]), int(high[0]))
+    sliced = op.inputs[0] if op.name == "slice" else None
+    if isinstance(sliced, int) and is_slice_of_rows(op.name, op.params, flat.avals[sliced].shape):
+        return sliced, (int(op.params["start_indices"][0]), int(op.params["limit_indices"][0]))
     if op.name == "pad" and isinstance(op.inputs[1], Literal) and not np.any(op.inputs[1].val):
         config, size = op.params["padding_config"], flat.avals[op.all_outputs[0]].shape[0]
         (low, high, inside), *others = ([int(n) for n in dim] for dim in config)

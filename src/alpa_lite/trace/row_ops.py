@@ -18,16 +18,19 @@ _Shapes = Sequence[tuple[int, ...]]
 def row_operands(op: FlatOp, flat: FlatJaxpr) -> list[int]:
     """Positions of the operands that are split where the results are; what is left is read whole. [] if the op is no such one."""
     shape: tuple[int, ...] = flat.avals[op.all_outputs[0]].shape if op.all_outputs else ()
+    shapes = [() if isinstance(v, Literal) else getattr(flat.avals[v], "shape", ()) for v in op.inputs]
+    return rows_of_operands(op.name, op.params, shapes, shape)
+
+
+def rows_of_operands(name: str, params: dict[str, Any], shapes: _Shapes, shape: tuple[int, ...]) -> list[int]:
+    """The same by the shapes of operands (() of literals) and of the first result."""
     if not shape:
         return []
     rows = shape[0]
-    shapes: list[tuple[int, ...]] = [
-        () if isinstance(v, Literal) else getattr(flat.avals[v], "shape", ()) for v in op.inputs
-    ]
-    if op.name in _ELEMENTWISE:  # other dims of an operand may be 1
+    if name in _ELEMENTWISE:  # other dims of an operand may be 1
         return [i for i, own in enumerate(shapes) if len(own) == len(shape) and own[0] == rows]
-    rule = "scatter" if op.name.startswith("scatter") else op.name
-    found = _ROW_BY_ROW[rule](op.params, shapes, rows) if rule in _ROW_BY_ROW else ()
+    rule = "scatter" if name.startswith("scatter") else name
+    found = _ROW_BY_ROW[rule](params, shapes, rows) if rule in _ROW_BY_ROW else ()
     return [i for i in found if shapes[i][:1] == (rows,)]
 
 
@@ -41,9 +44,17 @@ def for_rows(op: FlatOp, rows: int) -> dict[str, Any]:
             return {**params, "shape": (rows, *params["shape"][1:])}
         case "slice":
             return {**params, "limit_indices": (rows, *params["limit_indices"][1:])}
-        case "dynamic_slice":
+        case "dynamic_slice" | "gather":
             return {**params, "slice_sizes": (rows, *params["slice_sizes"][1:])}
     return params
+
+
+def is_slice_of_rows(name: str, params: dict[str, Any], shape: tuple[int, ...]) -> bool:
+    """Whether an op takes neighbouring rows of an operand of this shape, and every row whole."""
+    if name != "slice" or (params["strides"] and set(params["strides"]) != {1}):
+        return False
+    ends = zip(params["start_indices"][1:], params["limit_indices"][1:], shape[1:], strict=True)
+    return all(a == 0 and b == n for a, b, n in ends)
 
 
 def joins_rows(name: str, params: dict[str, Any]) -> bool:
@@ -68,6 +79,14 @@ def _scatter(params: dict[str, Any], shapes: _Shapes, rows: int) -> tuple[int, .
     return (0, 2) if by_rows and shapes[2][:1] == (rows,) else ()
 
 
+def _gather(params: dict[str, Any], shapes: _Shapes, rows: int) -> tuple[int, ...]:
+    """Where whole columns of rows are read."""
+    numbers = params["dimension_numbers"]
+    elsewhere = (*numbers.collapsed_slice_dims, *numbers.start_index_map, *numbers.operand_batching_dims)
+    by_rows = 0 not in elsewhere and numbers.offset_dims[:1] == (0,)
+    return (0,) if by_rows and params["slice_sizes"][0] == rows else ()
+
+
 def _first(condition: Callable[[dict[str, Any]], bool]) -> Callable[[dict[str, Any], _Shapes, int], tuple[int, ...]]:
     return lambda params, shapes, rows: (0,) if condition(params) else ()
 
@@ -89,6 +108,7 @@ _ROW_BY_ROW: dict[str, Callable[[dict[str, Any], _Shapes, int], tuple[int, ...]]
     "concatenate": _join,
     "dynamic_slice": _first(lambda params: True),
     "dynamic_update_slice": _update,
+    "gather": _gather,
     "pad": _first(lambda params: tuple(params["padding_config"][0]) == (0, 0, 0)),
     "reshape": _first(lambda params: params["dimensions"] is None),
     "scatter": _scatter,

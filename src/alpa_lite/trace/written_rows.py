@@ -64,8 +64,12 @@ class _Search:
                 self.readers[var].append(i)
 
     def root(self, var: Any) -> Any:
-        """What a version was before anything was written to it."""
-        while (eqn := self.maker.get(var)) is not None and is_write(eqn) and not isinstance(eqn.invars[0], Literal):
+        """What a version was before single rows were written to it."""
+        while (
+            (eqn := self.maker.get(var)) is not None
+            and is_write(eqn)
+            and self._access(eqn, {*variables(eqn.invars[:1])})
+        ):
             var = eqn.invars[0]
         return var
 
@@ -102,7 +106,11 @@ class _Search:
         return (params["start_indices"][0], params["limit_indices"][0]) if plain else None
 
     def _access(self, eqn: JaxprEqn, versions: set[Any]) -> tuple[RowAccess, int] | None:
-        if eqn.invars[0] not in versions or any(v in versions for v in variables(eqn.invars[1:])):
+        if (
+            isinstance(eqn.invars[0], Literal)
+            or eqn.invars[0] not in versions
+            or any(v in versions for v in variables(eqn.invars[1:]))
+        ):
             return None
         access = row_access(eqn, self.maker)
         number = None if access is None else self.numbers.read(access.number)

@@ -75,6 +75,7 @@ def test_bare_decorator_plans_for_this_process_and_computes_the_same():
     assert bare.plan(state, *batch()).mesh.num_devices == len(jax.devices()) == 8
 
 
+@pytest.mark.medium
 def test_with_settings_it_is_a_decorator_too_and_honours_them():
     @al.parallelize(pins={"0/params/up/kernel": P(None, "model")}, options=MESH, donate_argnums=0)
     def pinned(state, x, y):

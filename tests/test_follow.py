@@ -67,6 +67,7 @@ def no_move(monkeypatch):
     monkeypatch.setattr(RunnableStep, "place", refused)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("fn", "params"),
     [(evaluate, lambda state: state), (forward, lambda state: state["params"])],

@@ -119,6 +119,7 @@ def test_rows_of_a_searched_step(forward, monkeypatch):
     np.testing.assert_allclose(run(state["params"], x), want, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.medium
 def test_parameters_that_nothing_reads_stay_too():
     params, x = layers(16, 16, 16, 16, 16), jnp.ones((8, 16))
     plan = al.plan(mlp, params, x, cluster=CLUSTER, options=al.PlanOptions(num_stages=2))

@@ -53,6 +53,7 @@ def test_no_device_is_refused():
         Cluster.parse("0x8:cpu")
 
 
+@pytest.mark.medium
 @given(st.integers(1, 4), st.integers(1, 8), st.integers(1, 3))
 def test_mesh_candidates_are_all_ordered_factorisations(hosts, devices, num_axes):
     cluster = Cluster.of("cpu", num_hosts=hosts, devices_per_host=devices)

@@ -17,6 +17,7 @@ dtypes = st.sampled_from(["float32", "bfloat16", "float16", "int32"])
 op_kinds = st.sampled_from(["matmul", "convolution", "other"])
 
 
+@pytest.mark.medium
 @given(devices, flops, flops, sizes, dtypes, op_kinds)
 def test_monotone_in_flops_and_bytes(device, a, b, size, dtype, kind):
     low, high = sorted((a, b))

@@ -139,6 +139,7 @@ def test_a_wrong_step_is_noticed():
     assert run_all([((x, y), (step,))], (8, 4), made.mesh)[0] == 0
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("mesh", [(4,), (2, 4), (2, 2, 2)])
 def test_the_table_is_the_sum_of_the_steps(mesh):
     made, shape, itemsize = conversions(mesh), (16, 32), 4

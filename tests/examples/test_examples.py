@@ -52,6 +52,7 @@ def test_grads_step_is_the_train_step_opened_up(name: str) -> None:
     assert any(float(abs(leaf).max()) > 0 for leaf in jax.tree.leaves(grads))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", NAMES)
 def test_every_leaf_is_an_array_and_the_state_keeps_its_shapes(name: str) -> None:
     example = EXAMPLES[name]()

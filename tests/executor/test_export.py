@@ -157,6 +157,7 @@ def test_dims_that_are_padded_inside_keep_their_size_outside(tmp_path):
     np.testing.assert_allclose(result, np.tanh(x @ w), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.medium
 def test_what_is_compiled_is_what_was_planned(exported):
     part = al.load_export(exported, 0)
     mesh = part.mesh()

@@ -163,6 +163,7 @@ def test_saving_goes_on_beside_the_program(tmp_path, monkeypatch):
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.medium
 def test_the_text_of_a_plan_is_made_once_per_run(tmp_path, monkeypatch):
     plans = [parallel(name).plan(STATE, BATCH) for name in ("one stage", "one device")]
     texts = [encode_plan(plan).decode() for plan in plans]

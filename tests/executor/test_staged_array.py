@@ -50,6 +50,7 @@ def test_donated_parts_are_gone():
     assert array.is_deleted()
 
 
+@pytest.mark.medium
 def test_keys_are_gathered_as_keys():
     first, second = jax.devices()[:2]
     keys = jax.random.split(jax.random.key(0, impl="rbg"), 6)

@@ -22,6 +22,7 @@ def brute_force(members, feasible):
     return found
 
 
+@pytest.mark.medium
 @settings(max_examples=200)
 @given(st.lists(st.frozensets(st.integers(0, 7), max_size=4), min_size=1, max_size=5), st.permutations(range(8)))
 def test_is_one_of_the_irreducible_sets(conflicts, members):

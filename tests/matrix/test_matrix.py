@@ -110,6 +110,7 @@ def test_loss_gradients_and_parameters_equal_the_unsharded_run(name: str, mesh_s
     assert ("0/routing" in done.single) == (name == "moe")
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("name", "mesh_shape"), CELLS)
 def test_every_collective_is_planned_and_every_planned_one_found(name: str, mesh_shape: tuple[int, ...]) -> None:
     done = run(name, mesh_shape)

@@ -168,6 +168,7 @@ def test_stacked_layers_scanned_and_written_out():
         assert all(layout.shared[name] == tuple(rows) for name in graphs)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("weight", [1e-3, 1e3])
 def test_leaves_that_a_graph_does_not_read(weight):
     """The other graph tells no layers apart by them, whichever leads."""
@@ -180,6 +181,7 @@ def test_leaves_that_a_graph_does_not_read(weight):
         assert stages == sorted(stages) and set(stages) == {0, 1}
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("weight", [1e-3, 1e3])
 def test_a_stack_that_a_graph_does_not_read_has_the_rows_of_the_others(weight):
     def with_bias(params: Any, x: Any) -> Any:
@@ -223,6 +225,7 @@ READ_TWICE = {
 }
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("options", [TWO, SEARCHED], ids=["equal", "searched"])
 @pytest.mark.parametrize("case", READ_TWICE)
 def test_leaves_that_two_layers_read(case, options):

@@ -122,6 +122,7 @@ def test_contractions_may_stay_whole_on_request():
     assert plan.objective == 0 and not plan.stages[0].conversions
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("costs", ["slapo-head", "hidet"])
 def test_the_planner_tries_lines_only(costs):
     plan = al.plan(loss, *train_args(), cluster=CLUSTER, options=al.PlanOptions(costs=costs))

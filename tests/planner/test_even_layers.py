@@ -32,6 +32,7 @@ def test_what_does_not_halve_the_bytes_is_not_worth_it(between, cut):
     assert even_layers(FLOPS, [100, between, 100, 100, 100], 2, forward=True) == cut
 
 
+@pytest.mark.medium
 @given(st.data())
 def test_never_more_bytes_nor_larger_than_allowed(data):
     ops = data.draw(st.integers(2, 9))

@@ -30,6 +30,7 @@ def test_one_stage_is_one_mesh():
     assert plan(num_stages=1, submeshes="auto").objective == plan(num_stages=1).objective
 
 
+@pytest.mark.medium
 def test_no_cut_fits():
     with pytest.raises(
         MemoryBudgetError, match=r"no cut of 4 layers into 2 stages on 1x4:h100-sxm .* fits 1\.00 MiB per device"

@@ -230,6 +230,7 @@ def test_padding_that_loses_is_reported():
         assert free.stages == off.stages
 
 
+@pytest.mark.medium
 def test_a_budget_that_only_padding_keeps():
     """Every dim is uneven, so without padding each device computes everything."""
 

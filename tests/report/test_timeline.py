@@ -17,6 +17,7 @@ LINES = {
 }
 
 
+@pytest.mark.medium
 def test_a_picture_has_a_bar_per_action(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     drawn = {}

@@ -63,6 +63,7 @@ def test_without_temperature_it_is_the_likeliest_whatever_else_is_set() -> None:
     assert run(np.tile(LOGITS, (2, 1)), rows_of(Sampling(), Sampling())).tolist() == [1, 1]
 
 
+@pytest.mark.medium
 def test_a_row_knows_nothing_of_its_place_and_its_neighbours() -> None:
     logits = np.random.default_rng(0).normal(size=(5, 50)).astype(np.float32)
     samplings = [Sampling(1.0 + 0.1 * i, top_k=10 * i, top_p=1 - 0.1 * i, seed=i) for i in range(5)]
@@ -73,6 +74,7 @@ def test_a_row_knows_nothing_of_its_place_and_its_neighbours() -> None:
         assert run(logits[order], Rows(*(x[order] for x in together))).tolist() == [tokens[i] for i in order]
 
 
+@pytest.mark.medium
 def test_a_seed_is_the_key_of_that_seed_and_others_differ() -> None:
     def tokens(sampling: Sampling) -> list[int]:
         rows = rows_of(*[sampling] * 64)._replace(drawn=np.arange(64, dtype=np.int32))
@@ -129,6 +131,7 @@ def test_bad_settings_are_refused(settings: dict, match: str) -> None:
         Sampling(**settings)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_where_the_largest_logit_is_no_number_there_is_no_token(temperature: float) -> None:
     odd = [np.where(np.arange(LOGITS.size) == 4, value, LOGITS) for value in (np.nan, np.inf, -np.inf)]

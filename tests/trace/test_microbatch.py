@@ -59,6 +59,7 @@ def test_equals_a_plain_loop(count, reduction):
     close(got, mean(parts) if reduction == "mean" else jax.tree.map(lambda *xs: sum(xs), *parts))
 
 
+@pytest.mark.medium
 def test_outside_of_plans_it_is_jax():
     close(al.value_and_grad(mse)(W, (X, Y)), jax.value_and_grad(mse)(W, (X, Y)))
     close(al.grad(mse)(W, (X, Y)), jax.grad(mse)(W, (X, Y)))
@@ -90,6 +91,7 @@ def test_auxiliary_results():
     assert aux["hits"].dtype == jnp.int32
 
 
+@pytest.mark.medium
 def test_batch_axes_per_leaf():
     def loss(params, batch):
         return mse(params, (batch["x"].T, batch["y"])) * batch["scale"] + batch["table"].sum()

@@ -107,6 +107,7 @@ def test_pytrees():
     assert found[1] == "R, S0 -> S0"  # leaves in the order of their keys: w, x
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("case", "text", "kinds"),
     [("max", "i j -> j", {"reduction": "i", "reduce_op": "max"}), ("several results", "i j -> i k, i, k i", {})],

@@ -140,6 +140,7 @@ def test_factors_before_a_split_one_are_split_completely_in_every_dim():
     )
 
 
+@pytest.mark.medium
 def test_integers_are_drawn_from_the_arguments_own_values():
     table = jnp.arange(32.0).reshape(8, 4)
     al.rules.check(lambda t, i: t[i], "v d, n -> n d", table, jnp.array([0, 3, 7, 2]))

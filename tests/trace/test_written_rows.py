@@ -45,6 +45,7 @@ def same_values(f: Any, made: ClosedJaxpr, *args: Any) -> None:
         np.testing.assert_array_equal(ours, theirs)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("number", [lambda i: i, lambda i: i - LAYERS, jnp.int32, lambda i: LAYERS - 1 - i])
 @pytest.mark.parametrize("access", PROVEN)
 def test_rows_alone_are_passed_on(access: str, number: Any) -> None:

@@ -64,7 +64,7 @@ def temporaries(
 
 
 def _with_copies(graph: InstructionGraph, fusions: dict[int, Fusion], donated: frozenset[int]) -> InstructionGraph:
-    """The same with copies of results that go to memory which what makes them still reads."""
+    """The same with a copy of each result that is made of the donated argument whose memory it is to take."""
     instructions, outputs = [*graph.instructions], [*graph.outputs]
     for position in sorted(donated):
         made, old = outputs[position], graph.previous.get(outputs[position], -1)

@@ -32,7 +32,7 @@ def saved_arguments(facts: Facts, line: Timeline, mesh: DeviceMesh, in_specs: Se
     return saved
 
 
-def copied_results(facts: Facts, line: Timeline, mesh: DeviceMesh, in_specs: Sequence[ShardingSpec]) -> list[Stored]:
+def copied_results(facts: Facts, line: Timeline, in_specs: Sequence[ShardingSpec]) -> list[Stored]:
     """Results that are made of the argument whose memory they are to take, by another way than element by element: each has a
     buffer of its own first. Those that one kernel makes, as it does gathers by equal indices, have theirs at once."""
     program = facts.program
@@ -50,8 +50,8 @@ def copied_results(facts: Facts, line: Timeline, mesh: DeviceMesh, in_specs: Seq
         end = max(begin + 1, *(line.end[a.maker] for a in arguments))
         for argument in arguments:
             value = program.inputs[argument.position]
-            size = tile_bytes(program, value, in_specs[argument.position], mesh)
-            found.append(Stored(begin, end, size, ShardingSpec(()), f"%{value} made anew", "temporaries"))
+            size, spec = program.values[value].size_bytes, in_specs[argument.position]
+            found.append(Stored(begin, end, size, spec, f"%{value} made anew", "temporaries"))
     return found
 
 

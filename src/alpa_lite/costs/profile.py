@@ -105,9 +105,9 @@ def memory_profile(
     else:
         facts = Facts(program) if facts is None else facts
         stored = _stored(facts, line, decisions, conversions, shapes)
-        stored += _turned(facts, line, conversions)
+        stored += _turned(facts, line, conversions) + copied_results(facts, line, in_specs)
         workspace = _workspace(facts, line, mesh, decisions, conversions, stored)
-        workspace += saved_arguments(facts, line, mesh, in_specs) + copied_results(facts, line, mesh, in_specs)
+        workspace += saved_arguments(facts, line, mesh, in_specs)
         peak, time, living = _peak(stored, workspace, mesh, line.num_times, base)
         alive = [Tensor(name=t.name, size_bytes=s, category=t.category) for t, s in living]
     alive.sort(key=lambda t: (-t.size_bytes, t.name))

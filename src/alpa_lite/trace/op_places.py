@@ -4,9 +4,9 @@ A function may cast all its parameters first, and write what it keeps (a cache) 
 first layer would read all parameters and the last one write all caches.
 
 - What no matmul needs (a new cache, the mean of some layer's values) stands right behind the ops that it reads.
-- What is made of parameters alone (a cast) stands right before its first reader; what nobody reads, right behind the last
-  matmul that went into it. So does what a matmul needs and no matmul goes into, made of parameters and the batch
-  (``openings.py``).
+- What is made of parameters alone (a cast) stands right before its first reader, and so does what a matmul needs of parameters
+  and the batch without another matmul before it (``openings.py``). What nobody reads stands right behind the last matmul that
+  went into it.
 - All else stays in its order.
 """
 

@@ -94,6 +94,20 @@ def test_an_activation_that_keeps_its_name():
         al.parallelize(step, cluster=CLUSTER, options=TWO, donate_argnums=1).plan(params, x)
 
 
+def test_what_cannot_be_cut_is_named():
+    def loop(params: Any, x: Any) -> Any:
+        return jax.lax.fori_loop(0, 5, lambda i, x: mlp(params, x), x)
+
+    def recomputed(params: Any, x: Any) -> Any:
+        return jax.checkpoint(mlp)(params, x)
+
+    params, x = kernels(16, 16, 16), jnp.ones((8, 16))
+    wanted = {loop: "100% of its FLOPs and is one op: scan over parameters", recomputed: "put it around single layers"}
+    for fn, words in wanted.items():
+        with pytest.raises(LayerError, match=rf"at most 1.* at .*test_forward_stages.py:.*{words}"):
+            al.plan(fn, params, x, cluster=CLUSTER, options=TWO)
+
+
 def test_a_cache_that_two_stages_read_is_carried_by_one():
     """The stage that makes its next value has it, and sends it to the other before each call; its buffer is taken over."""
 

@@ -12,8 +12,8 @@ import pytest
 from jax import lax
 
 from alpa_lite._jax_compat import evaluate_jaxpr
-from alpa_lite.trace.forward_ops import inlined
 from alpa_lite.trace.indexed_rows import indexed_by_rows
+from alpa_lite.trace.jaxprs import inlined
 from tests.trace.cases import floats
 
 LAYERS, SLOTS, LENGTH, WIDTH = 4, 3, 6, 2

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from alpa_lite.trace.forward_ops import ForwardOps, inlined, is_heavy
+from alpa_lite.trace.forward_ops import ForwardOps
+from alpa_lite.trace.jaxprs import inlined
 from alpa_lite.trace.op_places import gathered
 from alpa_lite.trace.openings import openings
 
@@ -61,7 +62,7 @@ def test_each_cache_is_reordered_right_before_its_layer() -> None:
     assert [n for n in names(made.jaxpr) if n in ("gather", "dot_general")] == ["gather"] * 3 + ["dot_general"] * 3
     ordered = names(gathered(made, batch).jaxpr)
     assert [n for n in ordered if n in ("gather", "dot_general")] == ["gather", "dot_general"] * 3
-    found = {names(made.jaxpr)[i] for i in openings(made.jaxpr, batch, is_heavy)}
+    found = {names(made.jaxpr)[i] for i in openings(made.jaxpr, batch)}
     assert "gather" in found and "dot_general" not in found and "lt" not in found  # indices are of the batch alone
 
 

@@ -12,7 +12,7 @@ import pytest
 from jax import lax
 
 from alpa_lite._jax_compat import ClosedJaxpr, evaluate_jaxpr
-from alpa_lite.trace.forward_ops import inlined
+from alpa_lite.trace.jaxprs import inlined
 from alpa_lite.trace.written_rows import written_by_rows
 from tests.trace.test_indexed_rows import AT, CACHE, LAYERS, PROVEN, SLOTS, Access, W, X
 

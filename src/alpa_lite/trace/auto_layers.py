@@ -21,14 +21,17 @@ from alpa_lite._jax_compat import (
     JaxprEqn,
     Literal,
     evaluate_jaxpr,
+    inner_jaxprs,
     name_scope_of,
     scan_layout,
     user_context,
 )
 from alpa_lite.errors import LayerError
 from alpa_lite.trace.boundary import layer_boundary_p
-from alpa_lite.trace.forward_ops import ForwardOps, contains, inlined, read, run_part
+from alpa_lite.trace.flatten import source_of
+from alpa_lite.trace.forward_ops import ForwardOps
 from alpa_lite.trace.indexed_rows import indexed_by_rows
+from alpa_lite.trace.jaxprs import contains, inlined, read, run_part
 from alpa_lite.trace.op_places import gathered
 from alpa_lite.trace.written_rows import written_by_rows
 
@@ -80,7 +83,10 @@ def with_layers(
     ops = ForwardOps(closed, batch, differentiated, forward=forward)
     pins = (*ops.stage_pins, *ops.home_pins(homes or {}))
     given = (ops.flops, ops.cut_bytes, pins) if pins else (ops.flops, ops.cut_bytes)
-    chosen = layers(*given, forward=True) if forward else layers(*given)
+    try:
+        chosen = layers(*given, forward=True) if forward else layers(*given)
+    except LayerError as error:
+        raise LayerError(f"{error}{_not_cut(ops)}") from None
     cuts = sorted({*chosen, *ops.row_cuts(homes or {}, chosen)})
     _check(ops, cuts)
     if starts is not None:
@@ -118,6 +124,23 @@ def _check(ops: ForwardOps, cuts: Sequence[int]) -> None:
             f"the cuts {bad} of {len(ops.units)} ops were chosen. Allowed are those that the gradient passes: their bytes are "
             "finite. They come from the function given as trace(layers=...); choose among the finite ones."
         )
+
+
+def _not_cut(ops: ForwardOps) -> str:
+    """For messages: the loop or call with most FLOPs of those that are one op, if it has a tenth of all."""
+    dearest = max(range(len(ops.units)), key=lambda n: ops.flops[n], default=None)
+    if dearest is None or ops.flops[dearest] <= 0.1 * sum(ops.flops):
+        return ""
+    eqn = ops.jaxpr.eqns[ops.units[dearest].eqn]
+    if ops.over_layers(eqn) or not any(inner_jaxprs(eqn)):
+        return ""
+    name, share = eqn.primitive.name, ops.flops[dearest] / sum(ops.flops)
+    what = (
+        "scan over parameters that are stacked by layers"
+        if name in ("scan", "while")
+        else "put it around single layers"
+    )
+    return f" The {name} at {source_of(eqn)} has {share:.0%} of its FLOPs and is one op: {what}."
 
 
 class _Evaluation:

@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 
 from alpa_lite._jax_compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, name_scope_of, scan_layout, user_context
-from alpa_lite.trace.forward_ops import inlined, read, run_part, variables
+from alpa_lite.trace.jaxprs import inlined, read, run_part, variables
 from alpa_lite.trace.row_access import Numbers, accessed, is_write, makers, row_access, shape_of
 
 

@@ -16,7 +16,7 @@ from collections.abc import Collection
 from typing import Any
 
 from alpa_lite._jax_compat import ClosedJaxpr, Literal
-from alpa_lite.trace.forward_ops import is_heavy, variables
+from alpa_lite.trace.jaxprs import is_heavy, variables
 from alpa_lite.trace.openings import openings
 
 _BEFORE, _LAYER, _KEPT = range(3)  # order of ops with one place
@@ -50,7 +50,7 @@ def gathered(closed: ClosedJaxpr, batch: Collection[int]) -> ClosedJaxpr:
             if v in maker:
                 readers.setdefault(maker[v], []).append(i)
     place: dict[int, tuple[int, int, int]] = {}
-    first = openings(jaxpr, batch, is_heavy)
+    first = openings(jaxpr, batch)
     for i in reversed(range(len(eqns))):
         if main[i]:
             before = i in first

@@ -11,18 +11,19 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from alpa_lite._jax_compat import Jaxpr, JaxprEqn, Literal, scan_layout
+from alpa_lite.trace.jaxprs import is_heavy, variables
 from alpa_lite.trace.row_access import shape_of
 from alpa_lite.trace.row_ops import is_slice_of_rows, rows_of_operands
 
 
-def openings(jaxpr: Jaxpr, batch: Collection[int], is_heavy: Callable[[JaxprEqn], bool]) -> set[int]:
+def openings(jaxpr: Jaxpr, batch: Collection[int]) -> set[int]:
     """Numbers of the equations that light ops alone lead to, and that read what is in ``batch`` (positions of inputs) as well as
     what is not."""
     of_batch = {v: i in batch for i, v in enumerate(jaxpr.invars)} | dict.fromkeys(jaxpr.constvars, False)
     kinds: dict[Any, set[bool]] = {v: {own} for v, own in of_batch.items()}
     found = set()
     for i, eqn in enumerate(jaxpr.eqns):
-        given = [v for v in eqn.invars if not isinstance(v, Literal)]
+        given = variables(eqn.invars)
         if is_heavy(eqn) or eqn.effects or not all(v in kinds for v in given):
             continue
         made = set().union(*(kinds[v] for v in given))
@@ -36,14 +37,13 @@ def row_openings(jaxpr: Jaxpr, over_layers: Callable[[JaxprEqn], bool]) -> set[i
     """Numbers of the equations that work row by row on stacked arguments, for what reads rows alone: layers, and results."""
     readers: defaultdict[Any, list[int]] = defaultdict(list)
     for i, eqn in enumerate(jaxpr.eqns):
-        for v in eqn.invars:
-            if not isinstance(v, Literal):
-                readers[v].append(i)
+        for v in variables(eqn.invars):
+            readers[v].append(i)
     stacks = {v for v in jaxpr.invars if len(shape_of(v)) > 1}
     ahead: dict[int, list[Any]] = {}  # equation -> its operands that have the result's rows
     for i, eqn in enumerate(jaxpr.eqns):
         own = [eqn.invars[k] for k in _split(eqn)]
-        if any(v in stacks for v in own if not isinstance(v, Literal)) and len(eqn.outvars) == 1:
+        if any(v in stacks for v in variables(own)) and len(eqn.outvars) == 1:
             ahead[i] = own
             stacks.add(eqn.outvars[0])
     found: set[int] = set()

@@ -18,7 +18,7 @@ import jax
 from jax import lax
 
 from alpa_lite._jax_compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, name_scope_of, user_context
-from alpa_lite.trace.forward_ops import read, run_part, variables
+from alpa_lite.trace.jaxprs import read, run_part, variables
 from alpa_lite.trace.row_access import MOST_ROWS, Numbers, RowAccess, accessed, is_write, makers, row_access, shape_of
 
 

@@ -2,7 +2,8 @@
 
 The step is ops before the microbatch loop, the loop, and ops after it. Every op belongs to a stage:
 
-- ops of the loop to the stage of their layer; cheap ones that read no state (masks, positions) to every stage that wants them;
+- ops of the loop to the stage of their layer; cheap ones that read no state but lengths (masks, positions) to every stage that
+  wants them;
 - ops before the loop to every stage that wants them;
 - ops after the loop (the update) to the stage of the largest gradient or state that they read.
 
@@ -79,9 +80,13 @@ class StageHomes:
         return 0 if made is None else self.outer_stage.get(made, 0)
 
     def _shareable(self) -> list[bool]:
-        """Per body op: cheap, and made of nothing but literals and arguments that are no state."""
+        """Per body op: cheap, and made of nothing but literals and arguments that are no state; or, without a gradient, of
+        whole numbers per slot (lengths, positions), which every stage is sent rather than what is made of them."""
         state = self._made_of_state()
         carried = set(self.body.inputs[self.num_consts : self.num_consts + self.num_carry])
+        if not any(self.layered.backward):
+            avals = self.body.avals
+            carried = {v for v in carried if avals[v].ndim > 1 or not jnp.issubdtype(avals[v].dtype, jnp.integer)}
         consts = self.body.inputs[: self.num_consts]
         dear = carried | {v for v, outer in zip(consts, self.loop.inputs, strict=False) if outer in state}
         found: list[bool] = []

@@ -27,7 +27,7 @@ from alpa_lite.plan.records import Leaf, Rematerialisation
 from alpa_lite.planner.padded import padded_like
 from alpa_lite.planner.stage_layers import layer_cuts, layers_to_recompute
 from alpa_lite.schedule import planned_schedule
-from alpa_lite.trace.auto_layers import LayerCuts
+from alpa_lite.trace.auto_layers import LayerCuts, are_homes
 from alpa_lite.trace.paths import leaf_paths
 from alpa_lite.trace.program import Traced, trace
 from alpa_lite.trace.remat import recomputable
@@ -117,10 +117,17 @@ def traced_for(
     rules = _rules_of(plan)
     try:
         count = _num_microbatches(plan)
-        layers = _planned_cuts(plan)
-        forward = plan.pipeline is not None
+        layers, starts = _planned_cuts(plan), _starts_of(plan)
         traced = trace(
-            plain(fn), args, kwargs, rules=rules, num_microbatches=count, layers=layers, forward=forward, **settings
+            plain(fn),
+            args,
+            kwargs,
+            rules=rules,
+            num_microbatches=count,
+            layers=layers,
+            forward=plan.pipeline is not None,
+            homes=dict(starts) if are_homes(starts) else None,
+            **settings,
         )
     except TraceError as error:
         static = settings.get("static_argnums", ()), settings.get("static_argnames", ())
@@ -135,10 +142,15 @@ def traced_for(
     return traced
 
 
+def _starts_of(plan: Plan) -> tuple[Any, ...]:
+    """What was said of its layers by leaves that lie on stages."""
+    found: Any = dict(plan.options).get(LAYER_STARTS, ())
+    return found
+
+
 def _planned_cuts(plan: Plan) -> LayerCuts | None:
     """How a function without boundaries of its own is cut as for the plan; None if it was not cut."""
-    starts: Any = dict(plan.options).get(LAYER_STARTS)
-    if starts is not None:
+    if starts := _starts_of(plan):
         return lambda flops, cut_bytes, pins=(), **_: starts
     if plan.pipeline is not None:
         counts = Counter(plan.pipeline.stage_of_layer)
@@ -154,6 +166,8 @@ def staged_for(plan: Plan, traced: Traced) -> StagedStep:
     """
     assert plan.pipeline is not None and traced.layered is not None
     layered, given = layers_of(traced.layered), plan.pipeline.stage_of_layer
+    if are_homes(_starts_of(plan)):
+        layered = replace(layered, num_layers=len(given))
     split = planned_schedule(plan.pipeline).split_stages
     other = f"{layered.num_layers} layers, {len(given)} were planned"
     if layered.num_layers == len(given):

@@ -45,7 +45,7 @@ from alpa_lite.planner.stage_remat import plan_with_remat
 from alpa_lite.planner.symbolic import SymbolicPlan as PlansByNumber
 from alpa_lite.planner.symbolic import SymbolicTask
 from alpa_lite.trace.annotations import annotation_note, annotations_from_args
-from alpa_lite.trace.auto_layers import LayerCuts
+from alpa_lite.trace.auto_layers import LayerCuts, are_homes
 from alpa_lite.trace.pins import resolve_pins
 from alpa_lite.trace.program import Rules, Traced, trace
 from alpa_lite.trace.remat_step import RecomputedStages, all_recomputed
@@ -152,7 +152,7 @@ class Request:
         *,
         forward: bool = False,
         homes: Mapping[str, int] | None = None,
-        starts: list[int] | None = None,
+        starts: list[Any] | None = None,
         known: Rules | None = None,
     ) -> Traced:
         count = self.options.num_microbatches
@@ -203,10 +203,10 @@ class Request:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], cluster: ClusterData, progress: Progress
     ) -> tuple[Traced, Plan]:
         homes = self.homes(args, kwargs)
-        starts: list[int] = []
+        starts: list[Any] = []
 
         traced, pins, notes = self.layered(args, kwargs, None, homes, starts if homes else None)
-        cut, again = self._staged(traced, cluster, homes)
+        cut, again = self._staged(traced, cluster, homes, are_homes(starts))
 
         def planned(step: StagedStep, recompute: RecomputedStages | None) -> Plan:
             return plan_pipeline(
@@ -232,7 +232,7 @@ class Request:
         kwargs: dict[str, Any],
         layers: LayerCuts | None,
         homes: Mapping[str, int],
-        starts: list[int] | None = None,
+        starts: list[Any] | None = None,
     ) -> tuple[Traced, ResolvedPins, tuple[str, ...]]:
         """The step with layers, as a function of parts of leaves, its pins, and what there is to say about these.
 
@@ -343,13 +343,16 @@ class Request:
         return traced, self.finished(made, traced)
 
     def _staged(
-        self, traced: Traced, cluster: ClusterData, homes: Mapping[str, int]
+        self, traced: Traced, cluster: ClusterData, homes: Mapping[str, int], at_homes: bool
     ) -> tuple[StageCut, RecomputedStages]:
-        """The step cut into the stages that were asked for, also with layers recomputed; ``homes``: stages of its leaves."""
+        """The step cut into the stages that were asked for, also with layers recomputed; ``homes``: stages of its leaves,
+        ``at_homes``: whether these are its layers."""
         flat, options = traced.layered, self.options
         assert flat is not None
         paths = traced.program.input_paths
         layered = layers_of(flat, [(homes[path], path) if path in homes else None for path in paths] if homes else ())
+        if at_homes:
+            layered = replace(layered, num_layers=options.stage_count or 1)
         body = traced.program.ops[microbatch_loop(traced.flat)].bodies[0]
         cut = given_cut(options, cluster, layered, body, self.source)
         split = asked_schedule(options).split_stages

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from alpa_lite.api.bound import LAYER_STARTS
 from alpa_lite.api.request import VERSIONS
@@ -18,7 +19,7 @@ from alpa_lite.planner.joint_stages import GraphStages, LeafKey, StageLayout
 from alpa_lite.planner.pipeline import plan_pipeline
 from alpa_lite.planner.stage_cut import StageCut
 from alpa_lite.planner.stage_layers import layer_cuts
-from alpa_lite.trace.auto_layers import LayerCuts
+from alpa_lite.trace.auto_layers import LayerCuts, are_homes
 from alpa_lite.trace.flatten import FlatJaxpr
 from alpa_lite.trace.layers import BOUNDARY, Layered
 from alpa_lite.trace.program import Traced
@@ -34,14 +35,14 @@ class LayeredGraph:
 
     Attributes:
         graph: as it was given; its request asks for the stages.
-        starts: the ops that start layers; () where the function has boundaries.
+        starts: the ops that start layers, or leaves and their layers; () where the function has boundaries.
         traced, pins, notes, layered: the step as a function of parts of leaves.
         keys: position of a shared leaf, or part of one, among its arguments -> its key.
         strategies: of its ops, found so far.
     """
 
     graph: SharedGraph
-    starts: tuple[int, ...]
+    starts: tuple[Any, ...]
     traced: Traced
     pins: ResolvedPins
     notes: tuple[str, ...]
@@ -51,7 +52,7 @@ class LayeredGraph:
 
     @classmethod
     def of(cls, graph: SharedGraph, layers: LayerCuts, homes: Mapping[str, int]) -> LayeredGraph:
-        starts: list[int] = []
+        starts: list[Any] = []
         traced, pins, notes = graph.request.layered(graph.args, {}, layers, homes, starts)
         assert traced.layered is not None
         keys = leaf_keys(graph, traced.program.input_paths)
@@ -60,6 +61,10 @@ class LayeredGraph:
             pins_of_both = dict.fromkeys([*layered.pins, *_pins_of_makers(traced.layered, layered)])
             layered = replace(layered, pins=tuple(pins_of_both))
         return cls(graph, tuple(starts), traced, pins, notes, layered, keys)
+
+    def with_layers(self, number: int) -> LayeredGraph:
+        """The same, of a graph whose layers are where leaves lie: nothing need be done in the last ones."""
+        return replace(self, layered=replace(self.layered, num_layers=number)) if are_homes(self.starts) else self
 
     @property
     def paths(self) -> dict[LeafKey, str]:

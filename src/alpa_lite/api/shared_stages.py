@@ -55,6 +55,7 @@ from alpa_lite.planner.plan_step import budget_bytes, mesh_candidates
 from alpa_lite.planner.stage_cut import StageCut, given_mesh_shapes, given_submeshes
 from alpa_lite.planner.stage_layers import layer_cuts, searched_layers
 from alpa_lite.trace.auto_layers import LayerCuts
+from alpa_lite.trace.jaxprs import HEAVY
 from alpa_lite.trace.stage_pin import StagePin
 from alpa_lite.units import format_bytes
 
@@ -69,6 +70,20 @@ def plan_shared_stages(
     if options.submeshes == "auto":
         check_stage_count(options, cluster, source)
     return _StagedSearch(graphs, cluster, options, source).run()
+
+
+def _has_layers(graph: SharedGraph) -> bool:
+    """Whether a graph has matmuls, or boundaries of its own."""
+    if any(op.primitive in HEAVY for _, _, op in graph.traced.program.walk()):
+        return True
+    asked: list[Any] = []
+
+    def cuts(*given: Any, **settings: Any) -> tuple[int, ...]:
+        asked.append(given)
+        return ()
+
+    graph.request.trace(graph.args, {}, cuts, forward=True)
+    return not asked
 
 
 class _StagedSearch:
@@ -89,7 +104,8 @@ class _StagedSearch:
         self.refused: AlpaLiteError | None = None
 
     def run(self) -> SharedLayout:
-        for graph in self.graphs:
+        # What has no layers, as it copies slots of a cache, has no plan alone: it works where the leaves lie.
+        for graph in list(filter(_has_layers, self.graphs)) or self.graphs:
             graph.own = self.own_or_unlimited(graph)
         try:
             lower = self.search()
@@ -113,7 +129,7 @@ class _StagedSearch:
             plans={g.name: plan for g, plan in zip(self.graphs, self.plans, strict=True)},
             weights={g.name: g.weight for g in self.graphs},
             own={
-                g.name: cost if g.refused else min(g.best().objective, cost)
+                g.name: cost if g.refused or g.own is None else min(g.own.objective, cost)
                 for g, cost in zip(self.graphs, costs, strict=True)
             },
             lower_bound=min(lower, self.total),
@@ -143,8 +159,10 @@ class _StagedSearch:
         return alone.plans[0]
 
     def importance(self, graph: SharedGraph) -> float:
-        """How much of the sum a graph is; of one that is planned alone nothing is known."""
-        return graph.weight * graph.best().objective if len(self.graphs) > 1 else graph.weight
+        """How much of the sum a graph is; of one planned alone nothing is known. One without a plan alone leads no other."""
+        if len(self.graphs) == 1:
+            return graph.weight
+        return 0.0 if graph.own is None else graph.weight * graph.own.objective
 
     def own_cuts(self) -> Iterator[tuple[SharedGraph, _StagedSearch]]:
         """Graphs whose own plans have the shared leaves on other stages, what counts most first, and searches with these."""
@@ -152,7 +170,7 @@ class _StagedSearch:
             return
         seen = [stages_of(self.graphs[0], self.plans[0])]
         for graph in sorted(self.graphs, key=self.importance, reverse=True):
-            found = stages_of(graph, graph.best())
+            found = seen[0] if graph.own is None else stages_of(graph, graph.own)
             if found not in seen:
                 seen.append(found)
                 homes, submeshes = found
@@ -265,7 +283,7 @@ class _StagedSearch:
             here = {leaf_path(graph, key): layer for key, layer in homes.items()}
             same = layer_cuts(number) if number == count else cuts_by_layers(number)  # is layer k stage k?
             with named(f"the graph {graph.name!r}, cut as {lead.name!r} with its {number} layers as stages"):
-                own = LayeredGraph.of(graph, same, here)
+                own = LayeredGraph.of(graph, same, here).with_layers(number)
                 if own.layered.num_layers != number:
                     raise LayerError(
                         f"it has {own.layered.num_layers} layers and {lead.name!r} has {number}. Graphs on one set of stages "

@@ -17,11 +17,6 @@ from alpa_lite.plan.leaf_rows import split_path
 from alpa_lite.planner.even_layers import EVEN, UNEVEN, even_layers, fewer_bytes
 from alpa_lite.trace.stage_pin import StagePin
 
-_NO_LAYERS = (
-    "Mark more layers with al.layer_boundary. A function that only copies, resets or reorders leaves has none: run it with "
-    "jax.jit on the arrays as they lie, of a StagedArray on each part: al.StagedArray([f(part) for part in x.parts])."
-)
-
 
 def check_stage_pins(pins: Sequence[StagePin], num_layers: int, num_stages: int, what: str = "layer") -> None:
     """Refuse pins that no cut into stages keeps.
@@ -90,7 +85,7 @@ def _cycle(first: StagePin, second: StagePin) -> str:
 def _too_few(pin: StagePin, layers: int, stages: int, where: str, what: str) -> LayerError:
     return LayerError(
         f"{pin.reason} asks for stage {pin.stage}: {stages} stages {where}, for {layers} {what}s. Every stage "
-        f"has at least one {what}. {_NO_LAYERS if pin.leaf else 'Mark more layers with al.layer_boundary, or pin another stage.'}"
+        f"has at least one {what}. Mark more layers with al.layer_boundary{'' if pin.leaf else ', or pin another stage'}."
     )
 
 
@@ -160,7 +155,7 @@ def _stage_starts(
         raise LayerError(
             f"the pins of {'parameters to their stages' if leaves else 'al.pin_stage'} leave no place where a stage can end: "
             "layers end between ops that the gradient, or without one the result, passes, and every stage has at least one. "
-            f"{_NO_LAYERS if leaves else 'Pin other values, or mark layers with al.layer_boundary.'}"
+            f"{'Mark more layers' if leaves else 'Pin other values, or mark layers'} with al.layer_boundary."
         )
     bytes_to, chosen = np.zeros(1), []
     for before, now in pairwise(rows):

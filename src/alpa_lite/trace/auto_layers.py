@@ -31,7 +31,7 @@ from alpa_lite.trace.boundary import layer_boundary_p
 from alpa_lite.trace.flatten import source_of
 from alpa_lite.trace.forward_ops import ForwardOps
 from alpa_lite.trace.indexed_rows import indexed_by_rows
-from alpa_lite.trace.jaxprs import contains, inlined, read, run_part
+from alpa_lite.trace.jaxprs import contains, inlined, is_heavy, read, run_part, variables
 from alpa_lite.trace.op_places import gathered
 from alpa_lite.trace.written_rows import written_by_rows
 
@@ -55,7 +55,7 @@ def with_layers(
     homes: Homes | None = None,
     *,
     forward: bool = False,
-    starts: list[int] | None = None,
+    starts: list[Any] | None = None,
 ) -> Callable[..., Any]:
     """The same function with boundaries.
 
@@ -68,7 +68,7 @@ def with_layers(
         homes: position of a leaf, or of rows of it, -> the stage on which it lies, and its path.
         forward: ``f`` is differentiated by nobody: all its results count as the first one does, and what a result alone needs
             (a cache) is done where its values are.
-        starts: is filled with the cuts.
+        starts: is filled with the cuts; with paths and stages where ``f`` has no matmul, so that its layers are where leaves lie.
 
     Raises:
         LayerError: ``f`` has boundaries inside of a loop, or the chosen cuts cannot be made.
@@ -80,6 +80,10 @@ def with_layers(
     if contains(closed.jaxpr, _BOUNDARY):
         return partial(_evaluated, closed, tree) if forward else f
     closed = gathered(indexed_by_rows(closed), batch) if forward else closed
+    if forward and homes and not any(map(is_heavy, closed.jaxpr.eqns)):
+        if starts is not None:
+            starts[:] = [(path, stage) for stage, path in homes.values()]
+        return partial(_at_homes, closed, tree, homes)
     ops = ForwardOps(closed, batch, differentiated, forward=forward)
     pins = (*ops.stage_pins, *ops.home_pins(homes or {}))
     given = (ops.flops, ops.cut_bytes, pins) if pins else (ops.flops, ops.cut_bytes)
@@ -97,6 +101,35 @@ def with_layers(
         return jax.tree_util.tree_unflatten(tree, _distinct(ops.jaxpr, found) if forward else found)
 
     return cut
+
+
+def are_homes(starts: Sequence[Any]) -> bool:
+    """Whether what ``with_layers`` says of layers are homes of leaves, not cuts."""
+    return bool(starts) and not isinstance(starts[0], int)
+
+
+def _at_homes(closed: ClosedJaxpr, tree: Any, homes: Homes, *args: Any) -> Any:
+    """A function without layers of its own, as one that copies slots of a cache: leaves, or rows of them, pass as many boundaries
+    as there are stages before theirs, so that what is done with them is done there."""
+    jaxpr = closed.jaxpr
+    wanted = {v for atoms in (jaxpr.outvars, *(eqn.invars for eqn in jaxpr.eqns)) for v in variables(atoms)}
+    parts: dict[int, dict[tuple[int, int], Any]] = {}  # position of a leaf -> (first row, stage) -> its part
+    for (position, rows), (stage, _) in homes.items():
+        if jaxpr.invars[position] in wanted:
+            with jax.named_scope(SLICES):
+                part = args[position] if rows is None else lax.slice_in_dim(args[position], *rows)
+            parts.setdefault(position, {})[rows[0] if rows else 0, stage] = part
+    last = max((stage for own in parts.values() for _, stage in own), default=0)
+    for number in range(1, last + 1):
+        behind = [(position, key) for position, own in sorted(parts.items()) for key in sorted(own) if key[1] >= number]
+        passed = layer_boundary_p.bind(*(parts[position][key] for position, key in behind), backward=False)
+        for (position, key), value in zip(behind, passed, strict=True):
+            parts[position][key] = value
+    given = list(args)
+    for position, own in parts.items():
+        rows = [part for _, part in sorted(own.items(), key=lambda item: item[0])]
+        given[position] = _joined(rows) if len(rows) > 1 else rows[0]
+    return _evaluated(closed, tree, *given)
 
 
 def _evaluated(closed: ClosedJaxpr, tree: Any, *args: Any) -> Any:
@@ -128,6 +161,11 @@ def _check(ops: ForwardOps, cuts: Sequence[int]) -> None:
 
 def _not_cut(ops: ForwardOps) -> str:
     """For messages: the loop or call with most FLOPs of those that are one op, if it has a tenth of all."""
+    if not any(map(is_heavy, ops.jaxpr.eqns)):
+        return (
+            " It has no matmul. Where others say where its leaves lie (al.plan_shared, follow=), each stage does what concerns "
+            "its own."
+        )
     dearest = max(range(len(ops.units)), key=lambda n: ops.flops[n], default=None)
     if dearest is None or ops.flops[dearest] <= 0.1 * sum(ops.flops):
         return ""

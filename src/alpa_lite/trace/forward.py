@@ -62,7 +62,7 @@ class Forward:
     kept: Collection[int]
     state: Mapping[int, int]
     homes: Homes
-    starts: list[int] = field(default_factory=list)
+    starts: list[Any] = field(default_factory=list)
 
     def once(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """The function, run by a loop of one trip."""

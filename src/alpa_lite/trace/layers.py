@@ -244,7 +244,7 @@ class _Assignment:
             if ends[i]:
                 made = [self.made_by[v] for v in self.inputs(op) if v in self.made_by]
                 layers = [k for j in made if firm[j] and (k := self.layer[j]) is not None]
-                self.layer[i] = max(layers, default=None)
+                self.layer[i] = max(layers, default=0)
                 firm[i] = bool(layers)
         for i in reversed(range(len(passed))):
             if not firm[i] and not self.backward[i]:

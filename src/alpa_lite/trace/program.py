@@ -73,7 +73,7 @@ def trace(
     layers: LayerCuts | None = None,
     forward: bool = False,
     homes: Mapping[str, int] | None = None,
-    starts: list[int] | None = None,
+    starts: list[Any] | None = None,
     known: Rules | None = None,
 ) -> Traced:
     """Trace ``fn``; arguments are arrays or ``jax.ShapeDtypeStruct`` pytrees. Touches no device.

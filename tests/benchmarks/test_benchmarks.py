@@ -50,8 +50,8 @@ def test_the_step_keeps_its_state_and_layers_set_the_depth(name: str) -> None:
     assert (loss.shape, loss.dtype) == ((), jnp.float32)
 
 
-@pytest.mark.medium
 @pytest.mark.parametrize("family", sorted(SMALL))
+@pytest.mark.slow
 def test_the_loss_starts_at_the_uniform_guess_and_remat_does_not_change_it(family: str) -> None:
     config = SMALL[family]
     leaves, structure = jax.tree.flatten(models.param_shapes(config))

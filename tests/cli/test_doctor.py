@@ -124,8 +124,8 @@ def test_this_machine():
     assert proof["found"] == "8 devices as mesh (data=2, model=4), 2 collectives: bit-equal to one device"
 
 
-@pytest.mark.medium
 @pytest.mark.ray
+@pytest.mark.slow
 def test_ray_clusters():
     env = own_environment() | {"JAX_PLATFORMS": "cpu", "RAY_AUTH_TOKEN": "0123456789abcdef"}
     code, found = run("--executor", "ray", env=env)

@@ -94,6 +94,7 @@ def test_two_processes_write_one_item_and_a_third_another_one(tmp_path):
         assert np.asarray(got[path]).tobytes() == value.tobytes()
 
 
+@pytest.mark.slow
 def test_a_job_saves_and_restores_as_one_process_does(tmp_path):
     (tmp_path / "file").write_text("")
     first, second = job("checkpoints", tmp_path, 2, 2)

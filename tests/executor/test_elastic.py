@@ -31,7 +31,7 @@ def found_for(elastic: Elastic, cluster: str = "1x4:cpu") -> list[Any]:
     return candidates(local, args, al.Cluster.parse(cluster), local.plan(*args), elastic)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_long_horizon_takes_the_faster_plan_and_a_short_one_that_moves_less() -> None:
     fast = found_for(Elastic(horizon_steps=10**9))
     assert [c.plan.objective for c in fast] == sorted(c.plan.objective for c in fast)

@@ -42,7 +42,7 @@ def given(case: str) -> Any:
     return arguments(stacked=case == "scanned layers")
 
 
-PARAMS = [next(iter(CASES)), *(pytest.param(case, marks=pytest.mark.slow) for case in list(CASES)[1:])]
+PARAMS = [pytest.param(case, marks=[pytest.mark.slow] * (case != "scanned layers")) for case in CASES]
 
 
 @pytest.fixture(scope="module", params=PARAMS)

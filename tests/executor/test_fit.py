@@ -96,6 +96,7 @@ def test_the_local_executor_and_a_second_run_that_goes_on(tmp_path: Path, expect
 class TestRay:
     pytestmark = ON_RAY
 
+    @pytest.mark.slow
     def test_killed_and_stopped_workers(self, remote: Any, tmp_path: Path, expected: tuple[Any, float]) -> None:
         """One dies before there is a checkpoint, one hangs, one dies later: no batch is lost or used twice in the end."""
         seen: list[int] = []
@@ -257,7 +258,7 @@ def spoiled(at: int, times: list[int]) -> Callable[[int], Any]:
     return read
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_what_is_not_finite_stops_is_left_out_or_is_tried_again(tmp_path: Path, expected: tuple[Any, float]) -> None:
     local, _ = steps()
 

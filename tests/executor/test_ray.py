@@ -149,6 +149,7 @@ def test_stacked_layers_lie_on_their_stages() -> None:
         assert_equal(expected, made)
 
 
+@pytest.mark.slow
 def test_one_mesh_with_keys_and_half_precision() -> None:
     plan = exported_steps.plan(4)
     state, batch = exported_steps.state(), exported_steps.batch()

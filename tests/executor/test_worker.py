@@ -129,7 +129,7 @@ def test_a_step_on_one_mesh() -> None:
     assert len(group.workers) == 1
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_two_stages_in_two_processes() -> None:
     """With a tied embedding and a norm over all stages, so that values cross before, in and after the loop."""
     options = al.PlanOptions(num_stages=2, num_microbatches=pipeline_steps.MICROBATCHES)

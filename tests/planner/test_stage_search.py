@@ -97,6 +97,7 @@ def test_what_the_search_made_is_gone_without_the_collector():
     assert left < 2_000  # one priced run alone has more objects
 
 
+@pytest.mark.slow
 def test_memory_forces_stages():
     # A stage's weights and gradient sums leave one device no room for more than one layer: stages, or weights that are split.
     budget = 0.55 * plan(num_stages=1).memory.peak

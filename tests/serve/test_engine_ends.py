@@ -129,6 +129,7 @@ def test_programs_are_kept_on_disk_and_a_process_ends_with_an_engine_open(tmp_pa
     assert [line[1].strip() for line in lines] == ["False", "True"]
 
 
+@pytest.mark.slow
 def test_programs_that_were_written_half_are_made_again(tmp_path: Any) -> None:
     place = tmp_path / "compiled"
     command = [sys.executable, "-c", SCRIPT, str(place)]

@@ -44,6 +44,7 @@ def test_the_planned_memory_is_what_compiled_programs_take(name: str) -> None:
         assert 0.95 <= plan.memory.peak / compiled.peak_bytes() <= 1.25, graph
 
 
+@pytest.mark.slow
 def test_a_cache_beyond_the_memory_budget_is_refused_when_planning() -> None:
     model, params = model_and_params("llama")
     graphs = al.serve.graphs(model, params, slots=8, max_length=4096, buckets=(8,))

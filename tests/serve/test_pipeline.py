@@ -51,6 +51,7 @@ def test_two_stages_give_the_logits_of_the_unsharded_model_on_their_own_devices(
         assert held[0] == {"blocks", "embed"} and held[1] == {"blocks", "norm", "head"}
 
 
+@pytest.mark.slow
 def test_an_engine_of_two_stages_answers_as_one_of_one_mesh() -> None:
     model, params = model_and_params()
     rng = np.random.default_rng(1)

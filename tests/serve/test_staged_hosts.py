@@ -54,6 +54,7 @@ def planned(layout: Any, stage: int) -> int:
     return sum(math.prod(leaf.spec.local_shape(leaf.value.shape, mesh)) * leaf.value.itemsize for leaf in leaves)
 
 
+@pytest.mark.slow
 def test_two_hosts_say_what_one_process_says_and_hold_parameters_once(engine: al.serve.Engine) -> None:
     """A host has its stage's alone; where a row draws, it draws the same."""
     assert engine.generate(staged_prompts(), max_tokens=8) == staged_expected("gpt")

@@ -88,6 +88,7 @@ class Early(GPT):
         return table[tokens[0, lengths - 1]] @ table.T, cache
 
 
+@pytest.mark.slow
 def test_logits_in_two_places_are_refused() -> None:
     model, params = model_and_params("gpt")
     early = Early(model.config)

@@ -39,6 +39,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     return folder, jax.tree.map(np.asarray, state.params)
 
 
+@pytest.mark.slow
 def test_a_model_is_served_from_the_checkpoint_of_a_training_plan(trained: tuple[Path, Any]) -> None:
     folder, params = trained
     model = MODELS["gpt"]("small")

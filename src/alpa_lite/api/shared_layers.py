@@ -21,6 +21,7 @@ from alpa_lite.planner.stage_cut import StageCut
 from alpa_lite.planner.stage_layers import layer_cuts
 from alpa_lite.trace.auto_layers import LayerCuts, are_homes
 from alpa_lite.trace.flatten import FlatJaxpr
+from alpa_lite.trace.jaxprs import HEAVY
 from alpa_lite.trace.layers import BOUNDARY, Layered
 from alpa_lite.trace.program import Traced
 from alpa_lite.trace.stage_pin import PIN_STAGE, StagePin
@@ -193,6 +194,20 @@ def every_cut(
         places.setdefault(pin.stage, []).append(pin.place)
     possible = [cut for cut, size in enumerate(cut_bytes, 1) if math.isfinite(size)]
     return [cut for cut in possible if not any(min(own) < cut <= max(own) for own in places.values())]
+
+
+def has_layers(graph: SharedGraph) -> bool:
+    """Whether a graph has matmuls, or boundaries of its own."""
+    if any(op.primitive in HEAVY for _, _, op in graph.traced.program.walk()):
+        return True
+    asked: list[Any] = []
+
+    def cuts(*given: Any, **settings: Any) -> tuple[int, ...]:
+        asked.append(given)
+        return ()
+
+    graph.request.trace(graph.args, {}, cuts, forward=True)
+    return not asked
 
 
 def leaves_read(graph: SharedGraph) -> set[int]:

@@ -28,6 +28,7 @@ from alpa_lite.api.shared_layers import (
     LayeredGraph,
     cuts_by_layers,
     every_cut,
+    has_layers,
     leaf_path,
     leaves_read,
     other_rows,
@@ -55,7 +56,6 @@ from alpa_lite.planner.plan_step import budget_bytes, mesh_candidates
 from alpa_lite.planner.stage_cut import StageCut, given_mesh_shapes, given_submeshes
 from alpa_lite.planner.stage_layers import layer_cuts, searched_layers
 from alpa_lite.trace.auto_layers import LayerCuts
-from alpa_lite.trace.jaxprs import HEAVY
 from alpa_lite.trace.stage_pin import StagePin
 from alpa_lite.units import format_bytes
 
@@ -70,20 +70,6 @@ def plan_shared_stages(
     if options.submeshes == "auto":
         check_stage_count(options, cluster, source)
     return _StagedSearch(graphs, cluster, options, source).run()
-
-
-def _has_layers(graph: SharedGraph) -> bool:
-    """Whether a graph has matmuls, or boundaries of its own."""
-    if any(op.primitive in HEAVY for _, _, op in graph.traced.program.walk()):
-        return True
-    asked: list[Any] = []
-
-    def cuts(*given: Any, **settings: Any) -> tuple[int, ...]:
-        asked.append(given)
-        return ()
-
-    graph.request.trace(graph.args, {}, cuts, forward=True)
-    return not asked
 
 
 class _StagedSearch:
@@ -105,7 +91,7 @@ class _StagedSearch:
 
     def run(self) -> SharedLayout:
         # What has no layers, as it copies slots of a cache, has no plan alone: it works where the leaves lie.
-        for graph in list(filter(_has_layers, self.graphs)) or self.graphs:
+        for graph in list(filter(has_layers, self.graphs)) or self.graphs:
             graph.own = self.own_or_unlimited(graph)
         try:
             lower = self.search()

@@ -11,6 +11,7 @@ from alpa_lite.api.bound import LAYER_STARTS
 from alpa_lite.api.request import VERSIONS
 from alpa_lite.api.shared_graphs import SharedGraph, named
 from alpa_lite.cluster.cluster import Cluster
+from alpa_lite.errors import LayerError
 from alpa_lite.intraop.strategies import KnownStrategies
 from alpa_lite.plan.leaf_rows import rows_path, split_path
 from alpa_lite.plan.pins import ResolvedPins
@@ -63,8 +64,8 @@ class LayeredGraph:
             layered = replace(layered, pins=tuple(pins_of_both))
         return cls(graph, tuple(starts), traced, pins, notes, layered, keys)
 
-    def with_layers(self, number: int) -> LayeredGraph:
-        """The same, of a graph whose layers are where leaves lie: nothing need be done in the last ones."""
+    def filled_up_to(self, number: int) -> LayeredGraph:
+        """With so many layers, where these are where leaves lie: nothing need be done in the last ones."""
         return replace(self, layered=replace(self.layered, num_layers=number)) if are_homes(self.starts) else self
 
     @property
@@ -208,6 +209,17 @@ def has_layers(graph: SharedGraph) -> bool:
 
     graph.request.trace(graph.args, {}, cuts, forward=True)
     return not asked
+
+
+def check_given_stages(stage_layers: Sequence[int] | None, pins: Sequence[StagePin], source: str) -> None:
+    """Refuse pins, of layers, that are not on the stages of ``stage_layers``, with a LayerError."""
+    given = [stage for stage, count in enumerate(stage_layers or ()) for _ in range(count)]
+    for pin in pins if given else ():
+        if given[pin.place] != pin.stage:
+            raise LayerError(
+                f"stage_layers={stage_layers} puts layer {pin.place} on stage {given[pin.place]}, {pin.reason} on stage "
+                f"{pin.stage}. Both must hold. At {source}. Change stage_layers, or drop the pin."
+            )
 
 
 def leaves_read(graph: SharedGraph) -> set[int]:

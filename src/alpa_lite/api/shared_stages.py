@@ -26,6 +26,7 @@ from alpa_lite.api.follow import check_stages
 from alpa_lite.api.shared_graphs import PINNED_ELSEWHERE, SharedGraph, named
 from alpa_lite.api.shared_layers import (
     LayeredGraph,
+    check_given_stages,
     cuts_by_layers,
     every_cut,
     has_layers,
@@ -56,7 +57,6 @@ from alpa_lite.planner.plan_step import budget_bytes, mesh_candidates
 from alpa_lite.planner.stage_cut import StageCut, given_mesh_shapes, given_submeshes
 from alpa_lite.planner.stage_layers import layer_cuts, searched_layers
 from alpa_lite.trace.auto_layers import LayerCuts
-from alpa_lite.trace.stage_pin import StagePin
 from alpa_lite.units import format_bytes
 
 _CLOSE = 1e-3  # of the sum: nothing so much better is looked for where the bound says that there is nothing
@@ -269,7 +269,7 @@ class _StagedSearch:
             here = {leaf_path(graph, key): layer for key, layer in homes.items()}
             same = layer_cuts(number) if number == count else cuts_by_layers(number)  # is layer k stage k?
             with named(f"the graph {graph.name!r}, cut as {lead.name!r} with its {number} layers as stages"):
-                own = LayeredGraph.of(graph, same, here).with_layers(number)
+                own = LayeredGraph.of(graph, same, here).filled_up_to(number)
                 if own.layered.num_layers != number:
                     raise LayerError(
                         f"it has {own.layered.num_layers} layers and {lead.name!r} has {number}. Graphs on one set of stages "
@@ -353,21 +353,11 @@ class _StagedSearch:
         for name, own in pins.items():
             with named(f"the graph {name!r}"):
                 check_stage_pins(own, number, count)
-                self.check_given(own)
+                check_given_stages(self.options.stage_layers, own, self.source)
         for (name, own), (other, others) in combinations(pins.items(), 2):
             with named(f"the graphs {name!r} and {other!r}, which have the same layers"):
                 check_stage_pins([*own, *others], number, count)
         return {pin.place: pin.stage for own in pins.values() for pin in own}
-
-    def check_given(self, pins: Sequence[StagePin]) -> None:
-        """Refuse pins, of layers, that are not on the stages of ``stage_layers``, with a LayerError."""
-        given = [stage for stage, count in enumerate(self.options.stage_layers or ()) for _ in range(count)]
-        for pin in pins if given else ():
-            if given[pin.place] != pin.stage:
-                raise LayerError(
-                    f"stage_layers={self.options.stage_layers} puts layer {pin.place} on stage {given[pin.place]}, {pin.reason} "
-                    f"on stage {pin.stage}. Both must hold. At {self.source}. Change stage_layers, or drop the pin."
-                )
 
     # -- layouts -------------------------------------------------------------------------------------------------------
 

@@ -232,8 +232,8 @@ class _Assignment:
                 self.layer[i] = max(others) if others else None
 
     def by_ends(self, passed: list[bool]) -> None:
-        """What a result alone needs lies where the last of what it is made of is made. If it shares masks or positions with a
-        layer behind, these lie in the first of the two."""
+        """What a result alone needs lies where the last of what it is made of is made, or in the first layer if no layer makes
+        any of it. If it shares masks or positions with a layer behind, these lie in the first of the two."""
         ends, firm = [False] * len(passed), list(passed)
         for i in reversed(range(len(passed))):
             if not self.backward[i] and not passed[i]:

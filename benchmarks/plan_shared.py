@@ -36,32 +36,37 @@ CONFIG = llama_nnx.Config(
     seq_len=2048,
     batch_size=16,
 )
+VOCAB = 128_256
 BUCKETS = (128, 512, 1024, 2048)
 WEIGHTS = {"decode": 1000.0, "prefill_128": 8.0, "prefill_512": 4.0, "prefill_1024": 2.0, "prefill_2048": 1.0}
 FEWER = (("prefill_128", "prefill_2048", "decode"), ("prefill_2048", "decode"))
 REPEATS = 2
 
 
-def graphs(layers: int = CONFIG.num_layers) -> dict[str, Any]:
-    """Of the engine, with abstract parameters."""
-    config = replace(CONFIG, num_layers=layers)
-    model = Llama(config, jnp.bfloat16, 128_256)
+def abstract_params(config: llama_nnx.Config, vocab_size: int) -> dict[str, Any]:
+    """Shapes of the parameters in bfloat16."""
+    bf16, layers, width, hidden = jnp.bfloat16, config.num_layers, config.width, config.hidden
+    asked, kept = (heads * config.head_width for heads in (config.num_heads, config.num_kv_heads))
     shape = jax.ShapeDtypeStruct
-    narrow, bf16 = config.num_kv_heads * config.head_width, jnp.bfloat16
-    width, hidden = config.width, config.hidden
 
-    kernels = {"query": (width, width), "key": (width, narrow), "value": (width, narrow), "out": (width, width)}
+    kernels = {"query": (width, asked), "key": (width, kept), "value": (width, kept), "out": (asked, width)}
     mlp = {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
     blocks: dict[str, Any] = {name: {"kernel": shape((layers, *sizes), bf16)} for name, sizes in mlp.items()}
     blocks["attention"] = {name: {"kernel": shape((layers, *sizes), bf16)} for name, sizes in kernels.items()}
     blocks |= {name: {"scale": shape((layers, width), bf16)} for name in ("attention_norm", "mlp_norm")}
-    params = {
-        "embed": {"embedding": shape((128_256, width), bf16)},
+    return {
+        "embed": {"embedding": shape((vocab_size, width), bf16)},
         "blocks": blocks,
         "norm": {"scale": shape((width,), bf16)},
-        "head": {"kernel": shape((width, 128_256), bf16)},
+        "head": {"kernel": shape((width, vocab_size), bf16)},
     }
-    return al.serve.graphs(model, params, slots=16, max_length=2048, buckets=BUCKETS)
+
+
+def graphs(layers: int = CONFIG.num_layers) -> dict[str, Any]:
+    """Of the engine, with abstract parameters."""
+    config = replace(CONFIG, num_layers=layers)
+    model = Llama(config, jnp.bfloat16, VOCAB)
+    return al.serve.graphs(model, abstract_params(config, VOCAB), slots=16, max_length=2048, buckets=BUCKETS)
 
 
 def timed(run: Callable[[], Any]) -> tuple[float, Any]:

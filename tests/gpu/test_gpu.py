@@ -12,12 +12,6 @@ from examples.registry import EXAMPLES
 pytestmark = pytest.mark.gpu
 
 
-@pytest.fixture(autouse=True)
-def needs_gpu():
-    if jax.default_backend() != "gpu":
-        pytest.skip("this machine has no GPU")
-
-
 @pytest.mark.parametrize("name", sorted(EXAMPLES))
 def test_one_gpu_equals_plain_jit(name):
     example = EXAMPLES[name]("small")

@@ -61,6 +61,7 @@ def measured(layers: int, width: int, max_length: int) -> list[Row]:
     buckets = tuple(max_length // part for part in (16, 4, 1))
     sizes: dict[str, Any] = {"slots": SLOTS, "max_length": max_length, "buckets": buckets}
     clusters = {"calibrated": al.Cluster.local(calibrate=True), "of the table": al.Cluster.local()}
+    sys.stderr.write(f"{clusters['calibrated'].calibration}\n")
     graphs = al.serve.graphs(model, params, **sizes)
     layouts = {
         name: al.plan_shared(graphs, shared=("0", "1"), cluster=cluster, donate_argnums=1)

@@ -24,10 +24,12 @@ from benchmarks.report import Row, finish, interleaved_medians_s
 def measure(name: str, layers: int | None, batch: int | None, seq: int | None) -> list[Row]:
     """Step time and peak memory, each beside what it is compared with."""
     model = make(name, layers=layers, batch_size=batch, seq_len=seq)
-    cluster = al.Cluster.local(calibrate=True)
+    cluster, options = al.Cluster.local(calibrate=True), al.PlanOptions(mesh_shape=(1,))
     plain = jax.jit(model.fn, donate_argnums=(0,))
-    step = al.parallelize(model.fn, cluster=cluster, donate_argnums=(0,), options=al.PlanOptions(mesh_shape=(1,)))
+    step = al.parallelize(model.fn, cluster=cluster, donate_argnums=(0,), options=options)
     plan = step.plan(*model.args)
+    of_table = al.plan(model.fn, *model.args, cluster=al.Cluster.local(), donate_argnums=(0,), options=options)
+    plans = {"calibrated": plan, "of the table": of_table}
     tokens = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), model.args[1])
     holders = {"plain": [model.init(jax.random.key(0))], "planned": [step.init(model.init, jax.random.key(0))]}
 
@@ -50,14 +52,17 @@ def measure(name: str, layers: int | None, batch: int | None, seq: int | None) -
             ratio=times["planned"] / times["plain"],
             target="<= 1.02x",
         ),
-        Row(
-            benchmark="gpu_step",
-            case="predicted step time",
-            value=plan.objective * 1e3,
-            unit="ms",
-            against="measured",
-            ratio=plan.objective / times["planned"],
-            target="0.8 to 1.2",
+        *(
+            Row(
+                benchmark="gpu_step",
+                case=f"predicted step time, figures {case}",
+                value=found.objective * 1e3,
+                unit="ms",
+                against="measured",
+                ratio=found.objective / times["planned"],
+                target="0.8 to 1.2",
+            )
+            for case, found in plans.items()
         ),
         Row(
             benchmark="gpu_step",
@@ -86,8 +91,9 @@ def measure(name: str, layers: int | None, batch: int | None, seq: int | None) -
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", nargs="?", default="gpt-350m")
-    for option in ("--layers", "--batch", "--seq"):
-        parser.add_argument(option, type=int)
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--batch", type=int, default=4)  # what fits one GPU of 80 GB, two states included
+    parser.add_argument("--seq", type=int)
     known, rest = parser.parse_known_args()
     finish(measure(known.model, known.layers, known.batch, known.seq), rest)
 

@@ -7,6 +7,9 @@ lies behind a slot's length is masked.
 
 Dimension letters: b slot, s token that asks, t token in the cache, h head, k key-value head, g query head of one group, d width
 of a head.
+
+Matmuls read a tensor whose batch dims come first. So heads lie before tokens in the cache, and scores keep the order of their
+query's dims: with tokens before heads, XLA copies all of the cache twice with every token.
 """
 
 from __future__ import annotations
@@ -35,22 +38,22 @@ Cache = dict[str, Any]
 
 
 def empty_cache(layers: range, shape: tuple[int, ...], dtype: Any) -> Cache:
-    """Keys and values of that shape, (b, t, ...), for every layer."""
+    """Keys and values of that shape, (b, heads, t, d), for every layer."""
     blocks = {f"block{index}": {name: jnp.zeros(shape, dtype) for name in ("key", "value")} for index in layers}
     return {"length": jnp.zeros((shape[0],), jnp.int32), **blocks}
 
 
 def write_tokens(cache: jax.Array, new: jax.Array, lengths: jax.Array) -> jax.Array:
-    """``cache`` (b, t, ...) with one token (b, ...) of every slot written behind its last one."""
+    """``cache`` (b, heads, t, d) with one token (b, heads, d) of every slot written behind its last one."""
 
     def write(row: jax.Array, token: jax.Array, length: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_update_index_in_dim(row, token, length, axis=0)
+        return jax.lax.dynamic_update_index_in_dim(row, token, length, axis=1)
 
     return jax.vmap(write)(cache, new.astype(cache.dtype), lengths)
 
 
 def write_prompt(cache: jax.Array, new: jax.Array) -> jax.Array:
-    """``cache`` (b, t, ...) with the prompts (b, s, ...) of all slots at its beginning."""
+    """``cache`` (b, heads, t, d) with the prompts (b, heads, s, d) of all slots at its beginning."""
     return jax.lax.dynamic_update_slice(cache, new.astype(cache.dtype), (0,) * cache.ndim)
 
 
@@ -132,7 +135,7 @@ class GPT(Cut):
         """No tokens in any slot."""
         assert max_length <= self.config.seq_len, f"positions are learned up to {self.config.seq_len}"
         heads = self.config.num_heads
-        return empty_cache(self._indices(), (slots, max_length, heads, self.config.width // heads), self.dtype)
+        return empty_cache(self._indices(), (slots, heads, max_length, self.config.width // heads), self.dtype)
 
     def prefill(self, params: PyTree, cache: Cache, tokens: jax.Array, lengths: jax.Array) -> tuple[jax.Array, Cache]:
         """Prompts (b, s), of which ``lengths`` tokens count, into an empty cache -> logits (b, vocabulary) of what follows."""
@@ -145,13 +148,13 @@ class GPT(Cut):
         for name, block in self._blocks(params):
             q, k, v = self._projected(block, x)
             new[name] = {"key": write_prompt(cache[name]["key"], k), "value": write_prompt(cache[name]["value"], v)}
-            x = self._mixed(block, x, jnp.einsum("bhst,bthd->bshd", masked_softmax(self._scores(q, k), causal), v))
+            x = self._mixed(block, x, self._attended(q, k, v, causal))
         return self._head(params, last_tokens(x, lengths)) if self._is_last else x, new
 
     def decode(self, params: PyTree, cache: Cache, tokens: jax.Array) -> tuple[jax.Array, Cache]:
         """One more token (b,) for every slot -> logits (b, vocabulary) of what follows."""
         lengths = cache["length"]
-        max_length = cache[f"block{self.first}"]["key"].shape[1]
+        max_length = cache[f"block{self.first}"]["key"].shape[2]
         x = tokens
         if self._is_first:
             positions = jnp.take(params["positions"].astype(self.dtype), lengths, axis=0, mode="clip")
@@ -160,12 +163,10 @@ class GPT(Cut):
         new = {"length": jnp.minimum(lengths + 1, max_length)}
         for name, block in self._blocks(params):
             q, k, v = self._projected(block, x)
-            keys = write_tokens(cache[name]["key"], k[:, 0], lengths)
-            values = write_tokens(cache[name]["value"], v[:, 0], lengths)
+            keys = write_tokens(cache[name]["key"], k[:, :, 0], lengths)
+            values = write_tokens(cache[name]["value"], v[:, :, 0], lengths)
             new[name] = {"key": keys, "value": values}
-            x = self._mixed(
-                block, x, jnp.einsum("bhst,bthd->bshd", masked_softmax(self._scores(q, keys), seen), values)
-            )
+            x = self._mixed(block, x, self._attended(q, keys, values, seen))
         return self._head(params, x[:, 0]) if self._is_last else x, new
 
     def _embedded(self, params: PyTree, tokens: jax.Array) -> jax.Array:
@@ -184,10 +185,13 @@ class GPT(Cut):
     def _projected(self, block: PyTree, x: jax.Array) -> tuple[jax.Array, ...]:
         normed = self._norm(block["LayerNorm_0"], x)
         shape = (*x.shape[:2], self.config.num_heads, -1)
-        return tuple(self._dense(block["attention"][name], normed).reshape(shape) for name in ("query", "key", "value"))
+        q, k, v = (self._dense(block["attention"][name], normed).reshape(shape) for name in ("query", "key", "value"))
+        return q, jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
 
-    def _scores(self, q: jax.Array, k: jax.Array) -> jax.Array:
-        return jnp.einsum("bshd,bthd->bhst", q, k) / jnp.sqrt(jnp.asarray(q.shape[-1], q.dtype))
+    def _attended(self, q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
+        """Queries (b, s, h, d) on keys and values (b, h, t, d); the mask is (b or 1, 1, s or 1, t)."""
+        scores = jnp.einsum("bshd,bhtd->bhst", q, k) / jnp.sqrt(jnp.asarray(q.shape[-1], q.dtype))
+        return jnp.einsum("bhst,bhtd->bshd", masked_softmax(scores, mask), v)
 
     def _mixed(self, block: PyTree, x: jax.Array, attended: jax.Array) -> jax.Array:
         x = x + self._dense(block["attention"]["out"], attended.reshape(x.shape))
@@ -240,13 +244,13 @@ class Llama(Cut):
 
     def init_cache(self, slots: int, max_length: int) -> Cache:
         """No tokens in any slot."""
-        shape = slots, max_length, self.config.num_kv_heads, self.config.head_width
+        shape = slots, self.config.num_kv_heads, max_length, self.config.head_width
         return empty_cache(self._indices(), shape, self.dtype)
 
     def prefill(self, params: PyTree, cache: Cache, tokens: jax.Array, lengths: jax.Array) -> tuple[jax.Array, Cache]:
         """Prompts (b, s), of which ``lengths`` tokens count, into an empty cache -> logits (b, vocabulary) of what follows."""
         size = tokens.shape[1]
-        causal = jnp.tril(jnp.ones((size, size), dtype=bool))[None, None, None]
+        causal = jnp.tril(jnp.ones((size, size), dtype=bool))[None, None, :, None]
         x, new = self._embedded(params, tokens) if self._is_first else tokens, {"length": lengths.astype(jnp.int32)}
         for name, block in self._blocks(params):
             x, new[name] = self._read(block, cache[name], x, causal)
@@ -254,7 +258,7 @@ class Llama(Cut):
 
     def decode(self, params: PyTree, cache: Cache, tokens: jax.Array) -> tuple[jax.Array, Cache]:
         """One more token (b,) for every slot -> logits (b, vocabulary) of what follows."""
-        lengths, max_length = cache["length"], cache[f"block{self.first}"]["key"].shape[1]
+        lengths, max_length = cache["length"], cache[f"block{self.first}"]["key"].shape[2]
         seen = (jnp.arange(max_length)[None] <= lengths[:, None])[:, None, None, None]
         x = self._embedded(params, tokens)[:, None] if self._is_first else tokens
         new = {"length": jnp.minimum(lengths + 1, max_length)}
@@ -277,8 +281,8 @@ class Llama(Cut):
         """A block on one token (b, 1, width) of every slot."""
         q, k, v = self._projected(block, x, lengths[:, None])
         new = {
-            "key": write_tokens(cache["key"], k[:, 0], lengths),
-            "value": write_tokens(cache["value"], v[:, 0], lengths),
+            "key": write_tokens(cache["key"], k[:, :, 0], lengths),
+            "value": write_tokens(cache["value"], v[:, :, 0], lengths),
         }
         return self._mixed(block, x, self._attended(q, new["key"], new["value"], mask)), new
 
@@ -310,12 +314,13 @@ class Llama(Cut):
             self._dense(attention[name], normed).reshape(*x.shape[:2], -1, self.config.head_width)
             for name in ("query", "key", "value")
         )
-        return rotate_at(q, positions), rotate_at(k, positions), v
+        return rotate_at(q, positions), jnp.swapaxes(rotate_at(k, positions), 1, 2), jnp.swapaxes(v, 1, 2)
 
     def _attended(self, q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
+        """Queries (b, s, heads, d) on keys and values (b, k, t, d); the mask is (b or 1, 1, s or 1, 1, t)."""
         q = q.reshape(*q.shape[:2], self.config.num_kv_heads, -1, self.config.head_width)
-        scores = jnp.einsum("bskgd,btkd->bkgst", q, k) / jnp.sqrt(jnp.asarray(self.config.head_width, q.dtype))
-        return jnp.einsum("bkgst,btkd->bskgd", masked_softmax(scores, mask), v)
+        scores = jnp.einsum("bskgd,bktd->bksgt", q, k) / jnp.sqrt(jnp.asarray(self.config.head_width, q.dtype))
+        return jnp.einsum("bksgt,bktd->bskgd", masked_softmax(scores, mask), v)
 
     def _mixed(self, block: PyTree, x: jax.Array, attended: jax.Array) -> jax.Array:
         x = x + self._dense(block["attention"]["out"], attended.reshape(*x.shape[:2], -1))

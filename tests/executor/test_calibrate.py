@@ -88,6 +88,16 @@ def test_the_best_of_all_repeats_counts_and_they_come_in_turn(monkeypatch):
     assert all(probe.round_s == pytest.approx(1e-3) for probe in probes.made)
 
 
+def test_rounds_of_one_iteration_follow_one_another_and_share_its_time(monkeypatch):
+    clock = itertools.accumulate(itertools.chain([0.0], itertools.repeat(1e-2)))
+    monkeypatch.setattr(calibrate.time, "perf_counter", lambda: next(clock))
+    probes = calibrate._Probes(devices=jax.devices()[:1], sizes=dataclasses.replace(TINY, at_once=4, run_s=0.0))
+    probe = probes.add(lambda x: 2 * x, (3,))
+    assert probe.run(jax.numpy.ones((1, 3)), 2).tolist() == [[2.0**8] * 3]
+    probes.repeat()
+    assert probe.round_s == pytest.approx(1e-2 / (probe.iterations * 4))
+
+
 def test_reading_across_rows_is_what_the_flops_leave_of_the_time():
     probe = types.SimpleNamespace(round_s=3e-3)
     sizes = dataclasses.replace(TINY, tall=(100, 50))

@@ -25,16 +25,16 @@ PINS = {
         "0/**/down/kernel": P("y"),
         "0/head/kernel": P("x", "y"),
         "0/tokens/embedding": P("y"),
-        "1/*/key": P(None, None, "y"),
-        "1/*/value": P(None, None, "y"),
+        "1/*/key": P(None, "y"),
+        "1/*/value": P(None, "y"),
     },
     "llama": {
         "0/blocks/up/kernel": P(None, None, "y"),
         "0/blocks/down/kernel": P(None, "y"),
         "0/head/kernel": P("x", "y"),
         "0/embed/embedding": P("y"),
-        "1/*/key": P(None, None, "y"),
-        "1/*/value": P(None, None, "y"),
+        "1/*/key": P(None, "y"),
+        "1/*/value": P(None, "y"),
     },
 }
 STAGED_SIZES: dict[str, Any] = {"slots": 4, "max_length": 32, "buckets": (8, 24)}
@@ -44,16 +44,16 @@ STAGED_PINS = {
         "0/**/down/kernel": P("x"),
         "0/head/kernel": P(None, "x"),
         "0/tokens/embedding": P("x"),
-        "1/*/key": P(None, None, "x"),
-        "1/*/value": P(None, None, "x"),
+        "1/*/key": P(None, "x"),
+        "1/*/value": P(None, "x"),
     },
     "llama": {
         "0/blocks/up/kernel": P(None, None, "x"),
         "0/blocks/down/kernel": P(None, "x"),
         "0/head/kernel": P(None, "x"),
         "0/embed/embedding": P("x"),
-        "1/*/key": P(None, None, "x"),
-        "1/*/value": P(None, None, "x"),
+        "1/*/key": P(None, "x"),
+        "1/*/value": P(None, "x"),
     },
 }
 TWO_AXES = al.PlanOptions(mesh_shape=(2, 4), axis_names=("x", "y"))

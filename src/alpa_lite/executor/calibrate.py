@@ -47,7 +47,9 @@ class Sizes:
         tall: rows and columns of the matrix that is multiplied by itself across its rows.
         copy_bytes: size of the large copy, per device.
         collective_bytes: sizes per device, small to large.
-        run_s: the least time of a run; its rounds are doubled until they fill it.
+        at_once: rounds per iteration of a run's loop. A GPU's loop asks the host after each iteration whether to go on, which
+            takes longer than a small op.
+        run_s: the least time of a run; its iterations are doubled until they fill it.
         repeats: runs of each.
     """
 
@@ -55,13 +57,14 @@ class Sizes:
     copy_bytes: int
     collective_bytes: tuple[int, ...]
     tall: tuple[int, int] = (512, 64)
+    at_once: int = 1
     run_s: float = 0.02
     repeats: int = 5
 
 
 # The copy is as large as what all devices together keep in a cache: most tensors of a step on CPU are no larger.
 CPU_SIZES = Sizes(matmul=(32, 512), copy_bytes=2**22, collective_bytes=(2**12, 2**18, 2**22))
-ACCELERATOR_SIZES = Sizes(matmul=(1024, 8192), copy_bytes=2**30, collective_bytes=(2**14, 2**22, 2**27))
+ACCELERATOR_SIZES = Sizes(matmul=(1024, 8192), copy_bytes=2**30, collective_bytes=(2**14, 2**22, 2**27), at_once=16)
 
 
 def local_cluster(calibrate: bool = False) -> Cluster:
@@ -129,27 +132,28 @@ def measure(sizes: Sizes | None = None) -> Calibration:
 
 @dataclass(eq=False, slots=True)
 class _Probe:
-    """One compiled program that is run for so many rounds; ``round_s`` is the best time of a round so far."""
+    """One compiled program whose loop is run for so many iterations; ``round_s`` is the best time of a round so far."""
 
     run: Callable[[jax.Array, np.int32], jax.Array]
     operand: Callable[[], jax.Array]  # made for each run, so that few of them are in memory
-    rounds: int = 1
+    at_once: int = 1  # rounds per iteration
+    iterations: int = 1
     round_s: float = math.inf
 
     def fill(self, run_s: float) -> None:
-        """Compiles, and finds how many rounds take at least so long."""
+        """Compiles, and finds how many iterations take at least so long."""
         self.run(self.operand(), np.int32(1)).block_until_ready()
         while (seconds := self.repeat()) < run_s:
-            self.rounds = max(2 * self.rounds, int(1.2 * self.rounds * run_s / seconds))
+            self.iterations = max(2 * self.iterations, int(1.2 * self.iterations * run_s / seconds))
             self.round_s = math.inf  # dispatch was too much of it
 
     def repeat(self) -> float:
         """Seconds of one more run."""
         operand = self.operand().block_until_ready()
         start = time.perf_counter()
-        self.run(operand, np.int32(self.rounds)).block_until_ready()
+        self.run(operand, np.int32(self.iterations)).block_until_ready()
         seconds = time.perf_counter() - start
-        self.round_s = min(self.round_s, seconds / self.rounds)
+        self.round_s = min(self.round_s, seconds / (self.iterations * self.at_once))
         return seconds
 
 
@@ -187,6 +191,12 @@ class _Probes:
 
     def add(self, one: Round, operand: tuple[int, ...], dtype: Any = jnp.float32, group: int | None = None) -> _Probe:
         """``one``, on every device at once, in groups of so many (all); ``operand`` is the shape on one device."""
+
+        def several(value: Any) -> Any:
+            for _ in range(self.sizes.at_once - 1):
+                value = jax.lax.optimization_barrier(one(value))  # or several copies became one kernel
+            return one(value)
+
         devices = np.array(self.devices).reshape(-1, group or len(self.devices))
         mesh = Mesh(devices, ("outer", "group"))
 
@@ -194,12 +204,12 @@ class _Probes:
         @partial(
             jax.shard_map, mesh=mesh, in_specs=(P(mesh.axis_names), P()), out_specs=P(mesh.axis_names), check_vma=False
         )
-        def run(x: jax.Array, rounds: jax.Array) -> jax.Array:
-            return jax.lax.fori_loop(0, rounds, lambda _, value: one(value), x[0])[None]
+        def run(x: jax.Array, iterations: jax.Array) -> jax.Array:
+            return jax.lax.fori_loop(0, iterations, lambda _, value: several(value), x[0])[None]
 
         sharding = NamedSharding(mesh, P(mesh.axis_names))
         zeros = jax.jit(partial(jnp.zeros, (mesh.size, *operand), dtype), out_shardings=sharding)
-        self.made.append(_Probe(run, zeros))
+        self.made.append(_Probe(run, zeros, self.sizes.at_once))
         return self.made[-1]
 
     def matmuls(self, dtype: Any) -> tuple[_Probe, _Probe]:

@@ -12,7 +12,8 @@
 # Another interpreter: make PYTHON=/path/to/python3.12 VENV=.venv312 test
 
 VENV ?= .venv
-JOBS ?= 2
+# One more than the cores of a small machine: one worker in three waits for processes of Ray.
+JOBS ?= 3
 # The first interpreter that starts and is new enough; pyenv leaves commands on the PATH that do not start.
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && { echo $$p; break; }; done)

@@ -217,7 +217,7 @@ def test_stated_assumptions():
     assert needs_resharding(program, {"0": "[y,_]", "out": "[y,_,_]"}, MESH)[0].same
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_pairwise_cost():
     """Row: linear in the pairs, 10,000 of them in less than a second of one core (CPU time; the benchmark prints both)."""
     (small, small_s, _), (large, large_s, found) = (sameness_time.seconds(n, num_rounds=3) for n in (1_000, 10_000))

@@ -243,7 +243,8 @@ def test_analysis_as_a_function_of_n_traces_once(monkeypatch):
     ("name", "rest"),
     [
         ("tvm", ()),
-        *(pytest.param(*case, marks=pytest.mark.medium) for case in (("large", ()), ("large", (2,)), ("gpt", ()))),
+        *(pytest.param(*case, marks=pytest.mark.medium) for case in (("large", ()), ("large", (2,)))),
+        pytest.param("gpt", (), marks=pytest.mark.slow),
     ],
 )
 def test_late_specialization_equals_early_specialization(name, rest):

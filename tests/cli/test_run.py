@@ -56,7 +56,7 @@ def test_lines_of_json_and_a_second_run_that_goes_on(tmp_path: Path) -> None:
     assert third.stdout == "" and "nothing to do" in third.stderr and third.returncode == 0
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_targets_that_cannot_be_run(tmp_path: Path) -> None:
     for name, arguments, part in (
         ("no_data", (), "has no data. A run needs batches"),

@@ -88,3 +88,25 @@ def test_a_cache_lies_twice_on_gpu_where_it_is_read_row_by_row(
 def test_caches_on_gpu_are_as_predicted(fn: Callable[..., Any], devices: int) -> None:
     report = planned(fn, f"1x{devices}:h100-sxm").verify(fn, *ARGS)
     assert MEMORY_BOUNDS[0] <= report.memory_ratio <= MEMORY_BOUNDS[1]
+
+
+def test_a_token_that_each_slot_writes_costs_what_is_written() -> None:
+    """Where each slot writes at a place of its own, which is a scatter, as where all write at the same."""
+
+    def scattered(cache: jax.Array, x: jax.Array, at: jax.Array) -> jax.Array:
+        return jax.vmap(lambda row, new, i: jax.lax.dynamic_update_index_in_dim(row, new, i, 0))(cache, x, at)
+
+    def added(cache: jax.Array, x: jax.Array, at: jax.Array) -> jax.Array:
+        return cache.at[jnp.arange(SLOTS), at].add(x)
+
+    def sliced(cache: jax.Array, x: jax.Array, at: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_update_slice(cache, x[:, None], (0, at[0], 0))
+
+    def planned_s(fn: Callable[..., Any], length: int) -> float:
+        args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((SLOTS, length, WIDTH), (SLOTS, WIDTH))]
+        at = jax.ShapeDtypeStruct((SLOTS,), jnp.int32)
+        return al.plan(fn, *args, at, cluster=al.Cluster.parse("1x1:h100-sxm"), donate_argnums=0).objective
+
+    for fn in (scattered, added, sliced):
+        assert planned_s(fn, 2**16) == planned_s(fn, 2**8) < 1e-4
+    assert planned_s(lambda cache, x, at: 2 * cache, 2**16) > 1e-4, "all of the cache"

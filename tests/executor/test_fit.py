@@ -110,6 +110,7 @@ class TestRay:
         assert_equal(done.state, expected[0])
         assert float(done.metrics) == expected[1]
 
+    @pytest.mark.slow
     def test_an_iterable_is_read_again_from_the_checkpoint(
         self, remote: Any, tmp_path: Path, expected: tuple[Any, float]
     ) -> None:

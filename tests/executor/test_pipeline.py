@@ -233,7 +233,12 @@ def planned(step: Any = train_step, cluster: str = "1x8:cpu", count: Any = MICRO
         ({"num_stages": 2, "count": "auto"}, AlpaLiteError, ["num_microbatches='auto'"]),
         ({"num_stages": 2, "schedule": "2f2b"}, AlpaLiteError, ["schedule='2f2b'", "'1f1b'"]),
         ({"num_stages": 0}, AlpaLiteError, ["num_stages=0", "numbers from 1"]),
-        ({"num_stages": 2, "memory_budget_bytes": 1000}, MemoryBudgetError, ["layers 0-1", "in flight", "1,000"]),
+        pytest.param(
+            {"num_stages": 2, "memory_budget_bytes": 1000},
+            MemoryBudgetError,
+            ["layers 0-1", "in flight", "1,000"],
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_wrong_options(options, error, parts):

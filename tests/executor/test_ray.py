@@ -164,6 +164,7 @@ def test_one_mesh_with_keys_and_half_precision() -> None:
         assert_equal(local(expected[0], batch)[1], remote(made[0], batch)[1])
 
 
+@pytest.mark.slow
 def test_donated_results_are_gone_and_say_so(pair: tuple[Any, Any]) -> None:
     _, remote = pair
     state, batch = pipeline_steps.arguments()
@@ -178,6 +179,7 @@ def test_donated_results_are_gone_and_say_so(pair: tuple[Any, Any]) -> None:
     assert float(loss) == loss.item() and f"{loss:.3f}" == f"{float(loss):.3f}"
 
 
+@pytest.mark.slow
 def test_values_that_nobody_holds_are_dropped(pair: tuple[Any, Any]) -> None:
     _, remote = pair
     state, batch = pipeline_steps.arguments()

@@ -1,6 +1,6 @@
 """All examples on all meshes: numbers equal the unsharded run, what is compiled is what is planned, memory as predicted.
 
-One mesh per example is ``medium`` (the MLP's is quick); ``-m slow`` runs the rest.
+The MLP on one mesh is quick; ``-m slow`` runs the rest.
 """
 
 from __future__ import annotations
@@ -21,14 +21,7 @@ from alpa_lite.lowering.audit import AuditReport
 from examples.registry import EXAMPLES
 
 MESHES = ((8,), (2, 4), (2, 2, 2))
-FAST = {
-    "mlp": (2, 2, 2),
-    "lstm": (8,),
-    "gpt_linen": (2, 2, 2),
-    "llama_nnx": (2, 4),
-    "moe": (8,),
-    "resnet18": (8,),
-}
+QUICK = ("mlp", (2, 2, 2))
 TOLERANCE = 2e-5
 NEGLIGIBLE = 1e-6  # of the global gradient norm: such a leaf is rounding, and compared in absolute terms
 MEMORY_BOUNDS = (0.95, 1.10)
@@ -77,14 +70,12 @@ def run(name: str, mesh_shape: tuple[int, ...]) -> Run:
 
 
 def marks(name: str, mesh: tuple[int, ...]) -> list[pytest.MarkDecorator]:
-    if mesh != FAST[name] or name not in ("mlp", "gpt_linen"):  # the others compile for long
-        return [pytest.mark.slow]
-    return [] if name == "mlp" else [pytest.mark.medium]
+    return [] if (name, mesh) == QUICK else [pytest.mark.slow]  # the others compile for long
 
 
 CELLS = [
     pytest.param(name, mesh, id=f"{name}-{'x'.join(map(str, mesh))}", marks=marks(name, mesh))
-    for name in FAST
+    for name in EXAMPLES
     for mesh in MESHES
 ]
 

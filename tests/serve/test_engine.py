@@ -32,7 +32,7 @@ from tests.serve.engines import (
 pytestmark = pytest.mark.medium  # each model's programs take seconds to compile
 
 
-@pytest.fixture(scope="module", params=[*NAMES, "gpt, not pinned"])
+@pytest.fixture(scope="module", params=[*NAMES, pytest.param("gpt, not pinned", marks=pytest.mark.slow)])
 def engine(request: pytest.FixtureRequest) -> Iterator[al.serve.Engine]:
     name = request.param.split(",")[0]
     layout = pinned(name) if name == request.param else None

@@ -61,7 +61,9 @@ def test_layouts_that_are_not_of_this_model_are_refused() -> None:
     make = partial(al.serve.Engine, model, params)
     with pytest.raises(ServeError, match=r"no plan for 'prefill_12'; it has.*same buckets"):
         make(Given(plans), **SIZES | {"buckets": (4, 12)})
-    words = r"of 'decode' the leaf '1/block0/key' is float32\[4, 32.* there and float32\[4, 30.*, as it was planned "
+    words = (
+        r"of 'decode' the leaf '1/block0/key' is float32\[4, 8, 32.* there and float32\[4, 8, 30.*, as it was planned "
+    )
     with pytest.raises(ServeError, match=words + r"for max_length=32 and is used for 30\..*test_engine"):
         make(Given(plans), **SIZES | {"max_length": 30})
     with pytest.raises(ServeError, match=r"it was planned for slots=4, and is used for 2\..*test_engine"):
@@ -103,7 +105,7 @@ class Returns(GPT):
 
 
 def shorter(cache: Any) -> Any:
-    return jax.tree.map(lambda x: x[:, :-1] if x.ndim > 1 else x, cache)
+    return jax.tree.map(lambda x: x[:, :, :-1] if x.ndim > 1 else x, cache)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +135,7 @@ def shorter(cache: Any) -> Any:
         (
             "decode",
             lambda x, cache: (x, shorter(cache)),
-            r"the leaf 'cache/block0/key' was float32\[4, 32.*\] as given and is float32\[4, 31.*\] as returned",
+            r"the leaf 'cache/block0/key' was float32\[4, 8, 32.*\] as given and is float32\[4, 8, 31.*\] as returned",
         ),
         ("decode", lambda x, cache: (x, {}), r"the cache has the leaves 'cache/block0/key'.* and \(none\) as returned"),
         ("decode", lambda x, cache: (x, jax.tree.map(lambda y: y.astype(jnp.float16), cache)), r"and is float16\["),
@@ -214,6 +216,7 @@ def test_a_length_that_the_model_does_not_have() -> None:
         al.serve.Engine(model, params)
 
 
+@pytest.mark.slow
 def test_buckets_and_cache_of_a_layout_of_the_parameters_alone(tmp_path: Any) -> None:
     """What a user writes: buckets are those of the layout, and the cache lies as ``decode`` has it."""
     model, params = model_and_params("gpt")
@@ -295,6 +298,7 @@ def test_a_layout_of_another_model_with_the_same_shapes_is_refused(shared: Any) 
             al.serve.Engine(other(model.config), params, layout, **SIZES)
 
 
+@pytest.mark.slow
 def test_tokens_lie_as_their_plan_has_them() -> None:
     model, params = model_and_params("llama")
     graphs = al.serve.graphs(model, params, **SIZES)

@@ -30,9 +30,9 @@ def planned(form: str, sizes: Any, donated: tuple[int, ...] = (1,)) -> tuple[Any
     return graphs, al.plan_shared(graphs, shared=("0", "1"), cluster=cluster, donate_argnums=donated, options=options)
 
 
-@pytest.mark.medium
 @pytest.mark.parametrize("form", [f if f == "carried" else pytest.param(f, marks=pytest.mark.slow) for f in FORMS])
 @pytest.mark.parametrize(("cluster", "stages"), [("1x8:cpu", 2), pytest.param("1x4:cpu", 4, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_where_stages_end_behind_a_scan(form: str, cluster: str, stages: int) -> None:
     """There are more layers to cut into than rows, so that a cut lies behind what the scan makes for the cache."""
     graphs = al.serve.graphs(Stacked(form), params(), **SIZES)
@@ -71,8 +71,8 @@ def test_rows_lie_with_their_layers(form: str) -> None:
         assert engine.generate(PROMPTS, max_tokens=8) == expected()
 
 
-@pytest.mark.medium
 @pytest.mark.parametrize("form", [f if f in QUICK else pytest.param(f, marks=pytest.mark.slow) for f in FORMS])
+@pytest.mark.slow
 def test_rows_of_a_cache_that_stays_are_copied_on_their_stages(form: str) -> None:
     graphs, layout = planned(form, {"slots": 8, "max_length": 256, "buckets": (8,)}, donated=())
     row = 8 * 256 * 16 * 4

@@ -109,7 +109,7 @@ def test_what_does_not_fit_is_refused() -> None:
         ({"num_stages": 3}, r"a layout of 2 stages was given with num_stages=3"),
         ({"executor": "ray", "slots": 6}, r"slots=6 was given, and the layout is for 4.*test_staged_layout"),
         ({"buckets": (8, 16)}, r"the layout has no plan for 'prefill_16'"),
-        ({"max_length": 24}, r"the leaf '1/block0/key' is .*4, 32, .* there and .*4, 24, .* here"),
+        ({"max_length": 24}, r"the leaf '1/block0/key' is .*4, 8, 32, .* there and .*4, 8, 24, .* here"),
     ):
         with pytest.raises(ServeError, match=message):
             al.serve.Engine(model, params, planned, **SIZES | given)

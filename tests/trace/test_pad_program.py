@@ -15,6 +15,8 @@ from tests.compiling import QUICK_COMPILE
 from tests.harness import difference, draw, run
 from tests.padding_steps import STEPS
 
+LONG = ("attention", "convolution", "adam")  # to compile
+
 
 def padded(name, multiple=8):
     fn, args = STEPS[name]()
@@ -44,7 +46,7 @@ def test_the_padded_function_is_the_same_function(name):
 
 @pytest.mark.medium
 @pytest.mark.parametrize("shape", [pytest.param((4,), marks=pytest.mark.slow), (2, 4)], ids=str)
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in LONG)) for n in STEPS])
 def test_random_layouts_of_the_padded_function(name, shape):
     fn, args, _, made = padded(name)
     expected = jax.jit(fn, compiler_options=QUICK_COMPILE)(*args)

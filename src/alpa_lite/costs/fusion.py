@@ -245,7 +245,8 @@ def moved_bytes_weights(
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """How often each operand and each result passes memory when the op runs (0 for what fusion keeps in registers).
 
-    Indexing ops touch only what they select: a gather reads as much of its operand as it returns.
+    Indexing ops touch only what they select: a gather reads as much of its operand as it returns, an update writes as much as it
+    is given.
     """
     if is_view(op):
         return (0.0,) * len(op.inputs), (0.0,) * len(op.outputs)
@@ -259,9 +260,12 @@ def moved_bytes_weights(
         picked = math.prod(program.values[op.outputs[0]].shape) if op.outputs[0] >= 0 else 0
         whole = max(1, math.prod(program.values[op.inputs[0]].shape)) if op.inputs[0] >= 0 else 1
         reads[0] *= min(1.0, picked / whole)
-    elif op.primitive == "dynamic_update_slice" and op.inputs[1] >= 0 and op.outputs[0] >= 0:
-        share = math.prod(program.values[op.inputs[1]].shape) / math.prod(program.values[op.outputs[0]].shape)
-        reads[0], writes[0] = 0.0, share
+    elif is_update(op) and op.outputs[0] >= 0:
+        given = op.inputs[1 if op.primitive == "dynamic_update_slice" else 2]
+        if given >= 0:
+            written = math.prod(program.values[given].shape) / max(1, math.prod(program.values[op.outputs[0]].shape))
+            writes[0] = min(1.0, written)
+            reads[0] = 0.0 if op.primitive in ("dynamic_update_slice", "scatter") else writes[0]
     return tuple(reads), tuple(writes)
 
 

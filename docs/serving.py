@@ -11,7 +11,7 @@ from docs import pages
 
 PICTURE = pages.IMAGES / "price_of_sharing.png"
 NUM_LAYERS = 2
-TOKENS = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64)  # decode steps per prompt of each length
+TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024)  # decode steps per prompt of each length
 
 
 def layouts() -> dict[int, al.SharedLayout]:

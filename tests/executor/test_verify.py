@@ -109,8 +109,13 @@ def test_every_target_compiles(device: str) -> None:
     assert report.ok, str(report)
 
 
-def folders() -> set[Path]:
-    return set(Path(tempfile.gettempdir()).glob("alpa-lite-verify-*"))
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder for temporary files that other tests, which may run at the same time, do not use."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
 
 
 def compile_with(worker: Path, monkeypatch: pytest.MonkeyPatch, time_limit_s: float = 60.0) -> None:
@@ -136,23 +141,21 @@ REPORTS = "import json, pathlib, sys\npathlib.Path(sys.argv[1], 'results.json').
     ],
 )
 def test_failures_say_what_to_do_and_leave_no_files(
-    script: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    script: str, message: str, tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = tmp_path / "worker.py"
     worker.write_text(script)
-    before = folders()
     with pytest.raises(VerificationError, match=message):
         compile_with(worker, monkeypatch)
-    assert folders() == before
+    assert not list(temporary.iterdir())
 
 
-def test_time_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_limit(tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     worker = tmp_path / "worker.py"
     worker.write_text("import time\ntime.sleep(60)\n")
-    before = folders()
     with pytest.raises(VerificationError, match=r"longer than the time limit of 0\.5 s.*Raise the limit"):
         compile_with(worker, monkeypatch, time_limit_s=0.5)
-    assert folders() == before
+    assert not list(temporary.iterdir())
 
 
 @pytest.mark.skipif(not NO_COMPILER, reason="XLA:GPU is installed here")

@@ -13,7 +13,7 @@ import alpa_lite as al
 from alpa_lite.errors import MemoryBudgetError
 
 pytestmark = pytest.mark.medium
-WIDTH, LAYERS, VOCAB, TOKENS = 512, 6, 65_536, 4096
+WIDTH, LAYERS, VOCAB, TOKENS = 512, 6, 131_072, 4096
 
 
 def loss_fn(params: Any, batch: Any) -> jax.Array:
@@ -55,7 +55,7 @@ def test_stages_by_balanced_flops_are_more_than_a_tenth_slower():
 
 def test_under_a_budget_one_of_these_cuts_does_not_fit():
     with pytest.raises(MemoryBudgetError):
-        plan(4, 300e6)
-    joint = plan("auto", 300e6)
-    assert max(stage.memory.peak for stage in joint.stages) <= 300e6
-    assert 1.1 * joint.objective < min(plan(count, 300e6).objective for count in (1, 2))
+        plan(4, 500e6)
+    joint = plan("auto", 500e6)
+    assert max(stage.memory.peak for stage in joint.stages) <= 500e6
+    assert 1.1 * joint.objective < min(plan(count, 500e6).objective for count in (1, 2))

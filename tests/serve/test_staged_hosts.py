@@ -183,9 +183,9 @@ def test_what_cannot_be() -> None:
         with pytest.raises(
             ServeError,
             match=re.escape(
-                "'decode' takes the leaf of the cache '1/block0/key' as [_,_,x,_] on (x=2), and returns it as"
+                "'decode' takes the leaf of the cache '1/block0/key' as [_,x,_,_] on (x=2), and returns it as"
             )
-            + r" \[_,_,x,_\] on \(x=2\) from device 2.*test_staged_hosts",
+            + r" \[_,x,_,_\] on \(x=2\) from device 2.*test_staged_hosts",
         ):
             al.serve.Engine(model, params, Given(plans), executor=executor, **SIZES)
     with pytest.raises(ServeError, match=r"layout 0 of the list has 2 stages of its own.*test_staged_hosts"):

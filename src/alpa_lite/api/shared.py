@@ -162,7 +162,8 @@ class _Search:
         self.tell(f"one layout of all {len(self.graphs)} graphs on mesh {mesh}")
         answer = self.solved(mesh)
         if answer.specs:
-            fits = self.offer(mesh, answer.specs)
+            # A search that ended early may propose what is dearer by its own prices than what was found.
+            fits = answer.objective > self.total or self.offer(mesh, answer.specs)
             if mesh in self.tight:
                 if not fits:
                     self.below(mesh)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from typing import NamedTuple
 
 from alpa_lite.core.mesh import DeviceMesh
-from alpa_lite.core.program import Program
+from alpa_lite.core.program import Op, Program
 from alpa_lite.core.spec import ShardingSpec
 from alpa_lite.costs.facts import Facts
 from alpa_lite.costs.fusion import fused_values, is_update, is_view
 from alpa_lite.costs.memory import Timeline
+from alpa_lite.costs.split_matmul import readers_of
 from alpa_lite.costs.tensors import Overwritten, Stored, overwritten_arguments, tile_bytes
 
 
@@ -93,3 +95,53 @@ def rewritten_arguments(program: Program) -> tuple[Overwritten, ...]:
         if not op.bodies and not is_update(op) and rereads(program.outputs[a.result], program.inputs[a.position]):
             found.append(a)
     return tuple(found)
+
+
+class Transposed(NamedTuple):
+    """A donated argument whose next value, an update of it, matmuls read in another order of dims.
+
+    Attributes:
+        position: of the argument.
+        maker: path of the op that updates it.
+        readers: paths of the matmuls.
+    """
+
+    position: int
+    maker: str
+    readers: list[str]
+
+
+def transposed_arguments(program: Program) -> tuple[Transposed, ...]:
+    """Caches with their tokens before their heads, for one: matmuls read tensors whose batch dims come first. So XLA updates a
+    transposed copy, and transposes that back.
+    """
+    readers = readers_of(program)
+    found = []
+    for a in overwritten_arguments(program):
+        made = program.outputs[a.result]
+        if is_update(program.ops[int(a.maker)]):
+            reading = [i for i in readers.get(made, ()) if _reads_transposed(program.ops[i], made)]
+            if reading:
+                found.append(Transposed(a.position, a.maker, list(map(str, reading))))
+    return tuple(found)
+
+
+def _reads_transposed(op: Op, value: int) -> bool:
+    """Whether the op is a matmul that has this operand's batch dims behind others; dims of size 1 do not count."""
+    if op.primitive != "dot_general":
+        return False
+    place = op.inputs.index(value)
+    other, result = ({f for dim in dims for f in dim} for dims in (op.rule.operands[1 - place], op.rule.results[0]))
+    is_batch = [not (other & result).isdisjoint(dim) for dim in op.rule.operands[place] if dim]
+    return is_batch != sorted(is_batch, reverse=True)
+
+
+def transposed_copies(facts: Facts, line: Timeline, in_specs: Sequence[ShardingSpec]) -> list[Stored]:
+    """Of ``transposed_arguments``, while matmuls read them; later ones lie where the arguments of earlier ones were."""
+    program = facts.program
+    found = []
+    for argument in facts.of(transposed_arguments, program):
+        value, end = program.inputs[argument.position], max(line.end[reader] for reader in argument.readers)
+        size, spec = program.values[value].size_bytes, in_specs[argument.position]
+        found.append(Stored(line.start[argument.maker], end, size, spec, f"%{value} transposed", "temporaries"))
+    return found

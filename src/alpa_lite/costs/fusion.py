@@ -225,19 +225,37 @@ def _repeatable(op: Op, program: Program, made: dict[int, str], costly: frozense
 def overwriting_ops(program: Program, fused: Sequence[bool], *, gpu: bool) -> list[bool]:
     """Per op, whether it may write its result over a dying operand of the same size (elementwise loops, updates in place).
 
-    ``gpu``: also over what elementwise ops read that its kernel computes on the way, such as a cast to single and back.
+    ``gpu``: also over what elementwise ops read that its kernel computes on the way, such as a cast to single and back, but not
+    over the operand of a softmax.
     """
-    sizes: dict[int, frozenset[int]] = {}  # of the tensors that fused values are computed from
+    read: dict[int, frozenset[int]] = {}  # of fused values, the tensors that they are computed from, element by element
+    rows: dict[
+        int, frozenset[int]
+    ] = {}  # of what is fused or the largest in each row, the tensors whose rows these are
     found = []
     for op in program.ops:
-        read = frozenset[int]().union(
-            *(sizes[i] if i in sizes else (program.values[i].size_bytes,) for i in op.inputs if i >= 0)
-        )
-        if gpu and op.elementwise:
-            sizes.update((o, read) for o in op.outputs if o >= 0 and fused[o])
-        made = op.outputs[0] if op.outputs and (op.elementwise or is_update(op)) and not op.bodies else -1
-        found.append(made >= 0 and not fused[made] and program.values[made].size_bytes in read)
+        operands = [i for i in op.inputs if i >= 0]
+        given = frozenset[int]().union(*(read.get(i, frozenset([i])) for i in operands))
+        reduced = frozenset[int]().union(*(rows.get(i, frozenset()) for i in operands))
+        made = op.outputs[0] if op.outputs else -1
+        if gpu and made >= 0 and fused[made]:
+            rows[made] = reduced
+            if op.elementwise:
+                read[made] = given
+        elif gpu and _takes_largest_of_rows(op):
+            rows[made] = given
+        if gpu and "transpose(" not in op.scope:
+            given -= reduced  # one kernel of Triton's computes a softmax over the innermost dim, its reductions too
+        writes = made >= 0 and not fused[made] and not op.bodies and (op.elementwise or is_update(op))
+        found.append(writes and any(program.values[i].size_bytes == program.values[made].size_bytes for i in given))
     return found
+
+
+def _takes_largest_of_rows(op: Op) -> bool:
+    """Whether it reduces the innermost dim to its largest element."""
+    if op.primitive != "reduce_max" or op.inputs[0] < 0 or not op.rule.operands[0]:
+        return False
+    return {factor for dim in op.rule.results[0] for factor in dim}.isdisjoint(op.rule.operands[0][-1])
 
 
 def moved_bytes_weights(

@@ -12,7 +12,7 @@ from alpa_lite.core.program import Op, Program
 from alpa_lite.core.spec import ShardingSpec
 from alpa_lite.costs.buffers import SharedBlock, temporaries
 from alpa_lite.costs.dim_order import is_turned, sums_rows
-from alpa_lite.costs.donated import copied_results, saved_arguments
+from alpa_lite.costs.donated import copied_results, saved_arguments, transposed_copies
 from alpa_lite.costs.facts import Facts, located
 from alpa_lite.costs.fusion import fused_values, joins_consumers
 from alpa_lite.costs.instructions import instruction_graph
@@ -105,7 +105,8 @@ def memory_profile(
     else:
         facts = Facts(program) if facts is None else facts
         stored = _stored(facts, line, decisions, conversions, shapes)
-        stored += _turned(facts, line, conversions) + copied_results(facts, line, in_specs)
+        stored += _turned(facts, line, conversions)
+        stored += copied_results(facts, line, in_specs) + transposed_copies(facts, line, in_specs)
         workspace = _workspace(facts, line, mesh, decisions, conversions, stored)
         workspace += saved_arguments(facts, line, mesh, in_specs)
         peak, time, living = _peak(stored, workspace, mesh, line.num_times, base)

@@ -15,6 +15,7 @@ from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.core.program import Program, Value
 from alpa_lite.core.rule import FactorKind
 from alpa_lite.costs.counted import SINGLE_AXIS
+from alpa_lite.costs.donated import transposed_arguments
 from alpa_lite.costs.facts import Facts
 from alpa_lite.costs.memory import Order, timeline
 from alpa_lite.costs.roles import roles_of
@@ -368,6 +369,12 @@ def reports(program: Program, mesh: DeviceMesh, decisions: tuple[OpDecision, ...
             unknown[op.primitive] = (count + 1, op.rule.reason)
     for primitive, (count, reason) in sorted(unknown.items()):
         notes.append(f"replicated: {count} {primitive} ({reason})")
+    if transposed := [program.input_paths[a.position] for a in transposed_arguments(program)]:
+        more = f" and {len(transposed) - 1} more" if len(transposed) > 1 else ""
+        notes.append(
+            f"copied twice per call: {transposed[0]}{more}, as a matmul's batch dims lie behind others there. Put them first: "
+            "in a cache, heads before tokens"
+        )
     if loops:
         notes.append(f"{len(loops)} while loops count as one iteration: {', '.join(dict.fromkeys(loops))}")
     return tuple(notes)

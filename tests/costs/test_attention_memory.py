@@ -65,7 +65,7 @@ def test_a_cache_with_tokens_before_heads_is_copied_and_the_plan_says_so(form: s
     plan = planned(*given(form))
     state = sum(leaf.value.size_bytes for leaf in plan.inputs)
     assert round((plan.memory.peak - state) / CACHE_BYTES) == copies
-    note = [note for note in plan.notes if note.startswith("copied twice per call: 1/0/0 and 7 more")]
+    note = [note for note in plan.notes if note.startswith("copied twice per call on GPUs: 1/0/0 and 7 more")]
     assert len(note) == (copies > 0)
     assert all("heads before tokens" in found for found in note)
 

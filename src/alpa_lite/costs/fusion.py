@@ -228,10 +228,10 @@ def overwriting_ops(program: Program, fused: Sequence[bool], *, gpu: bool) -> li
     ``gpu``: also over what elementwise ops read that its kernel computes on the way, such as a cast to single and back, but not
     over the operand of a softmax.
     """
-    read: dict[int, frozenset[int]] = {}  # of fused values, the tensors that they are computed from, element by element
-    rows: dict[
-        int, frozenset[int]
-    ] = {}  # of what is fused or the largest in each row, the tensors whose rows these are
+    # Of fused values, the tensors that they are computed from, element by element.
+    read: dict[int, frozenset[int]] = {}
+    # Of the largest elements of rows, and of fused values that are computed from these, the tensors that have the rows.
+    rows: dict[int, frozenset[int]] = {}
     found = []
     for op in program.ops:
         operands = [i for i in op.inputs if i >= 0]

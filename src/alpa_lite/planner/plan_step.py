@@ -372,8 +372,8 @@ def reports(program: Program, mesh: DeviceMesh, decisions: tuple[OpDecision, ...
     if transposed := [program.input_paths[a.position] for a in transposed_arguments(program)]:
         more = f" and {len(transposed) - 1} more" if len(transposed) > 1 else ""
         notes.append(
-            f"copied twice per call: {transposed[0]}{more}, as a matmul's batch dims lie behind others there. Put them first: "
-            "in a cache, heads before tokens"
+            f"copied twice per call on GPUs: {transposed[0]}{more}, as a matmul's batch dims lie behind others there. Put them "
+            "first: in a cache, heads before tokens"
         )
     if loops:
         notes.append(f"{len(loops)} while loops count as one iteration: {', '.join(dict.fromkeys(loops))}")

@@ -22,10 +22,10 @@ from tests.serve.engines import (
     SIZES,
     Given,
     assert_greedy,
-    assert_split,
     model_and_params,
     pinned,
     prompts_of,
+    split,
     split_layout,
 )
 
@@ -231,7 +231,7 @@ def test_buckets_and_cache_of_a_layout_of_the_parameters_alone(tmp_path: Any) ->
     assert again, "the cache lies in one layout by itself"
     with al.serve.Engine(model, params, layout=layout, slots=4, max_length=32) as engine:
         assert engine.buckets == sizes["buckets"]
-        assert_split(engine)
+        assert split(engine.params)
         for name, plan in engine.plans.items():
             assert (lies(plan, "0"), lies(plan, "1")) == (lies(layout.plans["decode"], "0"), given["decode"])
             assert (plan == layout.plans[name]) == (name not in again)

@@ -15,6 +15,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import alpa_lite as al
+from alpa_lite.api import shared
 from alpa_lite.api.shared_graphs import given_graphs
 from alpa_lite.errors import PinError
 from alpa_lite.intraop.repeated import Repeated
@@ -54,6 +55,28 @@ def test_joint_optimum_is_that_of_brute_force(count: int, counts: tuple[int, int
     assert layout.objective == pytest.approx(best, rel=1e-9)
     assert layout.gap == 0.0
     assert layout.lower_bound == pytest.approx(best, rel=1e-9)
+
+
+@pytest.mark.parametrize(("factor", "planned"), [(1.0, True), (2.0, False)])
+def test_what_is_dearer_by_its_own_prices_is_not_planned(
+    factor: float, planned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the proposal of a search that ended early can be."""
+    proposed, offered = [], []
+    solve, offer = shared.solve_jointly, shared._Search.offer
+
+    def dearer(*args: Any, **kwargs: Any) -> Any:
+        found = solve(*args, **kwargs)
+        proposed.append(found.specs)
+        return replace(found, objective=factor * found.objective)
+
+    monkeypatch.setattr(shared, "solve_jointly", dearer)
+    monkeypatch.setattr(shared._Search, "offer", lambda s, mesh, specs: offered.append(specs) or offer(s, mesh, specs))
+    graphs = three_graphs(256)
+    weights = dict(zip(graphs, (1.0, 30.0, 30.0), strict=True))  # no graph's own layout is the joint optimum
+    layout = al.plan_shared(graphs, shared="0", weights=weights, cluster=SLOW_LINKS, options=ONE_AXIS)
+    assert len(proposed) == 1 and (proposed[0] in offered) == planned
+    assert layout.gap == 0.0 or not planned
 
 
 def test_layers_of_equal_prices_are_copies_of_one_another() -> None:

@@ -20,7 +20,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
 UV := $(shell command -v uv 2>/dev/null)
 BIN := $(VENV)/bin
 # Files in order: the last ones are many short tests, so that no worker waits long for the other.
-PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 # What `make test` selects (pyproject.toml), less the tests that take seconds each.
 QUICK := not medium and not slow and not ray and not gpu
 
@@ -57,6 +57,7 @@ test: $(VENV)/.installed
 test-all: $(VENV)/.installed
 	$(PYTEST) -m "" $(ARGS)
 
+check: JOBS = 2
 check: $(VENV)/.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .

@@ -52,11 +52,16 @@ class PinClashError(PinError):
 
 
 class MemoryBudgetError(AlpaLiteError):
-    """No plan fits the memory budget, or none was found: ``proven`` says which."""
+    """No plan fits the memory budget, or none was found: ``proven`` says which.
+
+    Attributes:
+        stage: number of the stage of a pipeline that does not fit, where one alone does not.
+    """
 
     def __init__(self, message: str, proven: bool = True) -> None:
         super().__init__(message)
         self.proven = proven
+        self.stage: int | None = None
 
 
 class TraceError(AlpaLiteError):

@@ -13,11 +13,11 @@ from alpa_lite.schedule import ActionKind, make_schedule, simulate_schedule
 COUNT = 64
 
 
-def simulated(schedule: str, times: list[float], trips: list[float]) -> float:
+def simulated(schedule: str, times: list[float], trips: list[float], once: list[float] | None = None) -> float:
     durations = {(s, ActionKind.F): t / 3 for s, t in enumerate(times)}
     durations |= {(s, ActionKind.B): 2 * t / 3 for s, t in enumerate(times)}
-    rest = (ActionKind.GRADSYNC, ActionKind.UPDATE)
-    durations |= {(s, kind): 0.0 for s in range(len(times)) for kind in rest}
+    durations |= {(s, ActionKind.GRADSYNC): 0.0 for s in range(len(times))}
+    durations |= {(s, ActionKind.UPDATE): 0.0 if once is None else once[s] for s in range(len(times))}
     table = make_schedule(schedule, len(times), COUNT)
     return simulate_schedule(table, durations, lambda t: trips[min(t.source, t.destination)] / 2).makespan_s
 
@@ -45,3 +45,12 @@ def test_transfers_set_the_pace_under_1f1b():
 
 def test_what_is_done_once_is_added():
     assert estimate_s([1.0], [], [0.5], [1], 4) == pytest.approx(4.5)
+
+
+def test_later_stages_hide_what_they_do_once():
+    times, trips, flying = [1.0] * 4, [0.1] * 3, in_flight_of("1f1b", 4, COUNT)[::-1]
+    for stage in range(4):
+        once = [4.0 if s == stage else 0.0 for s in range(4)]
+        found, exact = estimate_s(times, trips, once, flying, COUNT), simulated("1f1b", times, trips, once)
+        assert found == pytest.approx(exact, rel=0.02)
+        assert found == pytest.approx(estimate_s(times, trips, [0.0] * 4, flying, COUNT) + 4.0 - stage * 0.55)

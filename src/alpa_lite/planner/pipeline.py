@@ -93,9 +93,14 @@ def plan_pipeline(
             limit = budgets[number]
             return _planned(step, number, cut, cluster, pins, options, flying, limit, known, earlier, strategies, tell)
 
-        return [
-            kept_or_recomputed(planned, step, recompute, number, cut.recomputed) for number in range(step.num_stages)
-        ]
+        found = []
+        for number in range(step.num_stages):
+            try:
+                found.append(kept_or_recomputed(planned, step, recompute, number, cut.recomputed))
+            except MemoryBudgetError as error:
+                error.stage = number
+                raise
+        return found
 
     stages = within_budget(plan_all, schedule, flying, budget_bytes(cluster, options), pins.source)
     remat = None

@@ -115,10 +115,24 @@ class _Searched:
         self.stages: KnownStages = {}
 
     def run(self) -> Plan:
-        best = self.search.best()
-        if best is None or self.layered.num_layers == 1:
+        if self.layered.num_layers == 1:
             return self.task.one_stage()
-        counts = counts_to_compare(self.layered.num_layers, self.task.cluster.num_devices, best.cut.num_stages)
+        best = self.search.best()
+        if best is not None:
+            self.plan_best(best)
+        if not self.plans:
+            self.plan_in_hope(self.counts(2))
+        if not self.plans:
+            return self.task.one_stage()  # which says what is missing
+        plan = min(self.plans.values(), key=lambda plan: (plan.objective, len(plan.stages)))
+        return replace(plan, stage_counts=tuple(self.rows[count] for count in sorted(self.rows)))
+
+    def counts(self, best: int) -> list[int]:
+        return counts_to_compare(self.layered.num_layers, self.task.cluster.num_devices, best)
+
+    def plan_best(self, best: FoundCut) -> None:
+        """Plan the best cuts by the table, and no pipeline where that may be better."""
+        counts = self.counts(best.cut.num_stages)
         bounds = {count: self.search.bound_s(count) for count in counts}
         for count, bound in bounds.items():
             status = "no less" if math.isfinite(bound) else "no cut fits the memory"
@@ -134,10 +148,15 @@ class _Searched:
                 self.plan(cut)
         if 1 not in self.plans and (not self.plans or bounds.get(1, math.inf) < self.least()):
             self.may_be_one_stage()
-        if not self.plans:
-            return self.task.one_stage()  # which says what is missing
-        plan = min(self.plans.values(), key=lambda plan: (plan.objective, len(plan.stages)))
-        return replace(plan, stage_counts=tuple(self.rows[count] for count in sorted(self.rows)))
+
+    def plan_in_hope(self, counts: Sequence[int]) -> None:
+        """Plan a cut that fits by none of the rents of the table: a stage that is planned whole is fitted with many more."""
+        self.search.hope()
+        bounds = {count: self.search.bound_s(count) for count in counts if count > 1}
+        for count in sorted((n for n in bounds if math.isfinite(bounds[n])), key=lambda n: (bounds[n], n)):
+            promises = len(self.plans) < _CANDIDATES and bounds[count] < self.least()
+            if promises and (cut := self.search.best(count)) is not None:
+                self.plan(cut)
 
     def compared(self, best: FoundCut, ranked: Sequence[int], bounds: Mapping[int, float]) -> list[FoundCut]:
         """One cut per number of stages, by what they are estimated to take: the best by the formula, on any or on equal
@@ -157,18 +176,20 @@ class _Searched:
         return list(least_of.values())
 
     def cuts(self, count: int) -> list[FoundCut]:
-        """The best cuts into so many stages, on any and on equal submeshes."""
+        """The best cuts into so many stages, on any submeshes or near that by the estimate, and on equal submeshes."""
         any_cut = self.search.best(count)
-        if any_cut is None or any_cut.on_equal:
-            return [] if any_cut is None else [any_cut]
-        equal_cut = self.search.best_on_equal(count)
-        return [any_cut] if equal_cut is None else [any_cut, equal_cut]
+        if any_cut is None:
+            return []
+        equal_cut = None if any_cut.on_equal else self.search.best_on_equal(count)
+        return [self.search.near(any_cut), *([] if equal_cut is None else [equal_cut])]
 
     def run_fixed(self, count: int) -> Plan:
         source = self.task.pins.source
         check_enough_layers(count, self.layered, source)
         if cuts := self.cuts(count):
             self.plan(min(cuts, key=lambda cut: cut.estimate_s))
+        if count not in self.plans and count > 1:
+            self.plan_in_hope([count])
         if count not in self.plans:
             raise MemoryBudgetError(
                 f"no cut of {self.layered.num_layers} layers into {count} stages on {self.task.cluster} was found that fits "
@@ -200,8 +221,8 @@ class _Searched:
             try:
                 self.keep(count, self.exact(found))
                 return
-            except MemoryBudgetError:
-                self.search.forbid(found)
+            except MemoryBudgetError as error:
+                self.search.forbid(found, error.stage)
                 again = self.search.best_on_equal(count) if found.equal else self.search.best(count)
                 if again is None or again.estimate_s >= self.least():
                     break

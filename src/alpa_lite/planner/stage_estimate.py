@@ -8,6 +8,9 @@ its n-th backward pass, which has been to stage b and back, while stage b does w
 
 apart: the largest ratio of a cycle of waits. With a = b it is the slowest stage. Under "1f1b" w_a - w_b is b - a: in a long chain
 of equal stages each transfer costs its whole time in every microbatch, there and back.
+
+What a stage does once per step it does after its last backward pass, while that microbatch goes back through the stages before
+it: so much of it is hidden. Backward passes are taken to be half of a stage's time, which is less than they are.
 """
 
 from __future__ import annotations
@@ -40,4 +43,8 @@ def estimate_s(
         for b in range(a + 1, len(times_s)):
             cycle += round_trips_s[b - 1] + times_s[b]
             apart = max(apart, cycle / (in_flight[a] - in_flight[b] + 1))
-    return math.fsum((*times_s, *round_trips_s)) + (num_microbatches - 1) * apart + max(once_s)
+    hidden_s, exposed_s = 0.0, 0.0
+    for stage, once in enumerate(once_s):
+        exposed_s = max(exposed_s, once - hidden_s)
+        hidden_s += (times_s[stage] + (round_trips_s[stage] if stage < len(round_trips_s) else 0.0)) / 2
+    return math.fsum((*times_s, *round_trips_s)) + (num_microbatches - 1) * apart + exposed_s

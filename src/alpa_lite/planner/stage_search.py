@@ -18,13 +18,17 @@ import numpy as np
 
 from alpa_lite.errors import SlicingError
 from alpa_lite.interop import StageSlicing, slice_stages
+from alpa_lite.interop.stage_dp import Stage
 from alpa_lite.planner.stage_cut import StageCut
 from alpa_lite.planner.stage_estimate import estimate_s
+from alpa_lite.planner.stage_moves import Place, moves
 from alpa_lite.planner.stage_prices import RunPrices
 from alpa_lite.planner.stage_table import Cell, StageTable, round_trip_s
 from alpa_lite.schedule import peak_residuals
 
 _MAX_TURNS = 400  # of solving what the best slicing touches
+_MAX_TRIES = 8  # cuts near the best by the formula of which entries are solved
+_WORTH = 1e-3  # share of the estimate that a cut near another must promise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +99,7 @@ class StageSearch:
         for _ in range(_MAX_TURNS):
             if slicing is None:
                 return None
-            cells = [Cell(self.prices.kind((first, last)), own, choice) for first, last, own, choice in slicing.stages]
+            cells = [self._cell(stage) for stage in slicing.stages]
             missing = self.table.missing(cells)
             if not missing:
                 return self._found(slicing, cells)
@@ -117,15 +121,86 @@ class StageSearch:
             found.append((float(table.cost_s[entry]), float(table.once_s[entry]), tolerated))
         return found
 
+    def near(self, found: FoundCut) -> FoundCut:
+        """A cut that is better by the estimate, found by moves from one that is the best by the formula; else that one."""
+        tries = _MAX_TRIES
+        while True:
+            promising = []
+            for places in moves([stage[:3] for stage in found.slicing.stages]):
+                if (near := self._at(places)) is not None and near.estimate_s < (1 - _WORTH) * found.estimate_s:
+                    promising.append((near.estimate_s, places))
+            better = None
+            for _, places in sorted(promising)[:tries]:
+                tries -= 1
+                if (better := self._below((1 - _WORTH) * found.estimate_s, places)) is not None:
+                    break
+            if better is None:
+                return found
+            found = better
+
+    def _below(self, limit_s: float, places: Sequence[Place]) -> FoundCut | None:
+        """The cut with its entries solved, if it then still is estimated to be below a limit."""
+        near = self._at(places)
+        while near is not None and near.estimate_s < limit_s:
+            if not (missing := self.table.missing(near.cells)):
+                return near
+            self.table.solve(missing)
+            near = self._at(places)
+        return None
+
+    def _at(self, places: Sequence[Place]) -> FoundCut | None:
+        """The cut with the fastest choice of each stage that has room, by the table as it is; None where there is none."""
+        table, pins, stages = self.table, self.layer_stage or {}, []
+        for number, (first, last, submesh) in enumerate(places):
+            if any(pins.get(layer, number) != number for layer in range(first, last + 1)):
+                return None
+            row = table.runs[first, last]
+            has_room = table.tolerated[row, submesh] >= len(places) - 1 - number
+            times_s = np.where(has_room, table.cost_s[row, submesh], np.inf)
+            choice = int(times_s.argmin())
+            if not np.isfinite(times_s[choice]):
+                return None
+            stages.append((first, last, submesh, choice))
+        slicing = self._sliced_so(stages)
+        return self._found(slicing, [self._cell(stage) for stage in stages])
+
+    def _sliced_so(self, stages: Sequence[Stage]) -> StageSlicing:
+        """Given stages by the formula."""
+        table, count = self.table, self.prices.num_microbatches
+        entries = [(table.runs[first, last], submesh, choice) for first, last, submesh, choice in stages]
+        times_s = tuple(float(table.cost_s[entry]) for entry in entries)
+        once_s = tuple(float(table.once_s[entry]) for entry in entries)
+        transfers_s = tuple(float(table.transfer_s[a[1], a[2], b[2]]) for a, b in pairwise(stages))
+        return StageSlicing(
+            objective=math.fsum((*times_s, *transfers_s))
+            + (count - 1) * max(*times_s, *transfers_s, 0.0)
+            + max(once_s),
+            stages=tuple(stages),
+            num_devices=tuple(table.sizes[stage[2]] for stage in stages),
+            num_microbatches=count,
+            times_s=times_s,
+            once_s=once_s,
+            transfers_s=transfers_s,
+        )
+
+    def _cell(self, stage: Stage) -> Cell:
+        first, last, submesh, choice = stage
+        return Cell(self.prices.kind((first, last)), submesh, choice)
+
     def bound_s(self, num_stages: int) -> float:
         """What no cut into so many stages is below, by what is solved so far; inf where there is none."""
         slicing = self._slice(num_stages)
         return math.inf if slicing is None else slicing.objective
 
-    def forbid(self, found: FoundCut) -> None:
-        """A cut that was planned exactly and has no plan: none of its stages stands so again."""
+    def forbid(self, found: FoundCut, stage: int | None = None) -> None:
+        """A cut that was planned exactly and has no plan: the stage that did not fit stands so no more; if unknown, none does."""
         for number, cell in enumerate(found.cells):
-            self.table.forbid(cell, len(found.cells) - 1 - number)
+            if stage is None or stage == number:
+                self.table.forbid(cell, len(found.cells) - 1 - number)
+
+    def hope(self) -> None:
+        """From now on a stage fits if it would with the least memory of each kind that a rent leaves (``StageTable.hope``)."""
+        self.table.hope()
 
     def _slice(self, num_stages: int | None, submesh: int | None = None) -> StageSlicing | None:
         if self._version != self.table.version or (num_stages, submesh) not in self._known:

@@ -54,6 +54,7 @@ class StageTable:
         cost_s, once_s, tolerated: as ``slice_stages`` takes them.
         transfer_s: (layers - 1, submeshes, submeshes).
         version: rises whenever entries are written.
+        hopeful: whether a stage is taken to fit where it would with the least that any rent leaves of each kind of memory.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class StageTable:
         self.known: dict[Kind, Array] = {}
         self.forbidden: dict[Cell, int] = {}
         self.repeats_known = False  # what recomputation repeats, which takes another cut of the step
+        self.hopeful = False
         # Of single layers, and of pairs of equal ones what these cost more together.
         self.summands: dict[Kind, Array] = {}
         self.version = 0
@@ -153,9 +155,23 @@ class StageTable:
         return self.choices[cell.submesh][cell.choice]
 
     def forbid(self, cell: Cell, later: int) -> None:
-        """What was planned and did not fit with so many stages after it does not tolerate them."""
-        self.forbidden[cell] = min(later - 1, self.forbidden.get(cell, later))
+        """What was planned and did not fit with so many stages after it does not tolerate them, whatever its rent."""
+        for choice in self._at_all_rents(cell.submesh, cell.choice):
+            same = Cell(cell.kind, cell.submesh, choice)
+            self.forbidden[same] = min(later - 1, self.forbidden.get(same, later))
         self.refresh([cell.kind])
+
+    def _at_all_rents(self, submesh: int, choice: int) -> range:
+        """The choices that differ from one in their rent alone: planned whole they are one."""
+        meshes = self.num_meshes(submesh)
+        of_one = meshes * len(RENTS)
+        first = choice // of_one * of_one + choice % meshes
+        return range(first, first + of_one, meshes)
+
+    def hope(self) -> None:
+        """Nothing fits by the few rents of the table; planned whole, a stage is fitted with many more."""
+        self.hopeful = True
+        self.refresh(self.kinds)
 
     def refresh(self, kinds: Iterable[Kind]) -> bool:
         """Write the entries of some kinds of runs anew; returns whether none became better."""
@@ -185,6 +201,9 @@ class StageTable:
         if not self.prices.composed(kind):
             if len(kind) == 1:
                 return bound
+            for m in range(len(self.choices)):  # a run may save at a rent what its layers, each alone, cannot
+                for block, base in self._blocks(m):
+                    bound[m, block, :2] = np.minimum(bound[m, block, :2], bound[m, base, :2])
             if self.prices.all_solved:
                 bound[..., MEMORY] = 0.0  # layers that are planned together may be leaner than each alone
             return np.where(np.isnan(known := self._known(kind)), bound, known)
@@ -271,10 +290,20 @@ class StageTable:
         with np.errstate(
             divide="ignore", invalid="ignore"
         ):  # the budget may be infinite, as is what an entry that is none takes
+            if self.hopeful:
+                values = self._leanest(values)
             left = self.budget - values[..., HELD] - values[..., WORKING]
             more = np.where(values[..., RESIDUAL] > 0, np.floor(left / values[..., RESIDUAL]), np.inf)
         most = np.where(left >= 0, 1 + more, 0)
         return np.searchsorted(self.in_flight, most, side="right") - 1
+
+    def _leanest(self, values: Array) -> Array:
+        """Each kind of memory as little as at any rent."""
+        found = values.copy()
+        for m, choices in enumerate(self.choices):
+            for choice in range(len(choices)):
+                found[m, choice, MEMORY] = values[m, self._at_all_rents(m, choice)][:, MEMORY].min(axis=0)
+        return found
 
 
 def bounds_larger(cluster: Cluster, num_devices: int) -> bool:

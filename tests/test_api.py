@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import alpa_lite as al
 from alpa_lite.api import request
-from alpa_lite.errors import AlpaLiteError, ArgumentsError
+from alpa_lite.errors import AlpaLiteError, ArgumentsError, PlanFileError
 from alpa_lite.executor.local import local_mesh
 from alpa_lite.plan.encode import encode_plan
 
@@ -372,3 +372,35 @@ def test_an_array_that_is_donated_twice_is_refused(devices):
         step([zero, one], one)
     again = step([zero, jnp.copy(one)], one)
     np.testing.assert_array_equal(step(again, one)[0], 2 * np.ones(8))
+
+
+def by_structure(p, x):
+    """Reads its arguments by their structure: leaves alone do not tell what is to run."""
+    scale = p["scale"] * 100.0 if isinstance(p, dict) else p[0] * 10.0 if isinstance(p, tuple) else p
+    y = al.layer_boundary(jnp.tanh(scale / 1000.0)) * (p[1] if x is None else x)
+    return y, y + 1.0
+
+
+@pytest.mark.parametrize("settings", [{}, {"donate_argnums": 0}, {"options": al.PlanOptions(num_stages=2)}])
+def test_arguments_of_another_structure_are_another_step(settings):
+    parallel = al.parallelize(by_structure, **settings)
+
+    def given(value: float) -> jax.Array:
+        return jnp.full((8, 8), value)
+
+    for make in (
+        lambda: (given(1.0), given(2.0)),
+        lambda: ({"scale": given(1.0)}, given(2.0)),
+        lambda: ((given(1.0),), given(2.0)),
+        lambda: ((given(1.0), given(2.0)), None),
+        lambda: (given(1.0), given(2.0)),
+    ):
+        same(parallel(*make()), by_structure(*make()))
+
+
+def test_a_plan_is_for_one_structure_of_arguments():
+    given = jnp.ones((8, 8)), jnp.ones((8, 8))
+    parallel = al.parallelize(by_structure, plan=al.plan(by_structure, *given, cluster=CLUSTER))
+    same(parallel(*given), by_structure(*given))
+    with pytest.raises(PlanFileError, match="arguments gone: '0'; arguments new: '0/scale'"):
+        parallel({"scale": given[0]}, given[1])

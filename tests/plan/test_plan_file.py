@@ -88,12 +88,23 @@ def damaged(plan, path, change):
         (lambda d: d["stages"][0]["decisions"]["ops"].pop(), r"is damaged"),
         (lambda d: d["stages"][0]["memory"].update(magic=1), r"is damaged: .*magic"),
         (lambda d: d.update(lower_bound=9.0), r"is inconsistent: the lower bound 9\.0 is above the objective"),
+        (
+            lambda d: d.update(objective=d["objective"] + 1),
+            r"was changed after `plan\.save` wrote it.*Make the plan again, with pins",
+        ),
+        (lambda d: d["inputs"][0].__setitem__(1, "int8"), r"was changed after"),
+        (lambda d: d["stages"][0]["decisions"]["paths"].__setitem__(0, "zz"), r"was changed after"),
     ],
 )
 def test_bad_files_say_what_is_wrong(plan, tmp_path, change, message):
     path = damaged(plan, tmp_path / "plan.json", change)
     with pytest.raises(PlanFileError, match=message):
         load_plan(path)
+
+
+def test_a_file_without_a_digest_is_read(plan, tmp_path):
+    """As it was written before there was one."""
+    assert load_plan(damaged(plan, tmp_path / "plan.json", lambda d: d.pop("digest"))) == plan
 
 
 def test_not_a_plan(tmp_path):

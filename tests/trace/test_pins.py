@@ -224,6 +224,18 @@ class TestWording:
             " 'model'. At train.py:7. Use one of them, or name the axes with PlanOptions(axis_names=...)."
         )
 
+    @pytest.mark.parametrize("axis", ["_", "a,b", "a+b", "é", "2d"])
+    def test_no_axis_name(self, axis):
+        assert f"the pin '1' names the axis {axis!r} in P({axis!r}). Letters, digits and underscores are" in refused(
+            {"1": P(axis)}
+        )
+
+    def test_pin_like_of_something_else(self):
+        with pytest.raises(
+            PinError, match=r"pin_like has '0': 3\. Both are paths of arguments, as text\. At train.py:7\."
+        ):
+            resolve(None, {"0": 3})
+
     def test_indivisible(self):
         assert refused({"0/params/*/kernel": P(None, "model")}) == (
             "the pin '0/params/*/kernel' cannot split '0/params/out/kernel' of shape (16, 10): dim 1 of size 10 does"

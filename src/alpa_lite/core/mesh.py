@@ -6,6 +6,11 @@ import math
 from dataclasses import dataclass
 
 
+def is_axis_name(name: object) -> bool:
+    """Whether a mesh axis may be called so: what the text form of specs, XLA and JAX can all tell apart."""
+    return isinstance(name, str) and name.isascii() and name.isidentifier() and name != "_"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceMesh:
     """A logical grid of devices.

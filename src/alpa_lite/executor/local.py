@@ -37,6 +37,16 @@ def leaf_type(x: Any) -> tuple[tuple[int, ...], str]:
     return tuple(np.shape(x)), str(dtype)
 
 
+def positional_tree(in_tree: Any) -> Any:
+    """Structure of a step's arguments as its executor takes them: positional ones, then keyword ones sorted by name.
+
+    Args:
+        in_tree: of (positional, keyword) arguments, as ``Traced`` has it.
+    """
+    args, kwargs = jax.tree_util.tree_unflatten(in_tree, [0] * in_tree.num_leaves)
+    return jax.tree_util.tree_structure((*args, *(kwargs[k] for k in sorted(kwargs))))
+
+
 @cache
 def _name(dtype: Any) -> str:
     return str(dtype)
@@ -114,10 +124,12 @@ def runnable(traced: Traced, plan: Plan, donate: tuple[int, ...], mesh: Mesh | A
     sharded = lowering.sharded_function(traced.flat, plan.input_specs, plan.output_specs, mesh)
     expected = [(leaf.value.shape, leaf.value.dtype) for leaf in plan.inputs]
     in_tree, out_tree = traced.in_tree, traced.out_tree
+    expected_tree = positional_tree(in_tree)
 
     def step(*args: Any) -> Any:
-        leaves = jax.tree_util.tree_leaves(args)
-        if [(tuple(x.shape), str(x.dtype)) for x in leaves] != expected:
+        leaves, tree = jax.tree_util.tree_flatten(args)
+        # jax.jit takes any subtree where the shardings have a leaf or None.
+        if tree != expected_tree or [(tuple(x.shape), str(x.dtype)) for x in leaves] != expected:
             raise SignatureChanged
         return jax.tree_util.tree_unflatten(out_tree, sharded(*leaves))
 

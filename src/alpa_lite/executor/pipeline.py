@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from alpa_lite.core.collective import Collective
 from alpa_lite.executor.driver import Driver, StepState
-from alpa_lite.executor.local import SignatureChanged, leaf_type, stage_meshes
+from alpa_lite.executor.local import SignatureChanged, leaf_type, positional_tree, stage_meshes
 from alpa_lite.executor.loop_io import StageLoop, loop_step
 from alpa_lite.executor.measure import Recorder
 from alpa_lite.executor.stage_memory import StageMemory, program_bytes, stage_memory
@@ -135,20 +135,21 @@ class RunnablePipeline:
     Attributes:
         plan: what runs.
         step: on parts of leaves.
-        types: of the leaves of the arguments.
+        tree, types: of the arguments, and of their leaves.
         parts: what they are of the arguments and results.
         out_tree: of the results.
     """
 
     plan: Plan
     step: PipelinedStep
+    tree: Any
     types: Sequence[tuple[tuple[int, ...], str]]
     parts: LayeredStep
     out_tree: Any
 
     def run(self, *args: Any) -> Any:
-        leaves = jax.tree_util.tree_leaves(args)
-        if list(map(leaf_type, leaves)) != self.types:
+        leaves, tree = jax.tree_util.tree_flatten(args)
+        if tree != self.tree or list(map(leaf_type, leaves)) != self.types:
             raise SignatureChanged
         made = self.step(self.parts.split(leaves))
         return jax.tree_util.tree_unflatten(self.out_tree, self.parts.join(made, StagedArray))
@@ -238,7 +239,7 @@ def runnable_pipeline(traced: Traced, staged: StagedStep, plan: Plan, devices: S
     step = pipelined_step(staged, plan, lowered_stages(staged, plan), stage_meshes(plan, devices))
     assert traced.parts is not None
     types = list(map(leaf_type, traced.parts.argument_types()))
-    return RunnablePipeline(plan, step, types, traced.parts, traced.out_tree)
+    return RunnablePipeline(plan, step, positional_tree(traced.in_tree), types, traced.parts, traced.out_tree)
 
 
 def pipelined_step(

@@ -33,14 +33,22 @@ from alpa_lite.plan.records import (
 T = TypeVar("T")
 
 
-def decode_fields(data: bytes, name: str) -> dict[str, Any]:
-    """The fields of a ``Plan``, from the bytes of the file ``name``.
+def decode_document(data: bytes, name: str) -> doc.Document:
+    """The document of the file ``name``.
 
     Raises:
         PlanFileError: if the file is cut short, not a plan, of another version, or breaks the format; with the place.
     """
     _check_header(data, name)
-    document = _decode(data, doc.Document, name)
+    return _decode(data, doc.Document, name)
+
+
+def decode_fields(document: doc.Document, name: str) -> dict[str, Any]:
+    """The fields of a ``Plan``.
+
+    Raises:
+        PlanFileError: the document contradicts itself; with the place.
+    """
     try:
         return _Decoder(document).fields()
     except (IndexError, ValueError, TypeError) as error:

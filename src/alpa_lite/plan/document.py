@@ -7,6 +7,7 @@ the bytes are a function of the plan. Rows, not objects: ``columns`` in the file
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 import msgspec
@@ -218,6 +219,14 @@ class Document(_Strict):
     ops: list[OpRow]
     steps: list[StepRow]
     stages: list[Stage]
+    digest: str = ""
+
+    def with_digest(self) -> Document:
+        """With a digest of everything else, by which a reader sees that a file was changed."""
+        bare = msgspec.json.encode(msgspec.structs.replace(self, digest=""))
+        # Read back, as an integer in place of a float becomes one there.
+        read = msgspec.json.encode(msgspec.json.decode(bare, type=Document))
+        return msgspec.structs.replace(self, digest=f"sha256:{hashlib.sha256(read).hexdigest()}")
 
 
 ROWS: dict[str, type[_Row]] = {

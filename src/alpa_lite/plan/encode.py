@@ -12,7 +12,7 @@ from alpa_lite.core.conversion import Step
 from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.core.spec import ShardingSpec
 from alpa_lite.plan import document as doc
-from alpa_lite.plan.json_text import json_text
+from alpa_lite.plan.json_text import check_floats, json_text
 from alpa_lite.plan.records import Leaf, MeshCandidate, OpDecision, Pipeline, StagePlan
 
 if TYPE_CHECKING:
@@ -78,7 +78,8 @@ def encode_plan(plan: Plan) -> bytes:
         steps=[doc.StepRow(*row) for row in steps.items],
         stages=stages,
     )
-    return json_text(msgspec.to_builtins(document)).encode()
+    check_floats(msgspec.to_builtins(document))
+    return json_text(msgspec.to_builtins(document.with_digest())).encode()
 
 
 def _encode_pipeline(p: Pipeline) -> doc.Pipeline:

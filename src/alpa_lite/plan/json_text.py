@@ -17,15 +17,16 @@ def json_text(value: Any) -> str:
     Raises:
         ValueError: for a float that JSON cannot hold (the encoder would write it as null).
     """
-    _check_floats(value)
+    check_floats(value)
     return "\n".join(_lines(value, "")) + "\n"
 
 
-def _check_floats(value: Any) -> None:
+def check_floats(value: Any) -> None:
+    """Refuses (ValueError) a float that JSON cannot hold, at any depth."""
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{value} cannot be written as JSON")
     for item in value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ():
-        _check_floats(item)
+        check_floats(item)
 
 
 def _lines(value: Any, indent: str) -> Iterator[str]:

@@ -6,7 +6,7 @@ from os import PathLike
 
 from alpa_lite.errors import PlanFileError
 from alpa_lite.plan.check import plan_faults
-from alpa_lite.plan.decode import decode_fields
+from alpa_lite.plan.decode import decode_document, decode_fields
 from alpa_lite.plan.files import as_path
 from alpa_lite.plan.plan import Plan
 
@@ -15,7 +15,7 @@ def load_plan(path: str | PathLike[str]) -> Plan:
     """Reads and verifies a plan that ``Plan.save`` wrote.
 
     Raises:
-        PlanFileError: if the file is missing, cut short, of another format version, or inconsistent.
+        PlanFileError: if the file is missing, cut short, of another format version, inconsistent, or changed by hand.
 
     Example:
         >>> plan.save("plan.json")
@@ -36,12 +36,18 @@ def read_plan(data: bytes, name: str) -> Plan:
     """What ``encode_plan`` wrote; ``name`` is for messages.
 
     Raises:
-        PlanFileError: it is cut short, of another format version, or inconsistent.
+        PlanFileError: it is cut short, of another format version, inconsistent, or not as it was written.
     """
-    plan = Plan(**decode_fields(data, name))
+    document = decode_document(data, name)
+    plan = Plan(**decode_fields(document, name))
     for fault in plan_faults(plan):
         raise PlanFileError(
             f"plan file {name!r} is inconsistent: {fault}. `plan.save` writes only plans that are consistent."
             " Make the plan again instead of editing the file."
+        )
+    if document.digest and document.digest != document.with_digest().digest:
+        raise PlanFileError(
+            f"plan file {name!r} was changed after `plan.save` wrote it: its digest is another one. A plan is planned, priced and"
+            " checked as a whole. Make the plan again, with pins for what should be otherwise."
         )
     return plan

@@ -8,6 +8,7 @@ from numbers import Integral, Real
 from os import PathLike, fspath
 from typing import Literal
 
+from alpa_lite.core.mesh import is_axis_name
 from alpa_lite.core.rule_text import NamedRule
 from alpa_lite.errors import AlpaLiteError
 from alpa_lite.plan.plan import OptionValue
@@ -124,12 +125,19 @@ class PlanOptions:
             faults.append(f"mesh_shape={shape} was given; at most one size may be a name. Give numbers for the others.")
         if names is not None and (not names or len(names) > MAX_AXES or len(set(names)) != len(names)):
             faults.append(f"axis_names={names} was given; 1 to {MAX_AXES} different names are allowed.")
+        elif wrong_names := [name for name in names or () if not is_axis_name(name)]:
+            faults.append(
+                f"axis_names={names} was given, and {wrong_names[0]!r} is none: letters, digits and underscores are allowed, no "
+                "digit first, and no '_' alone, which stands for a whole dim."
+            )
         if shape is not None and names is not None and len(shape) != len(names):
             faults.append(
                 f"mesh_shape={shape} has {len(shape)} axes, axis_names={names} has {len(names)}; give one name per axis."
             )
-        if not 1 <= self.max_axes <= MAX_AXES:
+        if not (isinstance(self.max_axes, Integral) and 1 <= self.max_axes <= MAX_AXES):
             faults.append(f"max_axes={self.max_axes} was given; 1 to {MAX_AXES} are allowed.")
+        if not isinstance(self.verbose, bool):
+            faults.append(f"verbose={self.verbose!r} was given; True and False are allowed.")
         stages = self.num_stages, self.submeshes, self.stage_layers, self.stage_mesh_shapes
         if wrong_stages := list(stage_faults(*stages, shape)):
             return [*faults, *wrong_stages]

@@ -13,7 +13,7 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
-from alpa_lite.core.mesh import DeviceMesh
+from alpa_lite.core.mesh import DeviceMesh, is_axis_name
 from alpa_lite.errors import PinError
 from alpa_lite.plan.identity import close_matches
 from alpa_lite.plan.pins import Dims, PinnedDims, ResolvedPins
@@ -96,6 +96,12 @@ def resolve_pins(
             f"pin_like={pin_like!r} was given. It is a dict of paths: leaves under the first follow those under the second. At "
             f"{source}. Write for example pin_like={{'0/opt_state': '0/params'}}."
         )
+    for pair in (pin_like or {}).items():
+        if not all(isinstance(side, str) for side in pair):
+            raise PinError(
+                f"pin_like has {pair[0]!r}: {pair[1]!r}. Both are paths of arguments, as text. At {source}. Write for example "
+                "pin_like={'0/opt_state': '0/params'}."
+            )
     leaves = _Leaves(
         paths=[*input_paths, *output_paths],
         shapes=[tuple(shape) for shape in (*input_shapes, *output_shapes)],
@@ -162,6 +168,11 @@ def _check_value(text: str, spec: Any, source: str) -> None:
             raise PinError(
                 f"the pin {text!r} uses the axis {twice[0]!r} twice in {spec_text(spec)}. An axis can split one dim of"
                 f" a tensor. At {source}. Leave it on one dim."
+            )
+        if wrong := [axis for axis in axes if not is_axis_name(axis)]:
+            raise PinError(
+                f"the pin {text!r} names the axis {wrong[0]!r} in {spec_text(spec)}. Letters, digits and underscores are "
+                f"allowed, no digit first, and no '_' alone. At {source}. Rename it, also in PlanOptions(axis_names=...)."
             )
 
 

@@ -21,7 +21,7 @@ from alpa_lite.costs.tiles import Box
 from alpa_lite.errors import ArgumentsError
 from alpa_lite.executor.host_data import HostLeaf, Read, ReadOrder
 from alpa_lite.executor.host_tiles import HostTiles, Tiling, raw_values, whole_tiles
-from alpa_lite.executor.local import SignatureChanged
+from alpa_lite.executor.local import SignatureChanged, positional_tree
 from alpa_lite.executor.parcel import Parcel
 from alpa_lite.executor.ray.group import WorkerGroup
 from alpa_lite.executor.ray.remote_array import RemoteArray
@@ -120,10 +120,9 @@ class RemoteStep:
         Raises:
             WorkerLost: a worker was lost; the state is gone, and what a restored one can go on from is in ``position``.
         """
-        leaves = jax.tree_util.tree_leaves(args)
+        leaves, tree = jax.tree_util.tree_flatten(args)
         parts = self.traced.parts
-        expected = self.whole_types()
-        if [_type(x) for x in leaves] != expected:
+        if tree != positional_tree(self.traced.in_tree) or [_type(x) for x in leaves] != self.whole_types():
             raise SignatureChanged
         made = self(leaves if parts is None else parts.split(leaves))
         if parts is not None:

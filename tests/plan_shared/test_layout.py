@@ -87,7 +87,7 @@ def test_saved_and_loaded(tmp_path: Path) -> None:
             "lower bound 99.0 is below 0 or above",
         ),
         (lambda text: text.replace('"0/1"', '"0/0"', 1), "shares no leaf, or one twice: 0/0, 0/0"),
-        (lambda text: text.replace("1x4:h100-sxm", "2x2:h100-sxm", 1), "the plan of .* is for .*h100-sxm"),
+        (lambda text: text.replace("1x4:h100-sxm", "2x2:h100-sxm", 1), "plan 'product'.* was changed after"),
     ],
 )
 def test_damaged_file(tmp_path: Path, change: Any, message: str) -> None:
@@ -109,6 +109,11 @@ def test_a_bound_below_0_and_plans_that_count_otherwise_are_faults() -> None:
     ]
     other = dict(layout.plans) | {"rows": replace(layout.plans["rows"], costs="alpa", unit="bytes")}
     assert "the plans count costs in different ways: alpa in bytes, roofline in s" in list(
+        replace(layout, plans=other).faults()
+    )
+    rows = layout.plans["rows"]
+    other["rows"] = replace(rows, identity=replace(rows.identity, cluster="2x2:h100-sxm"))
+    assert "the plan of 'rows' is for 2x2:h100-sxm, that of 'product' for 1x4:h100-sxm" in list(
         replace(layout, plans=other).faults()
     )
 

@@ -14,7 +14,6 @@ if __package__ in (None, ""):  # run as a script: make `benchmarks` and `example
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import jax
-import jax.numpy as jnp
 
 import alpa_lite as al
 from benchmarks.models import make
@@ -30,7 +29,9 @@ def measure(name: str, layers: int | None, batch: int | None, seq: int | None) -
     plan = step.plan(*model.args)
     of_table = al.plan(model.fn, *model.args, cluster=al.Cluster.local(), donate_argnums=(0,), options=options)
     plans = {"calibrated": plan, "of the table": of_table}
-    tokens = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), model.args[1])
+    # Random ones: gradients of equal tokens would be added up in one row of the embedding, one after the other.
+    key = jax.random.key(1)
+    tokens = jax.tree.map(lambda x: jax.random.randint(key, x.shape, 0, 1000, x.dtype), model.args[1])
     holders = {"plain": [model.init(jax.random.key(0))], "planned": [step.init(model.init, jax.random.key(0))]}
 
     def run(key: str, fn: object) -> object:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -59,8 +60,9 @@ class Table:
 
     def rented(self, rent: float, like: Sequence[MeshResult]) -> MeshResult:
         found = int(np.argmin(self.price + rent * self.counted))
-        only = Table([(int(self.price[found]), int(self.counted[found]), int(self.needed[found]))])
-        return only.solved(None)
+        only = Table([(int(self.price[found]), int(self.counted[found]), int(self.needed[found]))]).solved(None)
+        assert only.solution is not None
+        return replace(only, solution=replace(only.solution, choice=np.array([found])))
 
     def cheapest(self, budget: float) -> float:
         return float(np.min(self.price.astype(float), where=self.needed <= budget, initial=np.inf))
@@ -102,6 +104,12 @@ def test_limits_are_lowered_from_the_nearest_plan():
     """That by the budget as the limit is 10 too large, one under a rent 1; what fits just below the latter is on no hull."""
     table = Table([(10, 20, 30), (11, 18, 21), (14, 17, 19), (30, 9, 9)])
     assert within_budget(table.solved, 20, table.rented).objective == 14.0
+
+
+def test_where_nothing_below_the_nearest_plan_fits_limits_above_it_are_tried():
+    """Of what fits the solver counts more than of the nearest plan, which is 2 too large."""
+    table = Table([(10, 25, 40), (11, 20, 35), (15, 15, 19), (30, 12, 22)])
+    assert within_budget(table.solved, 20, table.rented).objective == 15.0
 
 
 @given(plans=PLANS, over=st.integers(0, 20))

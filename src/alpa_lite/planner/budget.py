@@ -148,28 +148,37 @@ def _under_rent(rented: Rented, free: MeshResult, budget: float) -> list[MeshRes
 def _below(solved: Callable[[int | None], MeshResult], tried: Sequence[MeshResult], budget: float) -> list[MeshResult]:
     """The first plan that fits of those by limits below the budget, as a list of one or none.
 
-    Of the plans tried, the first is by the budget as the limit; they start from the nearest that does not fit.
+    Of the plans tried, the first is by the budget as the limit. Limits start from the nearest that does not fit, and then from the
+    one of which the solver counts most: what it counts less of is not always less.
     """
     problem = tried[0].problem
     assert problem is not None
-    result = min((r for r in tried if r.used_bytes > budget), key=lambda r: r.used_bytes)
-    low, high, excess = 0, int(budget), 1
-    limit = high
-    for _ in range(_ROUNDS - 1):
-        if result.peak is None:
-            low = limit  # too low; between it and what the last answer counts there may be one
-        elif result.used_bytes <= budget:
-            return [result]
-        else:
-            assert result.solution is not None
-            # The next answer must need less than this one, by the solver's own count.
-            high = min(limit, evaluate(problem, result.solution.choice).peak_bytes)
-            excess = max(1, math.ceil(result.used_bytes - budget))
+    over = [(result, _counted(problem, result)) for result in tried if result.used_bytes > budget]
+    nearest, most = min(over, key=lambda pair: pair[0].used_bytes), max(over, key=lambda pair: pair[1])
+    low = 0
+    for result, counted in (nearest, most) if most[1] > nearest[1] else (nearest,):
+        high, excess = min(int(budget), counted), max(1, math.ceil(result.used_bytes - budget))
         limit = high - excess if not low else (low + high) // 2
-        if not low < limit < high:
-            break
-        result = solved(limit)
-    return _fitting([result], budget)
+        for _ in range(_ROUNDS - 1):
+            if not low < limit < high:
+                break
+            found = solved(limit)
+            if found.peak is None:
+                low = limit  # too low; between it and what the last answer counts there may be one
+                limit = (low + high) // 2
+            elif found.used_bytes <= budget:
+                return [found]
+            else:  # the next answer must need less than this one, by the solver's own count
+                high = min(limit, _counted(problem, found))
+                excess = max(1, math.ceil(found.used_bytes - budget))
+                limit = high - excess if not low else (low + high) // 2
+    return []
+
+
+def _counted(problem: IntraOpProblem, result: MeshResult) -> int:
+    """The peak of a plan by the solver's own count."""
+    assert result.solution is not None
+    return evaluate(problem, result.solution.choice).peak_bytes
 
 
 def _above(

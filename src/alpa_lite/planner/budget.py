@@ -148,7 +148,7 @@ def _under_rent(rented: Rented, free: MeshResult, budget: float) -> list[MeshRes
 def _below(solved: Callable[[int | None], MeshResult], tried: Sequence[MeshResult], budget: float) -> list[MeshResult]:
     """The first plan that fits of those by limits below the budget, as a list of one or none.
 
-    Of the plans tried, the first is by the budget as the limit. Limits start from the nearest that does not fit, and then from the
+    Of the plans tried, the first is by the budget as the limit. Limits start from the nearest that does not fit, then from the
     one of which the solver counts most: what it counts less of is not always less.
     """
     problem = tried[0].problem

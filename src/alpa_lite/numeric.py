@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Mapping
 from numbers import Real
 from typing import Any
 
@@ -22,6 +23,16 @@ def count(x: Any) -> int | None:
     """A whole number from 1 as an ``int``; None if it is none."""
     found = whole(x)
     return found if found is not None and found >= 1 else None
+
+
+def several(xs: Any) -> list[Any] | None:
+    """What an iterable holds, one by one; None if it is none. Texts and mappings are none."""
+    if isinstance(xs, str | Mapping):
+        return None
+    try:
+        return list(xs)
+    except TypeError:
+        return None
 
 
 def number(x: Any) -> float:

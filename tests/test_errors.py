@@ -314,6 +314,21 @@ def test_options_that_cannot_be(settings, part):
     assert part in str(error.value)
 
 
+def test_an_array_in_the_place_of_something_else_is_not_printed_whole():
+    x = jnp.ones((64, 64))
+    for call in (
+        lambda: al.parallelize(x),
+        lambda: al.parallelize(None)(x),
+        lambda: al.parallelize(step, options=x),
+        lambda: al.parallelize(step, plan=x),
+        lambda: al.plan(step, PARAMS, f32(8, 16), cluster=x),
+        lambda: al.plan(step, PARAMS, f32(8, 16), cluster=CLUSTER, pins={"0/layer_0/kernel": x}),
+    ):
+        with pytest.raises(AlpaLiteError, match="Array") as error:
+            call()
+        assert len(str(error.value)) < 500, error.value
+
+
 def test_options_that_the_cost_convention_does_not_know():
     refused(AlpaLiteError, step, PARAMS, f32(8, 16), options=al.PlanOptions(costs="guess"), parts=["'guess'", "'alpa'"])
     refused(

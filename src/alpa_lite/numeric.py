@@ -19,7 +19,7 @@ def whole(x: Any) -> int | None:
         return None
 
 
-def count(x: Any) -> int | None:
+def positive(x: Any) -> int | None:
     """A whole number from 1 as an ``int``; None if it is none."""
     found = whole(x)
     return found if found is not None and found >= 1 else None
@@ -35,7 +35,7 @@ def several(xs: Any) -> list[Any] | None:
         return None
 
 
-def number(x: Any) -> float:
+def real(x: Any) -> float:
     """A number as a ``float``; nan, which no comparison allows, if it is none. Truth values are none."""
     try:
         x = x.item() if getattr(x, "shape", None) == () else x

@@ -67,8 +67,8 @@ def followed_plan(given: Any, source: str) -> Followed:
     plan = given.known_plan() if isinstance(given, Parallelized) else given
     if plan is None:
         raise PinError(
-            f"follow={given!r} was given, which has no plan yet. A step has one after its first call, step.plan(...), or with "
-            f"parallelize(plan=...). At {source}. Call step.plan(*shapes) first."
+            f"follow={given!r:.60} was given, which has no plan yet. A step has one after its first call, step.plan(...), or "
+            f"with parallelize(plan=...). At {source}. Call step.plan(*shapes) first."
         )
     if isinstance(plan, Plan):
         parameters = [leaf for leaf in plan.inputs if leaf.role is LeafRole.PARAMETER]

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from alpa_lite.errors import AlpaLiteError, user_line
-from alpa_lite.numeric import count, number, several
+from alpa_lite.numeric import positive, real, several
 
 LARGEST = 2**40  # of a length: sums over millions of requests are exact in 64 bits
 WHOLE = "a whole number from 1 to 2**40"
@@ -109,7 +109,7 @@ def propose_buckets(
     share = _checked_share(program_bytes, memory_bytes)
     rounded = -(-given // multiple) * multiple
     sizes, counts = np.unique(rounded, return_counts=True)
-    fixed = number(program_tokens) + share * given.sum() + number(program_tokens_per_token) * sizes
+    fixed = real(program_tokens) + share * given.sum() + real(program_tokens_per_token) * sizes
     cuts = _cheapest_cuts(sizes, counts, fixed, min(k, sizes.size))
     buckets = tuple(int(sizes[i]) for i in cuts)
     index = np.searchsorted(np.asarray(buckets), given)
@@ -156,9 +156,9 @@ def _cheapest_cuts(sizes: np.ndarray, counts: np.ndarray, fixed: np.ndarray, k: 
 def _checked(lengths: Any, k: Any, multiple: Any) -> tuple[np.ndarray, int, int]:
     """As numbers of this size, of which none overflows."""
     listed = several(lengths)
-    given = [count(x) for x in listed or ()]
+    given = [positive(x) for x in listed or ()]
     wrong = next((x for x, found in zip(listed or (), given, strict=True) if found is None or found > LARGEST), None)
-    parts, step = count(k), count(multiple)
+    parts, step = positive(k), positive(multiple)
     for bad, fault in (
         (listed is None, f"lengths={lengths!r:.60} was given; it must be a list of whole numbers from 1"),
         (not given, "no lengths were given; at least one is needed"),
@@ -173,7 +173,7 @@ def _checked(lengths: Any, k: Any, multiple: Any) -> tuple[np.ndarray, int, int]
 
 
 def _check_costs(program_tokens: Any, program_tokens_per_token: Any) -> None:
-    if not all(0 <= number(cost) < math.inf for cost in (program_tokens, program_tokens_per_token)):
+    if not all(0 <= real(cost) < math.inf for cost in (program_tokens, program_tokens_per_token)):
         raise _refusal(
             f"program_tokens={program_tokens!r:.60} and program_tokens_per_token={program_tokens_per_token!r:.60} were given; "
             "they must be numbers from 0",
@@ -184,12 +184,12 @@ def _check_costs(program_tokens: Any, program_tokens_per_token: Any) -> None:
 def _checked_share(program_bytes: Any, memory_bytes: Any) -> float:
     """Of the memory, that a program keeps."""
     known = memory_bytes is not None
-    if not 0 <= number(program_bytes) < math.inf or (known and not 0 < number(memory_bytes) < math.inf):
+    if not 0 <= real(program_bytes) < math.inf or (known and not 0 < real(memory_bytes) < math.inf):
         fault = "the first must be a number from 0, the second one above 0"
     elif not known and program_bytes:
         fault = "bytes of a program count as a share of the memory, so both must be given"
     else:
-        return number(program_bytes) / number(memory_bytes) if known else 0.0
+        return real(program_bytes) / real(memory_bytes) if known else 0.0
     raise _refusal(
         f"program_bytes={program_bytes!r:.60} and memory_bytes={memory_bytes!r:.60} were given; {fault}",
         "program_bytes=50e6, memory_bytes=80e9 for a device of 80 GB",

@@ -17,7 +17,7 @@ from alpa_lite.cluster.cluster import Cluster
 from alpa_lite.errors import RequestError, ServeError, user_line
 from alpa_lite.executor.compiled import keep_compiled
 from alpa_lite.executor.ray.settings import RayExecutor
-from alpa_lite.numeric import count, number, several, whole
+from alpa_lite.numeric import positive, real, several, whole
 from alpa_lite.plan.files import as_path
 from alpa_lite.plan.plan import Plan
 from alpa_lite.serve.layout import buckets_of
@@ -216,7 +216,7 @@ class Engine:
             max_tokens=int(max_tokens),
             sampling=sampling,
             stop=self._stops(stop),
-            timeout_s=None if timeout_s is None else number(timeout_s),
+            timeout_s=None if timeout_s is None else real(timeout_s),
         )
         self._scheduler.submit(request, wait=wait)
         return request
@@ -231,7 +231,7 @@ class Engine:
             tokens = np.frombuffer(prompt, np.uint8) if isinstance(prompt, (bytes, bytearray)) else np.asarray(prompt)
         except ValueError:  # rows of different lengths
             tokens = np.empty(1, object)
-        wanted = count(max_tokens)
+        wanted = positive(max_tokens)
         longest = self.buckets[-1]
         for fault in (
             (tokens.ndim != 1 or tokens.dtype.kind not in "iu")
@@ -247,7 +247,7 @@ class Engine:
             not isinstance(sampling, Sampling)
             and f"sampling={sampling!r:.60} was given; it must be an al.serve.Sampling",
             timeout_s is not None
-            and not 0 < number(timeout_s) <= threading.TIMEOUT_MAX
+            and not 0 < real(timeout_s) <= threading.TIMEOUT_MAX
             and f"timeout_s={timeout_s!r:.40} was given; it must be a positive number of seconds, or None for no deadline",
         ):
             if fault:
@@ -307,14 +307,14 @@ class Engine:
         Raises:
             ServeError: that is no number of seconds from 0.
         """
-        if not 0 <= number(drain_s) <= threading.TIMEOUT_MAX:
+        if not 0 <= real(drain_s) <= threading.TIMEOUT_MAX:
             raise ServeError(
                 f"drain_s={drain_s!r:.40} was given; it must be a number of seconds from 0 to {threading.TIMEOUT_MAX:g}. At "
                 f"{user_line()}. Correct it, or leave it out to end at once."
             )
         if drain_s > 0:
             self._scheduler.drain()
-            self._thread.join(number(drain_s))
+            self._thread.join(real(drain_s))
         self._scheduler.close("it was asked to")
         self._end()
 

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from alpa_lite.errors import ServeError, user_line
-from alpa_lite.numeric import count, several
+from alpa_lite.numeric import positive, several
 from alpa_lite.serve.stored import shapes_of
 from alpa_lite.trace.paths import leaf_paths
 
@@ -243,7 +243,7 @@ def checked_sizes(slots: Any, max_length: Any, buckets: Any) -> tuple[int, int, 
             "max_length=1 was given; it must be a whole number from 2, as prompt and answer have at least one token each. At "
             f"{user_line()}. Correct it."
         )
-    found = [count(size) for size in several(buckets) or [None]]
+    found = [positive(size) for size in several(buckets) or [None]]
     known = sorted({size for size in found if size is not None})
     if None in found or known[-1] > max_length:
         raise ServeError(
@@ -261,7 +261,7 @@ def checked_counts(**values: object) -> list[int]:
     """
     found = []
     for name, value in values.items():
-        if (number := count(value)) is None:
+        if (number := positive(value)) is None:
             raise ServeError(
                 f"{name}={value!r:.60} was given; it must be a whole number from 1. At {user_line()}. Correct it."
             )

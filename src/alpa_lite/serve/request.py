@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 import numpy as np
 
 from alpa_lite.errors import DeadlineExceeded, RequestError, user_line
-from alpa_lite.numeric import number
+from alpa_lite.numeric import real
 from alpa_lite.serve.sampling import Sampling
 
 
@@ -80,12 +80,12 @@ class Request:
             RequestError: ``timeout_s`` is no number of seconds.
             ServeError: the engine was closed, or failed.
         """
-        if timeout_s is not None and not number(timeout_s) <= threading.TIMEOUT_MAX:
+        if timeout_s is not None and not real(timeout_s) <= threading.TIMEOUT_MAX:
             raise RequestError(
                 f"timeout_s={timeout_s!r:.40} was given; it must be a number of seconds up to {threading.TIMEOUT_MAX:g}, or None "
                 f"for as long as it takes. At {user_line()}. Correct it, or leave it out."
             )
-        if not self._wait(lambda: self.done, None if timeout_s is None else number(timeout_s)):
+        if not self._wait(lambda: self.done, None if timeout_s is None else real(timeout_s)):
             raise TimeoutError(f"the request was not finished within {timeout_s} s")
         self._check()
         return self.tokens
@@ -183,7 +183,7 @@ class Request:
         self._finish(
             "deadline",
             DeadlineExceeded(
-                f"the request was not finished within its {self.timeout_s:g} s: {len(self._tokens)} of {self.max_tokens} tokens "
+                f"the request was not finished within its {self.timeout_s} s: {len(self._tokens)} of {self.max_tokens} tokens "
                 "had come. A request ends at its deadline, in the queue or in a slot. Give it more time, or fewer tokens."
             ),
         )

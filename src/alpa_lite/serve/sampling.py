@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from alpa_lite.errors import RequestError, user_line
-from alpa_lite.numeric import number, whole
+from alpa_lite.numeric import real, whole
 
 _KEY_TYPE = "threefry2x32"
 NO_TOKEN = -1
@@ -48,7 +48,7 @@ class Sampling:
     _words: Any = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        temperature, top_p = number(self.temperature), number(self.top_p)
+        temperature, top_p = real(self.temperature), real(self.top_p)
         top_k, seed = whole(self.top_k), whole(self.seed)
         for name, good, allowed in (
             ("temperature", 0 <= temperature <= _HOTTEST, f"a number from 0 to {_HOTTEST:g}"),

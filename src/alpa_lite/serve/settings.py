@@ -11,8 +11,7 @@ from typing import Any
 from alpa_lite.api.shared_layout import SharedLayout
 from alpa_lite.cluster.cluster import Cluster
 from alpa_lite.errors import ServeError, user_line
-from alpa_lite.numeric import number
-from alpa_lite.numeric import whole as whole_number
+from alpa_lite.numeric import real, whole
 from alpa_lite.serve.model_graphs import DECODE, checked_counts, checked_sizes
 
 _MARGIN = 64  # requests for /health and /metrics, and those that are being refused
@@ -90,10 +89,10 @@ class ServerSettings:
     num_gpus: float = 0.0
 
     def __post_init__(self) -> None:
-        whole = "a whole number"
+        counted = "a whole number"
         for name, low, high, kind in (
-            ("port", 1, 2**16 - 1, whole),
-            ("body_bytes", 1, math.inf, whole),
+            ("port", 1, 2**16 - 1, counted),
+            ("body_bytes", 1, math.inf, counted),
             ("body_timeout_s", 1e-3, threading.TIMEOUT_MAX, "seconds"),
             ("timeout_s", 1e-3, threading.TIMEOUT_MAX, "seconds"),
             ("drain_s", 0, threading.TIMEOUT_MAX, "seconds"),
@@ -101,7 +100,7 @@ class ServerSettings:
             ("num_gpus", 0, math.inf, "a number"),
         ):
             value = getattr(self, name)
-            found = whole_number(value) if kind is whole else number(value)
+            found = whole(value) if kind is counted else real(value)
             if found is None or not low <= found <= high:
                 option = name.removesuffix("_s").replace("_", "-").replace("num-gpus", "gpus")
                 at = "" if name == "num_cpus" else f" (at the command line --{option})"

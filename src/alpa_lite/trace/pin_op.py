@@ -34,7 +34,7 @@ def pin(x: jax.Array, spec: PartitionSpec | None) -> jax.Array:
     """
     if spec is not None and not isinstance(spec, PartitionSpec):
         raise PinError(
-            f"al.pin got {spec!r} of type {type(spec).__name__}. A pin is a jax.sharding.PartitionSpec, or None for free. "
+            f"al.pin got {spec!r:.60} of type {type(spec).__name__}. A pin is a jax.sharding.PartitionSpec, or None for free. "
             f"At {user_line()}. Write for example al.pin(x, P(None, 'model'))."
         )
     check_arrays(x, "al.pin(x, spec)", PinError, one=True)

@@ -67,7 +67,10 @@ def test_sizes_that_are_none_are_refused() -> None:
         ({"buckets": (64,)}, r"buckets=\(64,\) was given"),
         ({"buckets": "48"}, "buckets='48' was given"),
         ({"max_length": 1, "buckets": (1,)}, "max_length=1 was given; it must be a whole number from 2"),
-        ({"compile_cache": ""}, "al.serve.Engine got '' of type str as a path. Allowed is a str that is not empty"),
+        (
+            {"compile_cache": ""},
+            "al.serve.Engine got '' of type str as a path. Allowed is a str or an os.PathLike, and not an empty",
+        ),
         ({"compile_cache": __file__ + "/x"}, r"programs cannot be kept in '.*x': .*test_engine.*--compile-cache"),
         ({"queue_limit": 0}, "queue_limit=0 was given"),
         ({"prefills_per_step": 0}, "prefills_per_step=0 was given.*test_engine"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import socket
 from pathlib import Path
 from typing import Any
@@ -145,6 +146,24 @@ def test_what_a_target_says_that_it_returns_is_looked_at_before_ray_starts(name:
     found = CliRunner().invoke(main, ["serve", f"tests.serve.test_start:{name}"])
     assert found.exit_code == 2, found.output
     assert f"says that it returns {said}" in found.output and "al.serve.ServeTarget(model, params" in found.output
+
+
+def test_whoever_interrupts_a_start_is_told_that_it_was_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not that it never served: it may have answered before the start had ended."""
+    from alpa_lite.executor.ray import cluster
+    from alpa_lite.serve import deployment
+
+    monkeypatch.setattr(cluster, "connect", lambda *_: None)
+    monkeypatch.setattr(deployment, "start", lambda *_, **__: signal.raise_signal(signal.SIGTERM))
+    kinds = signal.SIGINT, signal.SIGTERM
+    before = [signal.getsignal(kind) for kind in kinds]
+    try:
+        found = CliRunner().invoke(main, ["serve", "tests.serve.served_target:target", "--port", str(free_port())])
+    finally:
+        for kind, handler in zip(kinds, before, strict=True):
+            signal.signal(kind, handler)
+    assert found.exit_code == 130 and "the server is still starting" in found.output, found.output
+    assert found.output.endswith("ended while it was starting\n")
 
 
 def test_a_token_that_headers_cannot_carry(tmp_path: Path) -> None:

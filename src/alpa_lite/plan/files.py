@@ -16,8 +16,8 @@ def as_path(path: object, call: str, error: type[AlpaLiteError]) -> Path:
         return Path(path)
     shown = getattr(path, "__qualname__", repr(path))
     raise error(
-        f"{call.partition('(')[0]} got {shown:.80} of type {type(path).__name__} as a path. Allowed is a str that is not "
-        f"empty, or an os.PathLike. At {user_line()}. Write {call}."
+        f"{call.partition('(')[0]} got {shown:.80} of type {type(path).__name__} as a path. Allowed is a str or an "
+        f"os.PathLike, and not an empty one. At {user_line()}. Write {call}."
     )
 
 

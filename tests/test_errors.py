@@ -21,6 +21,7 @@ from alpa_lite.errors import (
     AlpaLiteError,
     ArgumentsError,
     ClusterError,
+    LayerError,
     MemoryBudgetError,
     PinError,
     PlanFileError,
@@ -163,6 +164,45 @@ def test_a_step_called_with_a_tree_that_its_function_cannot_take():
     assert f"{HERE}:{step.__code__.co_firstlineno + 1} (step)" in str(error.value)
 
 
+@pytest.mark.parametrize("given", ["relu", "float32", object()])
+def test_a_step_called_with_what_is_no_array(given):
+    one, other = al.parallelize(lambda x, a: x * a), al.parallelize(lambda x, a: x * a)
+    x = jnp.ones((8, 8))
+    other(x, 2.0)  # the next call takes the fast path
+    kind = type(given).__name__
+    for call in (lambda: one(x, given), lambda: other(x, given), lambda: other(x, a=given)):
+        with pytest.raises(TraceError, match=rf"type <class '{kind}'>") as error:
+            call()
+        assert "static_argnums" in str(error.value) and "runnable" not in str(error.value)
+    assert other(x, 2.0)[0, 0] == 2
+
+
+@pytest.mark.parametrize(
+    ("mark", "error", "words"),
+    [
+        (lambda x: al.layer_boundary("a"), LayerError, "al.layer_boundary got 'a' of type str, which is no array"),
+        (lambda x: al.layer_boundary({"a": "b"}), LayerError, "got 'b' of type str as 'x/a', which is no array"),
+        (lambda x: al.pin_stage("a", 1), LayerError, r"Write al.pin_stage\(x, 1\) for arrays"),
+        (lambda x: al.pin_stage(x, 1.0), LayerError, "al.pin_stage got stage=1.0. A stage is a whole number from 0"),
+        (lambda x: al.pin("a", P()), PinError, "al.pin got 'a' of type str, which is no array"),
+        (
+            lambda x: al.pin({"a": x}, P("x")),
+            PinError,
+            "got a pytree: dict of 1 leaves. It takes one array.*jax.tree.map",
+        ),
+    ],
+)
+def test_marks_of_what_is_no_array(mark, error, words):
+    with pytest.raises(error, match=words) as raised:
+        mark(jnp.ones((8, 8)))
+    assert HERE in str(raised.value)
+
+
+def test_a_stage_may_be_a_number_of_numpy():
+    jaxpr = jax.make_jaxpr(lambda x: al.pin_stage(x, np.int64(1)))(1.0)
+    assert type(jaxpr.eqns[0].params["stage"]) is int
+
+
 def test_a_wrong_argument_tree():
     plan = al.plan(step, PARAMS, f32(8, 16), cluster=CLUSTER, options=MESH)
     with pytest.raises(PlanFileError) as error:
@@ -272,6 +312,21 @@ def test_options_that_cannot_be(settings, part):
     with pytest.raises(AlpaLiteError, match="PlanOptions: ") as error:
         al.PlanOptions(**settings)
     assert part in str(error.value)
+
+
+def test_an_array_in_the_place_of_something_else_is_not_printed_whole():
+    x = jnp.ones((64, 64))
+    for call in (
+        lambda: al.parallelize(x),
+        lambda: al.parallelize(None)(x),
+        lambda: al.parallelize(step, options=x),
+        lambda: al.parallelize(step, plan=x),
+        lambda: al.plan(step, PARAMS, f32(8, 16), cluster=x),
+        lambda: al.plan(step, PARAMS, f32(8, 16), cluster=CLUSTER, pins={"0/layer_0/kernel": x}),
+    ):
+        with pytest.raises(AlpaLiteError, match="Array") as error:
+            call()
+        assert len(str(error.value)) < 500, error.value
 
 
 def test_options_that_the_cost_convention_does_not_know():

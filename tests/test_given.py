@@ -86,6 +86,7 @@ WRONG = {
     "load_plan": (lambda: al.load_plan(None), ["al.load_plan got None", "a str or an os.PathLike", HERE, "Write"]),
     "load_export": (lambda: al.load_export(3, 0), ["al.load_export got 3", "os.PathLike", HERE, "Write"]),
     "save: no path": (lambda: plan().save(None), ["plan.save got None", "a str or an os.PathLike", HERE, "Write"]),
+    "save: an empty path": (lambda: plan().save(""), ["plan.save got ''", "and not an empty one", HERE, "Write"]),
     "save: no folder": (
         lambda: plan().save("nowhere/plan.json"),
         ["saved as 'nowhere/plan.json'", "an existing folder", HERE, "Make the folder 'nowhere'"],

@@ -33,6 +33,7 @@ def test_it_prints_the_advice_and_the_option_for_the_server(tmp_path: Path) -> N
     [
         (["-k", 0], "--buckets (-k) 0 was given. It must be a whole number from 1."),
         (["--multiple", 0], "--multiple 0 was given"),
+        (["--multiple", 2**62], f"--multiple {2**62} was given. It must be a whole number from 1 to 2**40."),
         (["--program-tokens", -1], "--program-tokens -1.0 was given. It must be a number from 0."),
         (["--program-tokens-per-token", "nan"], "--program-tokens-per-token nan was given"),
         (["--program-bytes", -1, "--memory-bytes", 8e9], "--program-bytes -1.0 was given"),
@@ -53,6 +54,11 @@ def test_options_that_cannot_be_are_named_as_they_are_written(tmp_path: Path, gi
         ("12\n-3\n", "'-3' was found among the lengths"),
         ("\n", "there are no lengths in "),
         ("12\n0\n", "'0' was found among the lengths"),
+        (
+            f"12\n{2**40 + 1}\n",
+            f"'{2**40 + 1}' was found among the lengths. A length is a whole number from 1 to 2**40",
+        ),
+        ("9" * 5000, f"'{'9' * 59} was found among the lengths"),
     ],
 )
 def test_files_without_lengths_are_refused(tmp_path: Path, text: str, match: str) -> None:

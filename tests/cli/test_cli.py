@@ -6,6 +6,7 @@ import logging
 import subprocess
 import sys
 
+import jax
 import pytest
 from typer.testing import CliRunner
 
@@ -130,6 +131,14 @@ def test_bad_input_is_told_without_a_traceback(targets, arguments, parts):
     assert result.stderr.startswith("error: ") and not result.stdout
     assert all(part in result.stderr for part in parts), result.stderr
     assert "Traceback" not in result.output
+
+
+def test_a_shared_layout_is_no_plan_and_the_message_says_how_to_read_it(tmp_path):
+    w, x = jax.ShapeDtypeStruct((8, 8), "float32"), jax.ShapeDtypeStruct((4, 8), "float32")
+    layout = al.plan_shared({"only": (lambda w, x: x @ w, (w, x))}, shared="0", cluster=al.Cluster.parse("1x2:cpu"))
+    layout.save(tmp_path / "layout.json")
+    assert "layout.json' is a shared layout" in (told := run("show", tmp_path / "layout.json", code=2).stderr)
+    assert "Read it with al.SharedLayout.load(path)" in told
 
 
 def test_errors_inside_the_users_own_callable_keep_their_traceback(targets):

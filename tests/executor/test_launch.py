@@ -160,6 +160,7 @@ def test_ranks_end_with_their_launcher(exported, kind):
     ("arguments", "message"),
     [
         (["--ranks", "3"], "3 ranks were asked of the export"),
+        (["--ranks", "0"], "Leave the number out."),
         (["--steps", "0"], "num_steps=0"),
         (["--timeout", "0"], "timeout_s=0 were given"),
         (["--out", "no/where.npz"], "cannot be written to 'no/where.npz'"),

@@ -35,6 +35,7 @@ SMALL = with_params((4096, 64))
             al.AlpaLiteError,
             r"weights has 'fewer', which is no graph. There are 'product', 'rows'",
         ),
+        ({"weights": {"prodct": 1}}, al.AlpaLiteError, r"'columns'\. Close: 'product'\. At "),
         ({"weights": {"product": 0}}, al.AlpaLiteError, r"weight of 'product' is 0. It must be a number above 0"),
         ({"weights": {"product": float("nan")}}, al.AlpaLiteError, r"weight of 'product' is nan"),
         ({"weights": {"product": 10**400}}, al.AlpaLiteError, r"weight of 'product' is 1000"),
@@ -69,6 +70,16 @@ SMALL = with_params((4096, 64))
         ),
         ({"pins": {"0/7": P("x")}}, PinError, r"the graph 'product': .*'0/7' matches no"),
         ({"pins": {"fewer": {"0/0": P("x")}}}, PinError, r"pins has 'fewer', which is no graph"),
+        (
+            {"follow_like": {"rows": {"0": "0"}, "row": {"0": "0"}}},
+            PinError,
+            r"follow_like has 'row', which is no graph\. There are 'product', .*Close: 'rows'",
+        ),
+        (
+            {"shared": dict.fromkeys(["product", "rows", "columns", "colums"], "0")},
+            al.AlpaLiteError,
+            r"shared has 'colums'",
+        ),
         ({"pins": P("x")}, PinError, r"pins=.* was given"),
         (
             {"pins": {"product": {"0/0": P("x")}, "rows": {"0/0": P(None, "x")}}},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import combinations
+from typing import Any
 
 import numpy as np
 import pytest
@@ -84,14 +85,41 @@ def test_it_prints_what_each_bucket_wastes() -> None:
     )
 
 
+def test_long_lengths_are_rounded_exactly() -> None:
+    given = [2**40, 2**40 - 1, 1]
+    found = propose_buckets(given, 2)
+    assert found.buckets == (1, 2**40) and found.padded_tokens == (0, 1) and found.num_tokens == sum(given)
+    rounded = propose_buckets(given, 1, multiple=2**40 - 1)
+    assert rounded.buckets == (2 * (2**40 - 1),)
+    assert rounded.padded_tokens == (3 * 2 * (2**40 - 1) - sum(given),)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    found = propose_buckets(np.array([3, 5]), np.int64(2), multiple=np.int32(4), program_tokens=np.float32(1))
+    assert found == propose_buckets([3, 5], 2, multiple=4, program_tokens=1)
+    assert {type(x) for x in (*found.buckets, *found.requests, *found.padded_tokens, found.num_tokens)} == {int}
+
+
 @pytest.mark.parametrize(
     ("lengths", "settings", "match"),
     [
         ([], {"k": 1}, "no lengths were given"),
-        ([3, 0], {"k": 1}, "the length 0 was given; lengths are whole numbers from 1"),
+        ([3, 0], {"k": 1}, r"the length 0 was given; a length is a whole number from 1 to 2\*\*40"),
+        ([2**40 + 1], {"k": 1}, "the length 1099511627777 was given"),
+        ([True], {"k": 1}, "the length True was given"),
+        (None, {"k": 1}, "lengths=None was given; it must be a list of whole numbers from 1"),
+        (5, {"k": 1}, "lengths=5 was given"),
+        ("12", {"k": 1}, "lengths='12' was given"),
         ([3, 2.5], {"k": 1}, r"the length 2\.5 was given"),
         ([3], {"k": 0}, "k=0 was given; it must be a whole number from 1"),
         ([3], {"k": 1, "multiple": 0}, "multiple=0 was given"),
+        ([3, 5], {"k": 2, "multiple": 2**62}, r"multiple=4611686018427387904 was given; .* from 1 to 2\*\*40"),
+        ([3], {"k": 1, "program_tokens": "a"}, r"program_tokens='a' and .* must be numbers from 0"),
+        (
+            [3],
+            {"k": 1, "program_bytes": "a"},
+            r"program_bytes='a' and memory_bytes=None were given; the first must be a num",
+        ),
         ([3], {"k": 1, "program_tokens": -1.0}, r"program_tokens=-1\.0 and .* must be numbers from 0.*test_buckets"),
         (
             [3],
@@ -111,6 +139,6 @@ def test_it_prints_what_each_bucket_wastes() -> None:
         ([3], {"k": 1, "memory_bytes": float("inf")}, r"memory_bytes=inf were given"),
     ],
 )
-def test_bad_input_is_refused(lengths: list[int], settings: dict, match: str) -> None:
+def test_bad_input_is_refused(lengths: Any, settings: dict, match: str) -> None:
     with pytest.raises(AlpaLiteError, match=match):
         propose_buckets(lengths, **settings)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import alpa_lite as al
-from alpa_lite.errors import RequestError
+from alpa_lite.errors import RequestError, ServeError
 from tests.serve.clients import wait_until
 from tests.serve.engines import (
     NAMES,
@@ -180,6 +180,23 @@ def test_statistics_and_readiness_of_the_engine(engine: al.serve.Engine) -> None
     assert after.prefills[8] - before.prefills[8] == 1 and after.queued == 0
     wait_until(lambda: engine.statistics().active == 0)  # slots are free with the next step
     assert after.time_to_first_token.quantile(0.5) < 60.0
+
+
+def test_numbers_of_numpy_and_jax_are_numbers(engine: al.serve.Engine) -> None:
+    settings = {"max_tokens": np.int64(3), "timeout_s": np.float32(500), "stop": jax.numpy.array([255, 254])}
+    with engine.submit(np.array([1, 2, 3], np.uint8), **settings) as request:
+        assert 1 <= len(request.result(np.float32(500))) <= 3
+    assert (request.stop, request.timeout_s, type(request.max_tokens)) == ({254, 255}, 500.0, int)
+    with pytest.raises(
+        RequestError, match=r"timeout_s='a' was given; it must be a number of seconds up to .*test_engine"
+    ):
+        request.result("a")  # pyrefly: ignore[bad-argument-type]
+    with pytest.raises(ServeError, match=r"drain_s='a' was given; it must be a number of seconds from 0.*test_engine"):
+        engine.close(drain_s="a")  # pyrefly: ignore[bad-argument-type]
+    assert not engine.closed
+    sizes = {"slots": np.int64(4), "max_length": np.int32(32), "buckets": np.array([8, 4])}
+    graphs = al.serve.graphs(*model_and_params("gpt"), **sizes)
+    assert list(graphs) == ["prefill_4", "prefill_8", "decode"]
 
 
 def test_requests_that_cannot_be_served_are_refused(engine: al.serve.Engine) -> None:

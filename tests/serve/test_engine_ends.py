@@ -65,6 +65,13 @@ def test_sizes_that_are_none_are_refused() -> None:
         ({"max_length": 2.5}, r"max_length=2\.5 was given"),
         ({"buckets": ()}, r"buckets=\(\) was given; they must be whole numbers from 1 to max_length=32"),
         ({"buckets": (64,)}, r"buckets=\(64,\) was given"),
+        ({"buckets": "48"}, "buckets='48' was given"),
+        ({"max_length": 1, "buckets": (1,)}, "max_length=1 was given; it must be a whole number from 2"),
+        (
+            {"compile_cache": ""},
+            "al.serve.Engine got '' of type str as a path. Allowed is a str or an os.PathLike, and not an empty",
+        ),
+        ({"compile_cache": __file__ + "/x"}, r"programs cannot be kept in '.*x': .*test_engine.*--compile-cache"),
         ({"queue_limit": 0}, "queue_limit=0 was given"),
         ({"prefills_per_step": 0}, "prefills_per_step=0 was given.*test_engine"),
     ):
@@ -79,6 +86,25 @@ def test_sizes_that_are_none_are_refused() -> None:
         ServeError, match=r"leaf 'flat' of the model's cache has the shapes \[64\] for 2 slots and \[96\] for 3"
     ):
         al.serve.graphs(Odd(model.config), params, **SIZES)
+
+    class Bare(GPT):
+        def init_cache(self, slots: int, max_length: int) -> jax.Array:
+            return jnp.zeros((slots * max_length,))
+
+    with pytest.raises(ServeError, match=r"^the model's cache has the shapes \[64\] for 2 slots"):
+        al.serve.graphs(Bare(model.config), params, **SIZES)
+
+    class Listed(GPT):
+        def init_cache(self, slots: int, max_length: int) -> list:
+            return [jnp.zeros((max_length,))] * slots
+
+    with pytest.raises(
+        ServeError, match=r"leaves 'cache/0', 'cache/1' for 2 slots and 'cache/0', .* for 3\. .*test_engine"
+    ):
+        al.serve.graphs(Listed(model.config), params, **SIZES)
+    for given in ({"x": 1}, 3):
+        with pytest.raises(ServeError, match=r"given=.* for each of 'prefill_4', .*'decode': what the stage before"):
+            al.serve.graphs(model, params, **SIZES, given=given)
 
 
 def test_the_thread_ends_when_the_engine_is_closed_or_forgotten() -> None:
@@ -97,9 +123,15 @@ def test_the_thread_ends_when_the_engine_is_closed_or_forgotten() -> None:
     assert closed.closed and request.done and engines() == before + 1
     with pytest.raises(EngineClosed):
         closed.submit([1])
+    busy = threading.Event()
+    forgotten._scheduler.call(lambda: busy.wait() and None)
+    request = forgotten.submit([1, 2, 3], max_tokens=28)
+    threading.Timer(0.2, busy.set).start()
     del forgotten
     gc.collect()
     assert engines() == before
+    with pytest.raises(EngineClosed, match=r"it was dropped, or its process ended, without close\(\)"):
+        request.result()
 
 
 SCRIPT = """

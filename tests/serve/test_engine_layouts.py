@@ -155,6 +155,7 @@ def shorter(cache: Any) -> Any:
             lambda x, cache: (x.astype(jnp.int32), cache),
             r"'prefill_4' returns int32.*floating-point numbers",
         ),
+        ("decode", lambda x, cache: (x > 0, cache), r"^'decode' returns bool\[4,\d+\]\. It must be logits"),
     ],
 )
 def test_what_a_model_must_not_return(method: str, change: Any, words: str) -> None:
@@ -178,6 +179,10 @@ def test_what_a_model_must_not_return(method: str, change: Any, words: str) -> N
             r"the parameter 'params/tokens' is the shape float32\[2, 3\] without values.*test_engine.*StoredParams",
         ),
         ({"layout": {}}, r"layout=\{\} was given"),
+        (
+            {"params": lambda config: {}},
+            r"the parameters are the function <lambda>, and .*'config'\. .*test_engine.*lambda: fn\(",
+        ),
         ({"params": "checkpoints"}, r"the parameter 'params' is 'checkpoints'.*al.serve.StoredParams"),
         (
             {"params": {}},
@@ -190,6 +195,14 @@ def test_what_is_no_model_no_layout_and_no_parameters(given: dict[str, Any], wor
     whole = {"model": model, "params": params} | given
     with pytest.raises((ServeError, TraceError), match=words):
         al.serve.Engine(**whole, **SIZES)
+
+
+def test_a_parameter_that_was_donated_is_named() -> None:
+    model, params = model_and_params("gpt")
+    gone = jnp.ones(3)
+    gone.delete()
+    with pytest.raises(ServeError, match=r"the parameter 'params/more' was deleted, or donated.*test_engine"):
+        al.serve.Engine(model, params | {"more": gone}, **SIZES)
 
 
 def test_one_plan_is_no_layout() -> None:

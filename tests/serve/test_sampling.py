@@ -111,6 +111,12 @@ def test_a_key_is_read_when_it_is_given() -> None:
         Sampling(1.0, key=key)
 
 
+def test_numbers_of_numpy_are_numbers() -> None:
+    given = Sampling(temperature=np.float32(0.5), top_k=np.int64(3), top_p=jnp.float32(0.5), seed=np.uint32(4))
+    assert given == Sampling(temperature=0.5, top_k=3, top_p=0.5, seed=4)
+    assert [type(x) for x in (given.temperature, given.top_k, given.top_p, given.seed)] == [float, int, float, int]
+
+
 @pytest.mark.parametrize(
     ("settings", "match"),
     [
@@ -123,6 +129,9 @@ def test_a_key_is_read_when_it_is_given() -> None:
         ({"top_p": 0.0}, r"top_p=0\.0 was given; it must be a number above 0"),
         ({"top_p": 1.5}, r"top_p=1\.5"),
         ({"seed": -1}, "seed=-1"),
+        ({"seed": jax.random.key(3)}, r"(?s)seed=Array.* was given; .*Give it as key= instead"),
+        ({"temperature": True}, "temperature=True"),
+        ({"temperature": "hot"}, "temperature='hot'"),
         ({"key": jnp.zeros(3)}, "a JAX key of type threefry2x32.*test_sampling"),
     ],
 )

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import socket
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -70,7 +72,11 @@ def test_an_engine_that_cannot_be_made_says_why_without_rays_traces(ray_session:
             ["tests.serve.served_target:target", "--slots", "0"],
             "--slots 0 was given. It must be a whole number from 1. ",
         ),
-        (["tests.serve.served_target:target", "--max-length", "0"], "--max-length 0 was given"),
+        (["tests.serve.served_target:target", "--buckets", ""], "--buckets '' was given. It must be whole numbers"),
+        (
+            ["tests.serve.served_target:target", "--max-length", "1"],
+            "--max-length 1 was given. It must be a whole number from 2, as prompt and answer",
+        ),
         (["tests.serve.served_target:target", "--num-stages", "0"], "--num-stages 0 was given"),
         (
             ["tests.serve.served_target:target", "--queue-limit", "-1"],
@@ -99,6 +105,7 @@ def test_bad_settings_are_told_at_once(given: list[str], words: str) -> None:
         ({"num_stages": -1}, r"num_stages=-1 "),
         ({"queue_limit": 0}, r"queue_limit=0 "),
         ({"buckets": (64, 4096)}, r"buckets=\(64, 4096\) was given; they must be .* max_length=2048"),
+        ({"max_length": 1, "buckets": (1,)}, r"max_length=1 was given; it must be a whole number from 2"),
         ({"token": "s\u00e9cret"}, r"printable ASCII"),
         ({"token": ""}, r"printable ASCII"),
         ({"token": "secret "}, r"begins or ends with a blank"),
@@ -107,6 +114,56 @@ def test_bad_settings_are_told_at_once(given: list[str], words: str) -> None:
 def test_settings_that_cannot_be(given: dict[str, Any], words: str) -> None:
     with pytest.raises(ServeError, match=words):
         al.serve.ServerSettings(**given)
+
+
+def test_settings_may_be_numbers_of_numpy() -> None:
+    given = {"slots": np.int64(4), "max_length": np.int32(48), "buckets": np.array([8, 4]), "timeout_s": np.float32(5)}
+    found = al.serve.ServerSettings(**given, num_stages=np.int64(1), queue_limit=np.int8(9), port=np.uint16(80))
+    assert found == al.serve.ServerSettings(
+        slots=4, max_length=48, buckets=(4, 8), timeout_s=5.0, queue_limit=9, num_stages=1, port=80
+    )
+    assert {type(x) for x in (found.slots, found.queue_limit, found.port, *(found.buckets or ()))} == {int}
+
+
+@pytest.mark.parametrize("name", ["encode", "decode"])
+def test_a_target_whose_encode_or_decode_is_no_function(name: str) -> None:
+    with pytest.raises(
+        ServeError, match=rf"ServeTarget: {name}='utf-8' was given; .*test_start.*encode=tokenizer.encode"
+    ):
+        al.serve.ServeTarget(model=None, params=None, **{name: "utf-8"})
+
+
+def a_tuple() -> tuple[int, int]:
+    raise AssertionError("it is not called")
+
+
+def nothing() -> None:
+    raise AssertionError("it is not called")
+
+
+@pytest.mark.parametrize(("name", "said"), [("a_tuple", r"tuple"), ("nothing", "None")])
+def test_what_a_target_says_that_it_returns_is_looked_at_before_ray_starts(name: str, said: str) -> None:
+    found = CliRunner().invoke(main, ["serve", f"tests.serve.test_start:{name}"])
+    assert found.exit_code == 2, found.output
+    assert f"says that it returns {said}" in found.output and "al.serve.ServeTarget(model, params" in found.output
+
+
+def test_whoever_interrupts_a_start_is_told_that_it_was_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not that it never served: it may have answered before the start had ended."""
+    from alpa_lite.executor.ray import cluster
+    from alpa_lite.serve import deployment
+
+    monkeypatch.setattr(cluster, "connect", lambda *_: None)
+    monkeypatch.setattr(deployment, "start", lambda *_, **__: signal.raise_signal(signal.SIGTERM))
+    kinds = signal.SIGINT, signal.SIGTERM
+    before = [signal.getsignal(kind) for kind in kinds]
+    try:
+        found = CliRunner().invoke(main, ["serve", "tests.serve.served_target:target", "--port", str(free_port())])
+    finally:
+        for kind, handler in zip(kinds, before, strict=True):
+            signal.signal(kind, handler)
+    assert found.exit_code == 130 and "the server is still starting" in found.output, found.output
+    assert found.output.endswith("ended while it was starting\n")
 
 
 def test_a_token_that_headers_cannot_carry(tmp_path: Path) -> None:

@@ -245,6 +245,9 @@ def test_batch_that_does_not_divide():
 
 def test_step_without_a_marked_gradient():
     plain = lambda p, b: jax.grad(mse)(p, b)  # noqa: E731
+    asked = "num_microbatches=4, and the step has no al.value_and_grad"
+    searched = al.PlanOptions(num_microbatches=4)  # and stages are searched, which nobody asked for
+    refused(lambda: al.plan(plain, W, (X, Y), cluster=al.Cluster.parse("1x8:cpu"), options=searched), asked)
     refused(lambda: planned(plain), "no al.value_and_grad", "leave num_microbatches at 1", "test_microbatch.py")
 
 

@@ -26,7 +26,7 @@ def check_cluster(options: PlanOptions, cluster: Any, source: str) -> None:
         )
     if not isinstance(cluster, Cluster):
         raise AlpaLiteError(
-            f"cluster={cluster!r} is no cluster. It must be an al.Cluster. At {source}. Give "
+            f"cluster={cluster!r:.60} is no cluster. It must be an al.Cluster. At {source}. Give "
             "al.Cluster.parse('1x8:h100-sxm'), or al.Cluster.local() for the devices of this process."
         )
     if options.symbol is not None:

@@ -11,6 +11,7 @@ import jax
 from alpa_lite.errors import ArgumentsError, CheckpointError, user_line
 from alpa_lite.executor.save_restore import paths_of, state_leaves, type_of
 from alpa_lite.executor.state_rows import whole_types
+from alpa_lite.numeric import positive, whole
 from alpa_lite.plan.checkpoint_folder import CheckpointFolder
 from alpa_lite.plan.files import as_path
 from alpa_lite.plan.plan import Plan
@@ -39,12 +40,13 @@ class Checkpoint:
     def __post_init__(self) -> None:
         as_path(self.dir, 'al.Checkpoint("checkpoints")', CheckpointError)
         for name in ("every", "keep"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            value = positive(getattr(self, name))
+            if value is None:
                 raise CheckpointError(
-                    f"al.Checkpoint got {name}={value!r}. It must be a whole number of at least 1. At {user_line()}. Correct it, "
-                    "e.g. al.Checkpoint(dir, every=200, keep=3)."
+                    f"al.Checkpoint got {name}={getattr(self, name)!r:.60}. It must be a whole number of at least 1. At "
+                    f"{user_line()}. Correct it, e.g. al.Checkpoint(dir, every=200, keep=3)."
                 )
+            object.__setattr__(self, name, value)
 
     def open(self) -> CheckpointFolder:
         """The checkpoints in ``dir``, of which ``keep`` stay; the same object must begin and commit."""
@@ -57,12 +59,13 @@ def checkpoint_folder(dir: object, call: str) -> CheckpointFolder:
 
 
 def checked_step(step: object) -> int:
-    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+    found = whole(step)
+    if found is None or found < 0:
         raise CheckpointError(
-            f"step.save got step={step!r}. It must be a whole number, how many steps the state has seen. At {user_line()}. "
+            f"step.save got step={step!r:.60}. It must be a whole number, how many steps the state has seen. At {user_line()}. "
             "Correct it, e.g. step.save(dir, state, step=200)."
         )
-    return step
+    return found
 
 
 def check_saved(state: Any, plan: Plan, argnum: int) -> None:

@@ -17,6 +17,7 @@ from alpa_lite.cluster.cluster import Cluster
 from alpa_lite.errors import AlpaLiteError, ClusterError
 from alpa_lite.executor.sites import sites_of
 from alpa_lite.executor.state_bytes import state_bytes
+from alpa_lite.numeric import real
 from alpa_lite.plan.plan import Plan
 from alpa_lite.planner.options import PlanOptions
 from alpa_lite.units import format_bytes, format_time
@@ -38,10 +39,10 @@ class Elastic:
 
     def __post_init__(self) -> None:
         for name in ("horizon_steps", "move_bytes_per_s"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            if not 0 < real(getattr(self, name)) < math.inf:
                 raise AlpaLiteError(
-                    f"al.Elastic got {name}={getattr(self, name)!r}. It must be a positive number. Correct it, or leave it out."
+                    f"al.Elastic got {name}={getattr(self, name)!r:.60}. It must be a positive number. Correct it, or leave it "
+                    "out."
                 )
 
 

@@ -32,6 +32,7 @@ from alpa_lite.errors import (
 )
 from alpa_lite.executor.batches import Batches
 from alpa_lite.executor.host_data import HostData
+from alpa_lite.numeric import whole
 from alpa_lite.plan.checkpoint_folder import CheckpointFolder
 
 _SMALL = 64  # elements of a metric that is checked for NaN and told
@@ -117,7 +118,7 @@ def fit(
         >>> step = al.parallelize(train_step, donate_argnums=0, executor="ray")
         >>> done = al.fit(step, init=init_state, data=batches, num_steps=10_000, checkpoint=al.Checkpoint("runs/gpt"))
     """
-    _check(step, num_steps, on_nan, checkpoint, elastic)
+    num_steps = _checked(step, num_steps, on_nan, checkpoint, elastic)
     run = _Run(
         step=step,
         init=init,
@@ -132,30 +133,33 @@ def fit(
     return run()
 
 
-def _check(step: Any, num_steps: Any, on_nan: Any, checkpoint: Any, elastic: Any) -> None:
+def _checked(step: Any, num_steps: Any, on_nan: Any, checkpoint: Any, elastic: Any) -> int:
+    """The number of steps."""
     if not isinstance(step, ParallelStep):
         raise ArgumentsError(
-            f"al.fit was given {step!r} as its step. It must be what al.parallelize returns. At {user_line()}. Decorate it with "
-            "@al.parallelize(donate_argnums=0)."
+            f"al.fit was given {step!r:.60} as its step. It must be what al.parallelize returns. At {user_line()}. Decorate it "
+            "with @al.parallelize(donate_argnums=0)."
         )
-    if not isinstance(num_steps, int) or isinstance(num_steps, bool) or num_steps < 0:
+    steps = whole(num_steps)
+    if steps is None or steps < 0:
         raise ArgumentsError(
-            f"num_steps={num_steps!r} was given. It must be a whole number of at least 0. At {user_line()}. Correct it."
+            f"num_steps={num_steps!r:.60} was given. It must be a whole number of at least 0. At {user_line()}. Correct it."
         )
     if on_nan not in ("stop", "skip", "restore"):
         raise ArgumentsError(
-            f"on_nan={on_nan!r} was given. It must be 'stop', 'skip' or 'restore'. At {user_line()}. Leave it out to stop."
+            f"on_nan={on_nan!r:.60} was given. It must be 'stop', 'skip' or 'restore'. At {user_line()}. Leave it out to stop."
         )
     if not isinstance(elastic, bool | Elastic):
         raise ArgumentsError(
-            f"elastic={elastic!r} was given. It must be True, False or an al.Elastic. At {user_line()}. Give True for "
+            f"elastic={elastic!r:.60} was given. It must be True, False or an al.Elastic. At {user_line()}. Give True for "
             "the usual values."
         )
     if checkpoint is not None and not isinstance(checkpoint, Checkpoint):
         raise ArgumentsError(
-            f"checkpoint={checkpoint!r} was given. It must be an al.Checkpoint. At {user_line()}. Give "
+            f"checkpoint={checkpoint!r:.60} was given. It must be an al.Checkpoint. At {user_line()}. Give "
             f"al.Checkpoint({str(checkpoint)!r}, every=200, keep=3)."
         )
+    return steps
 
 
 @dataclass(slots=True, kw_only=True)

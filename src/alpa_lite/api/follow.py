@@ -67,12 +67,18 @@ def followed_plan(given: Any, source: str) -> Followed:
     plan = given.known_plan() if isinstance(given, Parallelized) else given
     if plan is None:
         raise PinError(
-            f"follow={given!r} was given, which has no plan yet. A step has one after its first call, step.plan(...), or with "
-            f"parallelize(plan=...). At {source}. Call step.plan(*shapes) first."
+            f"follow={given!r:.60} was given, which has no plan yet. A step has one after its first call, step.plan(...), or "
+            f"with parallelize(plan=...). At {source}. Call step.plan(*shapes) first."
         )
     if isinstance(plan, Plan):
         parameters = [leaf for leaf in plan.inputs if leaf.role is LeafRole.PARAMETER]
         return _followed_leaves(plan, parameters or plan.inputs, source, trained=bool(parameters))
+    if isinstance(plan, Mapping) and not plan:
+        raise PinError(
+            "follow={} was given, which has no leaf. A parameter_layout is empty where a plan trains nothing and keeps no state: "
+            f"nothing says which arguments are parameters. At {source}. Give follow=plan, of which all arguments are looked at, "
+            "or path -> (stage, PartitionSpec)."
+        )
     entries = plan.values() if isinstance(plan, Mapping) else ()
     if not entries or not all(_is_placed(entry) for entry in entries):
         raise PinError(

@@ -19,7 +19,7 @@ def check_function(fn: Any) -> Callable[..., Any]:
     """The function to be parallelized."""
     if not callable(fn):
         raise AlpaLiteError(
-            f"al.parallelize was given {fn!r}, which cannot be called. It takes a function of arrays, and all settings by "
+            f"al.parallelize was given {fn!r:.60}, which cannot be called. It takes a function of arrays, and all settings by "
             f"name. At {user_line()}. Write al.parallelize(fn, ...), or @al.parallelize(...) above the function."
         )
     return fn
@@ -31,7 +31,7 @@ def checked_options(options: Any) -> PlanOptions:
         return PlanOptions()
     if not isinstance(options, PlanOptions):
         raise AlpaLiteError(
-            f"options={options!r} was given. Allowed is an al.PlanOptions, or None for its defaults. At {user_line()}. "
+            f"options={options!r:.60} was given. Allowed is an al.PlanOptions, or None for its defaults. At {user_line()}. "
             "Write for example options=al.PlanOptions(mesh_shape=(2, 4))."
         )
     return options
@@ -41,7 +41,7 @@ def checked_plan(plan: Any) -> Plan | None:
     """A plan to run, if one was given."""
     if plan is not None and not isinstance(plan, Plan):
         raise AlpaLiteError(
-            f"plan={plan!r} was given. Allowed is a plan that al.plan made or al.load_plan read. At {user_line()}. For a "
+            f"plan={plan!r:.60} was given. Allowed is a plan that al.plan made or al.load_plan read. At {user_line()}. For a "
             "file write plan=al.load_plan(path); of a symbolic plan take plan.specialize(n=...)."
         )
     return plan
@@ -85,7 +85,7 @@ def argnums(fn: Callable[..., Any], name: str, value: int | Sequence[int]) -> tu
             allowed = "positions from 0 on" if count is None else f"its {count} positions, 0 to {count - 1}"
             shown = getattr(fn, "__qualname__", repr(fn))
             raise AlpaLiteError(
-                f"{name}={value!r} was given for {shown}. Allowed are {allowed}, as one number or a tuple. At {user_line()}. "
+                f"{name}={value!r:.60} was given for {shown}. Allowed are {allowed}, as one number or a tuple. At {user_line()}. "
                 "Correct the position; arguments passed by name have none."
             )
     return tuple(n + (count or 0) if n < 0 else n for n in listed)
@@ -117,12 +117,12 @@ def checked_executor(executor: Any, address: str | None) -> RayExecutor | None:
         return None
     if not (isinstance(executor, RayExecutor) or executor in ("ray", "local")):
         raise AlpaLiteError(
-            f"executor={executor!r} was given. It must be 'local', 'ray' or an al.RayExecutor(...). At {user_line()}. "
+            f"executor={executor!r:.60} was given. It must be 'local', 'ray' or an al.RayExecutor(...). At {user_line()}. "
             "Leave it out to run on the devices of this process."
         )
     if executor == "local":
         raise AlpaLiteError(
-            f"address={address!r} was given without executor='ray'. It names a Ray cluster, which no other executor uses. "
+            f"address={address!r:.60} was given without executor='ray'. It names a Ray cluster, which no other executor uses. "
             f"At {user_line()}. Give executor='ray' beside it, or leave it out."
         )
     if importlib.util.find_spec("ray") is None:

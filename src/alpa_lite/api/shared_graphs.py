@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field, replace
@@ -11,13 +11,12 @@ from functools import partial
 from itertools import takewhile
 from typing import Any
 
-import numpy as np
-
 from alpa_lite.api.request import ONE_MESH, Request
 from alpa_lite.cluster.cluster import Cluster
 from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.core.spec import ShardingSpec
 from alpa_lite.errors import AlpaLiteError, MemoryBudgetError, PinError
+from alpa_lite.numeric import real
 from alpa_lite.plan.identity import close_matches, some
 from alpa_lite.plan.pins import Dims, PinnedDims
 from alpa_lite.plan.plan import Plan
@@ -156,6 +155,8 @@ def given_graphs(
     check_graphs(graphs, source)
     counted = weights_of(graphs, weights, source)
     own_pins = pins_by_graph(graphs, pins, source)
+    if _is_nested(like := settings[-1]):
+        check_names("follow_like", like or (), graphs, source, PinError)
     found: list[SharedGraph] = []
     rules: Rules = {}  # of ops that graphs have in common, asked for once
     for name, (fn, args) in graphs.items():
@@ -181,8 +182,24 @@ def given_graphs(
 
 def like_of(like: Any, name: str) -> Any:
     """``follow_like`` of one graph: it is for all, or graph -> its own."""
-    nested = isinstance(like, Mapping) and like and all(isinstance(own, Mapping) for own in like.values())
-    return like.get(name) if nested else like
+    return like.get(name) if _is_nested(like) else like
+
+
+def _is_nested(given: Any) -> bool:
+    """Whether something is given by graph."""
+    return isinstance(given, Mapping) and bool(given) and all(isinstance(own, Mapping) for own in given.values())
+
+
+def check_names(
+    what: str, names: Iterable[Any], graphs: Collection[str], source: str, error: type[AlpaLiteError] = AlpaLiteError
+) -> None:
+    """Refuses names of no graph."""
+    for name in names:
+        if name not in graphs:
+            raise error(
+                f"{what} has {name!r:.60}, which is no graph. There are {', '.join(map(repr, graphs))}."
+                f"{close_matches(str(name), list(graphs))} At {source}. Correct the name."
+            )
 
 
 def one_set_of_options(graphs: Sequence[SharedGraph], source: str) -> None:
@@ -213,21 +230,17 @@ def weights_of(graphs: Mapping[str, Any], weights: Any, source: str) -> dict[str
     given = {} if weights is None else weights
     if not isinstance(given, Mapping):
         raise AlpaLiteError(
-            f"weights={weights!r} was given. Weights are a dict of graph -> number above 0. At {source}. Write for example "
+            f"weights={weights!r:.60} was given. Weights are a dict of graph -> number above 0. At {source}. Write for example "
             f"weights={{{next(iter(graphs))!r}: 10}}."
         )
+    check_names("weights", given, graphs, source)
     for name, weight in given.items():
-        if name not in graphs:
-            raise AlpaLiteError(
-                f"weights has {name!r}, which is no graph. There are {', '.join(map(repr, graphs))}. At {source}. Correct "
-                "the name."
-            )
-        if not 1 / _LARGEST_WEIGHT <= _number(weight) <= _LARGEST_WEIGHT:
+        if not 1 / _LARGEST_WEIGHT <= real(weight) <= _LARGEST_WEIGHT:
             raise AlpaLiteError(
                 f"the weight of {name!r} is {weight!r:.60}. It must be a number above 0, from {1 / _LARGEST_WEIGHT:g} to "
                 f"{_LARGEST_WEIGHT:g}, e.g. how often the graph runs. At {source}. Give a small one where it hardly runs."
             )
-    found = {name: float(given.get(name, 1.0)) for name in graphs}
+    found = {name: real(given.get(name, 1.0)) for name in graphs}
     least, most = min(found, key=lambda name: found[name]), max(found, key=lambda name: found[name])
     if found[most] > _WEIGHTS_APART * found[least]:
         raise AlpaLiteError(
@@ -236,16 +249,6 @@ def weights_of(graphs: Mapping[str, Any], weights: Any, source: str) -> dict[str
             "larger weight, or plan the others and let it follow them (follow=)."
         )
     return found
-
-
-def _number(x: Any) -> float:
-    """nan if it is none."""
-    if not isinstance(x, int | float | np.number) or isinstance(x, bool):
-        return math.nan
-    try:
-        return float(x)
-    except OverflowError:  # of a whole number
-        return math.inf
 
 
 def check_options(options: PlanOptions, source: str) -> None:
@@ -267,14 +270,8 @@ def pins_by_graph(graphs: Mapping[str, Any], pins: Any, source: str) -> dict[str
     """None: as a parallelized graph has them."""
     if pins is None:
         return dict.fromkeys(graphs)
-    nested = isinstance(pins, Mapping) and pins and all(isinstance(v, Mapping) for v in pins.values())
-    if nested:
-        for name in pins:
-            if name not in graphs:
-                raise PinError(
-                    f"pins has {name!r}, which is no graph. There are {', '.join(map(repr, graphs))}. At {source}. Correct the "
-                    "name."
-                )
+    if _is_nested(pins):
+        check_names("pins", pins, graphs, source, PinError)
         return {name: dict(pins[name]) if name in pins else None for name in graphs}
     if not isinstance(pins, Mapping) or not all(isinstance(key, str) for key in pins):
         raise PinError(
@@ -313,6 +310,7 @@ def match(graphs: Sequence[SharedGraph], shared: Any, source: str) -> None:
         AlpaLiteError: they differ; the message names the leaf.
     """
     by_graph = shared if isinstance(shared, Mapping) else {g.name: shared for g in graphs}
+    check_names("shared", by_graph, [g.name for g in graphs], source)
     if set(by_graph) != {g.name for g in graphs}:
         raise AlpaLiteError(
             f"shared is of the graphs {', '.join(map(repr, by_graph))}. There are {', '.join(repr(g.name) for g in graphs)}, and "

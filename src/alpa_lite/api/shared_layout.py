@@ -14,6 +14,7 @@ from alpa_lite.api.bound import Trees
 from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.errors import PlanFileError
 from alpa_lite.lowering.lower import partition_spec
+from alpa_lite.plan.document import LAYOUT_FORMAT
 from alpa_lite.plan.encode import encode_plan
 from alpa_lite.plan.files import as_path, write_atomically
 from alpa_lite.plan.grouping import group_paths
@@ -25,7 +26,7 @@ from alpa_lite.plan.summary import Section
 from alpa_lite.plan.text import section_lines
 from alpa_lite.units import format_bytes, format_cost
 
-FORMAT, FORMAT_VERSION = "alpa_lite shared layout", 1
+FORMAT, FORMAT_VERSION = LAYOUT_FORMAT, 1
 _PRICE_DIGITS = 2
 _ROUNDING = 1e-12  # of an objective: sums in another order differ by less
 

@@ -18,7 +18,15 @@ from alpa_lite.api.request import Request
 from alpa_lite.cluster.cluster import Cluster as ClusterData
 from alpa_lite.errors import AlpaLiteError, ArgumentsError, user_line
 from alpa_lite.executor.calibrate import local_cluster
-from alpa_lite.executor.local import CompiledStep, RunnableStep, SignatureChanged, local_mesh, runnable, stage_meshes
+from alpa_lite.executor.local import (
+    CompiledStep,
+    RunnableStep,
+    SignatureChanged,
+    leaf_type,
+    local_mesh,
+    runnable,
+    stage_meshes,
+)
 from alpa_lite.executor.pipeline import CompiledPipeline, RunnablePipeline, runnable_pipeline
 from alpa_lite.executor.places import creator, places_of
 from alpa_lite.executor.processes import JobStep, check_job
@@ -69,7 +77,7 @@ class ParallelStep(Parallelized):
                 pass
             except AlpaLiteError:  # ours is no complaint of jit's about layouts
                 raise
-            except ValueError:
+            except (ValueError, TypeError):  # the latter of what is no array
                 if self._key(args, kwargs) == self._last_key:
                     return self._run(self._last, args)
         check_donated(args, self._request.static_argnums, self._request.donate_argnums)
@@ -233,8 +241,7 @@ class ParallelStep(Parallelized):
         named = tuple((k, kwargs[k]) for k in self._request.static_argnames if k in kwargs)
         dynamic = self._dynamic(args, kwargs)
         leaves, tree = jax.tree_util.tree_flatten(dynamic)
-        shapes = tuple((np.shape(x), str(_dtype(x))) for x in leaves)
-        return static, named, tuple(sorted(k for k in kwargs)), tree, shapes
+        return static, named, tuple(sorted(k for k in kwargs)), tree, tuple(map(leaf_type, leaves))
 
     def _dynamic(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         positional = (a for i, a in enumerate(args) if i not in self._request.static_argnums)

@@ -12,6 +12,7 @@ import typer
 from alpa_lite.errors import AlpaLiteError
 
 _BAD_INPUT = 2
+_DIGITS = 40  # of a length: Python refuses to read thousands of them
 
 
 def buckets(
@@ -55,6 +56,8 @@ def buckets(
 
 
 def _lengths(file: Path) -> list[int]:
+    from alpa_lite.serve.buckets import LARGEST, WHOLE
+
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -65,12 +68,13 @@ def _lengths(file: Path) -> list[int]:
     found = []
     for number, line in enumerate(text.splitlines(), 1):
         for word in line.replace(",", " ").split():
-            if not word.isdecimal() or int(word) == 0:
+            length = int(word) if word.isdecimal() and len(word) <= _DIGITS else 0
+            if not 1 <= length <= LARGEST:
                 raise AlpaLiteError(
-                    f"{word!r} was found among the lengths. Lengths are whole numbers from 1, separated by spaces, commas or new "
-                    f"lines. In {str(file)!r}, line {number}. Correct it."
+                    f"{word!r:.60} was found among the lengths. A length is {WHOLE}; they are separated by spaces, commas or "
+                    f"new lines. In {str(file)!r}, line {number}. Correct it."
                 )
-            found.append(int(word))
+            found.append(length)
     if not found:
         raise AlpaLiteError(
             f"there are no lengths in {str(file)!r}. At least one is needed. Write lengths of requests in tokens into it, "
@@ -92,16 +96,18 @@ def _check(
     Raises:
         AlpaLiteError: a value is not allowed.
     """
-    above = sys.float_info.min
-    for option, value, low, kind in (
-        ("--buckets (-k)", k, 1, "a whole number from 1"),
-        ("--multiple", multiple, 1, "a whole number from 1"),
-        ("--program-tokens", program_tokens, 0, "a number from 0"),
-        ("--program-tokens-per-token", program_tokens_per_token, 0, "a number from 0"),
-        ("--program-bytes", program_bytes, 0, "a number from 0"),
-        ("--memory-bytes", 1 if memory_bytes is None else memory_bytes, above, "a number above 0"),
+    from alpa_lite.serve.buckets import LARGEST, WHOLE
+
+    above, most = sys.float_info.min, sys.float_info.max
+    for option, value, low, high, kind in (
+        ("--buckets (-k)", k, 1, math.inf, "a whole number from 1"),
+        ("--multiple", multiple, 1, LARGEST, WHOLE),
+        ("--program-tokens", program_tokens, 0, most, "a number from 0"),
+        ("--program-tokens-per-token", program_tokens_per_token, 0, most, "a number from 0"),
+        ("--program-bytes", program_bytes, 0, most, "a number from 0"),
+        ("--memory-bytes", 1 if memory_bytes is None else memory_bytes, above, most, "a number above 0"),
     ):
-        if not low <= value < math.inf:
+        if not low <= value <= high:
             raise AlpaLiteError(f"{option} {value} was given. It must be {kind}. Correct it.")
     if program_bytes and memory_bytes is None:
         raise AlpaLiteError(

@@ -8,7 +8,7 @@ import sys
 import threading
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, get_origin, get_type_hints
 
 import typer
 
@@ -26,9 +26,9 @@ def serve(
         str, typer.Argument(help="path/to/file.py:callable; it returns al.serve.ServeTarget(model=, params=)")
     ],
     buckets: Annotated[
-        str,
+        str | None,
         typer.Option("--buckets", help="sizes to which prompts are padded, e.g. 128,512,2048; see alpa-lite buckets"),
-    ] = "",
+    ] = None,
     slots: Annotated[int, typer.Option("--slots", help="requests that are served at once")] = 16,
     max_length: Annotated[
         int, typer.Option("--max-length", help="tokens of a request, prompt and answer together")
@@ -78,7 +78,7 @@ def serve(
     """Serve a model until Ctrl-C or SIGTERM; then requests that run may finish."""
     try:
         from alpa_lite.executor.ray.cluster import connect
-        from alpa_lite.serve.deployment import start, stop
+        from alpa_lite.serve.deployment import check_free, start, stop
         from alpa_lite.serve.settings import ServerSettings
 
         sizes = _sizes(buckets)
@@ -107,11 +107,12 @@ def serve(
 
         def end(*_: object) -> None:
             if not started.is_set():
-                typer.echo("ending: the engine that is being made has up to half a minute", err=True)
+                typer.echo("ending: the server is still starting, and its engine has up to half a minute", err=True)
                 raise KeyboardInterrupt
             ended.set()
 
         _check_target(target)
+        check_free(host, port)
         connect(address or None, _cpus(settings))
         for number in (signal.SIGINT, signal.SIGTERM):  # after Ray has set its own, which does not end well
             signal.signal(number, end)
@@ -123,7 +124,7 @@ def serve(
         finally:
             stop(drain_s)
     except KeyboardInterrupt:
-        typer.echo("ended before it served", err=True)
+        typer.echo("ended while it was starting", err=True)
         raise typer.Exit(_INTERRUPTED) from None
     except ImportError as error:
         typer.echo(
@@ -147,10 +148,22 @@ def _cpus(settings: ServerSettings) -> int:
 
 
 def _check_target(target: str) -> None:
-    """What can be said of it without making the model here."""
-    from alpa_lite.cli.target import find_target
+    """What can be said of it without making the model here.
 
-    find_target(target, _WANTED)
+    Raises:
+        TargetError, ServeError: it names no callable, or one that says that it returns something else than a ``ServeTarget``.
+    """
+    from alpa_lite.cli.target import find_target
+    from alpa_lite.serve.settings import ServeTarget
+
+    make = find_target(target, _WANTED)
+    try:
+        said = get_type_hints(make).get("return", ServeTarget)
+    except (NameError, AttributeError, TypeError):  # names that are there for type checkers alone
+        return
+    kind = get_origin(said) or said
+    if kind is type(None) or (isinstance(kind, type) and not issubclass(ServeTarget, kind)):
+        raise _other_target(target, f"says that it returns {getattr(said, '__name__', said)}")
 
 
 def served(target: str, folder: str) -> ServeTarget:
@@ -166,15 +179,17 @@ def served(target: str, folder: str) -> ServeTarget:
     sys.path.insert(0, folder)
     made = call_target(target, _WANTED)
     if not isinstance(made, ServeTarget):
-        raise ServeError(
-            f"the target {target!r} returned {type(made).__name__}. It must return {_WANTED}. Correct its return statement."
-        )
+        raise _other_target(target, f"returned {type(made).__name__}")
     return made
 
 
-def _sizes(text: str) -> tuple[int, ...] | None:
+def _other_target(target: str, did: str) -> ServeError:
+    return ServeError(f"the target {target!r} {did}. It must return {_WANTED}. Correct its return statement.")
+
+
+def _sizes(text: str | None) -> tuple[int, ...] | None:
     try:
-        return tuple(int(part) for part in text.split(",")) if text else None
+        return None if text is None else tuple(int(part) for part in text.split(","))
     except ValueError:
         raise ServeError(
             f"--buckets {text!r} was given. It must be whole numbers with commas between them. Write --buckets 128,512,2048."
@@ -191,7 +206,7 @@ def _check_sizes(
     """
     for option, value, low, why in (
         ("--slots", slots, 1, ""),
-        ("--max-length", max_length, 1, ""),
+        ("--max-length", max_length, 2, ", as prompt and answer have at least one token each"),
         ("--queue-limit", queue_limit, 0, " (4 times the slots)"),
         ("--num-stages", num_stages, 1, ""),
     ):

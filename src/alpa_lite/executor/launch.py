@@ -79,9 +79,10 @@ def launch(request: LaunchRequest, num_ranks: int | None = None) -> str:
 def _check(request: LaunchRequest, num_ranks: int | None) -> None:
     manifest = read_manifest(Path(request.folder))
     if num_ranks is not None and num_ranks != manifest.num_ranks:
+        others = f", or plan for 1x{num_ranks} and export again" if num_ranks >= 1 else ""
         raise ExportError(
             f"{num_ranks} ranks were asked of the export {request.folder!r}, which has {manifest.num_ranks}. Its step is one "
-            f"program for exactly that many devices. Leave the number out, or plan for 1x{num_ranks} and export again."
+            f"program for exactly that many devices. Leave the number out{others}."
         )
     if PIPELINE in manifest.files:
         raise ExportError(

@@ -28,10 +28,12 @@ class SignatureChanged(Exception):
 
 
 def leaf_type(x: Any) -> tuple[tuple[int, ...], str]:
-    """Shape and type of an argument as a plan has them."""
+    """Shape and type of an argument as a plan has them; of what is neither array nor number, its Python type."""
     dtype = getattr(x, "dtype", None)
     if isinstance(x, jax.Array):  # which has a type of JAX's already: a step of many leaves asks for each, each time
         return x.shape, _name(dtype)
+    if dtype is None and not isinstance(x, int | float | complex):  # a text may be the name of a type
+        return (), type(x).__qualname__
     if dtype is None or not jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
         dtype = jnp.result_type(x if dtype is None else dtype)
     return tuple(np.shape(x)), str(dtype)

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from alpa_lite.errors import SlicingError
+from alpa_lite.numeric import positive
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -227,7 +228,7 @@ def _runs(runs: ArrayLike | None, count: int) -> Ints:
 
 
 def _positive(name: str, value: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
+    if positive(value) is None:
         raise SlicingError(
             f"{name} is {value!r}. It must be a whole number of at least 1. It was given to slice_stages; correct it there."
         )

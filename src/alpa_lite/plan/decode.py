@@ -99,6 +99,11 @@ def _check_header(data: bytes, name: str) -> None:
             header = doc.Header()
         else:
             raise
+    if header.format == doc.LAYOUT_FORMAT:
+        raise PlanFileError(
+            f"{name!r} is a shared layout, which has a plan for each of its graphs; a plan file has one. Layouts are written by"
+            " `layout.save`. Read it with al.SharedLayout.load(path), and take one of its `plans`."
+        )
     if header.format != doc.FORMAT:
         raise PlanFileError(
             f'{name!r} is JSON but no plan: it does not start with "format": "{doc.FORMAT}".'

@@ -17,6 +17,7 @@ from alpa_lite.plan.records import LeafRole
 
 FORMAT = "alpa_lite.plan"
 FORMAT_VERSION = 3
+LAYOUT_FORMAT = "alpa_lite shared layout"  # of files with several plans, which `al.SharedLayout` reads
 
 
 class _Strict(msgspec.Struct, forbid_unknown_fields=True):

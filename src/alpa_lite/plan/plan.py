@@ -156,7 +156,11 @@ class Plan:
 
     @property
     def parameter_layout(self) -> dict[str, tuple[int, Any]]:
-        """Path of every parameter to (stage, PartitionSpec) (ShardingSpec before ``trees`` is attached)."""
+        """Path of every parameter to (stage, PartitionSpec) (ShardingSpec before ``trees`` is attached).
+
+        Of a function without a gradient: of arguments with a next value (a cache) alone, as nothing tells parameters from others;
+        ``inputs`` has all.
+        """
         parameters = (leaf for leaf in self.inputs if leaf.role is LeafRole.PARAMETER)
         return {leaf.path: (leaf.stage, self._public(leaf.spec)) for leaf in parameters}
 

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from numbers import Integral
 from typing import Any
 
+from alpa_lite.numeric import positive
+
 
 def stage_count(given: Sequence[tuple[str, Any]]) -> int | None:
     """The number of stages that was asked for: given as a number, or as one entry per stage; None if nothing was."""
@@ -68,7 +70,7 @@ def stage_faults(
 
 
 def _is_count(value: Any) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 1
+    return positive(value) is not None
 
 
 def _is_shape(value: Any) -> bool:

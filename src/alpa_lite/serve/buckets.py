@@ -22,10 +22,15 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from alpa_lite.errors import AlpaLiteError, user_line
+from alpa_lite.numeric import positive, real, several
+
+LARGEST = 2**40  # of a length: sums over millions of requests are exact in 64 bits
+WHOLE = "a whole number from 1 to 2**40"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,8 +59,8 @@ class BucketAdvice:
 
     def __str__(self) -> str:
         lines = [f"{'bucket':>8} {'requests':>9} {'padded tokens':>14} {'waste':>7}"]
-        for size, count, padded in zip(self.buckets, self.requests, self.padded_tokens, strict=True):
-            lines.append(f"{size:8d} {count:9d} {padded:14d} {_percent(padded, size * count):>7}")
+        for size, held, padded in zip(self.buckets, self.requests, self.padded_tokens, strict=True):
+            lines.append(f"{size:8d} {held:9d} {padded:14d} {_percent(padded, size * held):>7}")
         padded, total = sum(self.padded_tokens), sum(self.padded_tokens) + self.num_tokens
         lines.append(f"{'all':>8} {sum(self.requests):9d} {padded:14d} {_percent(padded, total):>7}")
         longest = self.buckets[-1] * sum(self.requests)
@@ -99,22 +104,22 @@ def propose_buckets(
         >>> al.serve.propose_buckets([12, 15, 100, 900, 1000], k=3).buckets
         (15, 100, 1000)
     """
-    given = list(lengths)
-    _check(given, k, multiple, program_tokens, program_tokens_per_token)
-    _check_bytes(program_bytes, memory_bytes)
-    rounded = np.ceil(np.asarray(given, np.float64) / multiple).astype(np.int64) * multiple
+    given, k, multiple = _checked(lengths, k, multiple)
+    _check_costs(program_tokens, program_tokens_per_token)
+    share = _checked_share(program_bytes, memory_bytes)
+    rounded = -(-given // multiple) * multiple
     sizes, counts = np.unique(rounded, return_counts=True)
-    share = program_bytes / memory_bytes if memory_bytes is not None else 0.0
-    fixed = program_tokens + share * sum(given) + program_tokens_per_token * sizes
+    fixed = real(program_tokens) + share * given.sum() + real(program_tokens_per_token) * sizes
     cuts = _cheapest_cuts(sizes, counts, fixed, min(k, sizes.size))
     buckets = tuple(int(sizes[i]) for i in cuts)
     index = np.searchsorted(np.asarray(buckets), given)
-    padded = np.bincount(index, np.asarray(buckets)[index] - np.asarray(given), len(buckets)).astype(np.int64)
+    padded = np.zeros(len(buckets), np.int64)
+    np.add.at(padded, index, np.asarray(buckets)[index] - given)
     return BucketAdvice(
         buckets=buckets,
         requests=tuple(np.bincount(index, minlength=len(buckets)).tolist()),
         padded_tokens=tuple(padded.tolist()),
-        num_tokens=int(sum(given)),
+        num_tokens=int(given.sum()),
         cost=float(padded.sum() + fixed[list(cuts)].sum()),
     )
 
@@ -148,39 +153,51 @@ def _cheapest_cuts(sizes: np.ndarray, counts: np.ndarray, fixed: np.ndarray, k: 
     return tuple(reversed(cuts))
 
 
-def _check(lengths: Sequence[int], k: int, multiple: int, *costs: float) -> None:
-    wrong = next((x for x in lengths if not _is_count(x)), None)
+def _checked(lengths: Any, k: Any, multiple: Any) -> tuple[np.ndarray, int, int]:
+    """As numbers of this size, of which none overflows."""
+    listed = several(lengths)
+    given = [positive(x) for x in listed or ()]
+    wrong = next((x for x, found in zip(listed or (), given, strict=True) if found is None or found > LARGEST), None)
+    parts, step = positive(k), positive(multiple)
     for bad, fault in (
-        (not lengths, "no lengths were given; at least one is needed"),
-        (wrong is not None, f"the length {wrong!r} was given; lengths are whole numbers from 1"),
-        (not _is_count(k), f"k={k!r} was given; it must be a whole number from 1"),
-        (not _is_count(multiple), f"multiple={multiple!r} was given; it must be a whole number from 1"),
-        (
-            any(not 0 <= c < math.inf for c in costs),
-            f"program_tokens={costs[0]!r} and program_tokens_per_token={costs[1]!r} were given; they must be numbers from 0",
-        ),
+        (listed is None, f"lengths={lengths!r:.60} was given; it must be a list of whole numbers from 1"),
+        (not given, "no lengths were given; at least one is needed"),
+        (wrong is not None, f"the length {wrong!r:.60} was given; a length is {WHOLE}"),
+        (parts is None, f"k={k!r:.60} was given; it must be a whole number from 1"),
+        (step is None or step > LARGEST, f"multiple={multiple!r:.60} was given; it must be {WHOLE}"),
     ):
         if bad:
-            raise AlpaLiteError(
-                f"propose_buckets: {fault}. At {user_line()}. Correct it, e.g. propose_buckets([12, 80, 1000], k=2)."
-            )
+            raise _refusal(fault, "propose_buckets([12, 80, 1000], k=2)")
+    assert parts is not None and step is not None
+    return np.asarray(given, np.int64), parts, step
 
 
-def _check_bytes(program_bytes: float, memory_bytes: float | None) -> None:
-    if not 0 <= program_bytes < math.inf or not (memory_bytes is None or 0 < memory_bytes < math.inf):
+def _check_costs(program_tokens: Any, program_tokens_per_token: Any) -> None:
+    if not all(0 <= real(cost) < math.inf for cost in (program_tokens, program_tokens_per_token)):
+        raise _refusal(
+            f"program_tokens={program_tokens!r:.60} and program_tokens_per_token={program_tokens_per_token!r:.60} were given; "
+            "they must be numbers from 0",
+            "program_tokens=1000",
+        )
+
+
+def _checked_share(program_bytes: Any, memory_bytes: Any) -> float:
+    """Of the memory, that a program keeps."""
+    known = memory_bytes is not None
+    if not 0 <= real(program_bytes) < math.inf or (known and not 0 < real(memory_bytes) < math.inf):
         fault = "the first must be a number from 0, the second one above 0"
-    elif memory_bytes is None and program_bytes:
+    elif not known and program_bytes:
         fault = "bytes of a program count as a share of the memory, so both must be given"
     else:
-        return
-    raise AlpaLiteError(
-        f"propose_buckets: program_bytes={program_bytes!r} and memory_bytes={memory_bytes!r} were given; {fault}. At "
-        f"{user_line()}. Correct it, e.g. program_bytes=50e6, memory_bytes=80e9 for a device of 80 GB."
+        return real(program_bytes) / real(memory_bytes) if known else 0.0
+    raise _refusal(
+        f"program_bytes={program_bytes!r:.60} and memory_bytes={memory_bytes!r:.60} were given; {fault}",
+        "program_bytes=50e6, memory_bytes=80e9 for a device of 80 GB",
     )
 
 
-def _is_count(x: object) -> bool:
-    return isinstance(x, (int, np.integer)) and not isinstance(x, bool) and bool(x >= 1)
+def _refusal(fault: str, example: str) -> AlpaLiteError:
+    return AlpaLiteError(f"propose_buckets: {fault}. At {user_line()}. Correct it, e.g. {example}.")
 
 
 def _percent(part: int, whole: int) -> str:

@@ -296,7 +296,7 @@ def start(
     """
     from ray import serve
 
-    _check_free(settings.host, settings.port)
+    check_free(settings.host, settings.port)
     _check_cluster(settings)
     _start_proxy(settings)
     deployed: Callable[[Any], Any] = serve.deployment
@@ -417,7 +417,8 @@ def _check_cluster(settings: ServerSettings) -> None:
             )
 
 
-def _check_free(host: str, port: int) -> None:
+def check_free(host: str, port: int) -> None:
+    """Raises ``ServeError`` if nobody can listen there."""
     import socket
 
     with socket.socket() as listening:

@@ -17,10 +17,11 @@ from alpa_lite.cluster.cluster import Cluster
 from alpa_lite.errors import RequestError, ServeError, user_line
 from alpa_lite.executor.compiled import keep_compiled
 from alpa_lite.executor.ray.settings import RayExecutor
+from alpa_lite.numeric import positive, real, several, whole
 from alpa_lite.plan.files import as_path
 from alpa_lite.plan.plan import Plan
 from alpa_lite.serve.layout import buckets_of
-from alpa_lite.serve.model_graphs import Model, check_counts, check_instance, check_sizes
+from alpa_lite.serve.model_graphs import Model, check_instance, checked_counts, checked_sizes
 from alpa_lite.serve.pipeline import Pipeline
 from alpa_lite.serve.programs import Programs
 from alpa_lite.serve.request import Request
@@ -67,7 +68,7 @@ class Engine:
             it, unless one is set already.
 
     Raises:
-        ServeError: a number is not allowed, or the layout is another model's.
+        ServeError: a number is not allowed, the layout is another model's, or the folder for compiled programs cannot be made.
         CheckpointError: the parameters cannot be read.
 
     Example:
@@ -95,9 +96,14 @@ class Engine:
     ) -> None:
         check_instance(model)
         check_layout(layout)
-        sizes = check_sizes(slots, max_length, buckets_of(layout, max_length) if buckets is None else buckets)
-        limit = 4 * slots if queue_limit is None else queue_limit
-        check_counts(num_stages=num_stages, queue_limit=limit, prefills_per_step=prefills_per_step)
+        (max_length,) = checked_counts(max_length=max_length)
+        given = buckets_of(layout, max_length) if buckets is None else buckets
+        slots, max_length, sizes = checked_sizes(slots, max_length, given)
+        num_stages, limit, prefills_per_step = checked_counts(
+            num_stages=num_stages,
+            queue_limit=4 * slots if queue_limit is None else queue_limit,
+            prefills_per_step=prefills_per_step,
+        )
         if jax.process_count() > 1:
             raise ServeError(
                 f"this is one of {jax.process_count()} processes of a jax.distributed job. An engine runs on the devices of one "
@@ -205,8 +211,13 @@ class Engine:
         wait: bool,
     ) -> Request:
         tokens = self._checked(prompt, max_tokens, sampling, timeout_s)
-        stops = self._stops(stop)
-        request = Request(tokens, max_tokens=max_tokens, sampling=sampling, stop=stops, timeout_s=timeout_s)
+        request = Request(
+            tokens,
+            max_tokens=int(max_tokens),
+            sampling=sampling,
+            stop=self._stops(stop),
+            timeout_s=None if timeout_s is None else real(timeout_s),
+        )
         self._scheduler.submit(request, wait=wait)
         return request
 
@@ -220,7 +231,7 @@ class Engine:
             tokens = np.frombuffer(prompt, np.uint8) if isinstance(prompt, (bytes, bytearray)) else np.asarray(prompt)
         except ValueError:  # rows of different lengths
             tokens = np.empty(1, object)
-        whole = isinstance(max_tokens, int) and not isinstance(max_tokens, bool) and max_tokens >= 1
+        wanted = positive(max_tokens)
         longest = self.buckets[-1]
         for fault in (
             (tokens.ndim != 1 or tokens.dtype.kind not in "iu")
@@ -228,18 +239,15 @@ class Engine:
             and f"a prompt of shape {list(tokens.shape)} and type {tokens.dtype} was given; it must be a list of whole numbers",
             tokens.size == 0 and "an empty prompt was given; it must have at least one token",
             tokens.size > longest and f"a prompt of {tokens.size} tokens was given; the largest bucket holds {longest}",
-            not whole and f"max_tokens={max_tokens!r} was given; it must be a whole number from 1",
-            whole
-            and tokens.size + max_tokens > self.max_length
-            and f"a prompt of {tokens.size} tokens with max_tokens={max_tokens} was given; together they may be at most "
+            wanted is None and f"max_tokens={max_tokens!r:.60} was given; it must be a whole number from 1",
+            wanted is not None
+            and tokens.size + wanted > self.max_length
+            and f"a prompt of {tokens.size} tokens with max_tokens={wanted} was given; together they may be at most "
             f"max_length={self.max_length}",
-            not isinstance(sampling, Sampling) and f"sampling={sampling!r} was given; it must be an al.serve.Sampling",
+            not isinstance(sampling, Sampling)
+            and f"sampling={sampling!r:.60} was given; it must be an al.serve.Sampling",
             timeout_s is not None
-            and not (
-                isinstance(timeout_s, (int, float))
-                and not isinstance(timeout_s, bool)
-                and 0 < timeout_s <= threading.TIMEOUT_MAX
-            )
+            and not 0 < real(timeout_s) <= threading.TIMEOUT_MAX
             and f"timeout_s={timeout_s!r:.40} was given; it must be a positive number of seconds, or None for no deadline",
         ):
             if fault:
@@ -256,15 +264,14 @@ class Engine:
         """As tokens, checked."""
         if isinstance(stop, frozenset) and not stop:
             return stop
-        found = list(stop) if isinstance(stop, Iterable) else [stop]
-        for token in found:
-            whole = isinstance(token, (int, np.integer)) and not isinstance(token, bool)
-            if isinstance(stop, str) or not isinstance(stop, Iterable) or not whole or not 0 <= token < self.vocab_size:
-                raise RequestError(
-                    f"stop={stop!r:.80} was given; it must be a list of tokens, from 0 to {self.vocab_size - 1}. At "
-                    f"{user_line()}. Encode it with the model's own tokenizer."
-                )
-        return frozenset(map(int, found))
+        listed = several(stop)
+        found = {whole(token) for token in ([None] if listed is None else listed)}
+        if any(token is None or not 0 <= token < self.vocab_size for token in found):
+            raise RequestError(
+                f"stop={stop!r:.80} was given; it must be a list of tokens, from 0 to {self.vocab_size - 1}. At "
+                f"{user_line()}. Encode it with the model's own tokenizer."
+            )
+        return frozenset(token for token in found if token is not None)
 
     # -- the engine itself ---------------------------------------------------------------------------------------------
 
@@ -296,10 +303,19 @@ class Engine:
 
         Args:
             drain_s: seconds that requests may go on for before that.
+
+        Raises:
+            ServeError: that is no number of seconds from 0.
         """
+        if not 0 <= real(drain_s) <= threading.TIMEOUT_MAX:
+            raise ServeError(
+                f"drain_s={drain_s!r:.40} was given; it must be a number of seconds from 0 to {threading.TIMEOUT_MAX:g}. At "
+                f"{user_line()}. Correct it, or leave it out to end at once."
+            )
         if drain_s > 0:
             self._scheduler.drain()
-            self._thread.join(drain_s)
+            self._thread.join(real(drain_s))
+        self._scheduler.close("it was asked to")
         self._end()
 
     def __enter__(self) -> Engine:
@@ -334,7 +350,7 @@ def _run(scheduler: Scheduler) -> None:
 
 
 def _end(scheduler: Scheduler, thread: threading.Thread, runner: Programs | Pipeline | Hosts) -> None:
-    scheduler.close("it was asked to")
+    scheduler.close("it was dropped, or its process ended, without close()")  # unless it was closed before
     if thread is not threading.current_thread():
         thread.join()
     if not isinstance(runner, (Programs, Pipeline)):  # actors, which are processes of their own
@@ -343,5 +359,13 @@ def _end(scheduler: Scheduler, thread: threading.Thread, runner: Programs | Pipe
 
 def _keep_compiled(folder: str) -> None:
     """As workers on Ray keep theirs (``executor/ray/actor.py``): whatever takes however long to compile."""
-    if getattr(jax.config, "jax_compilation_cache_dir") is None:  # noqa: B009 - its attributes are made at run time
+    if getattr(jax.config, "jax_compilation_cache_dir") is not None:  # noqa: B009 - its attributes are made at run time
+        return
+    try:
         keep_compiled(folder)
+    except OSError as error:
+        raise ServeError(
+            f"compiled programs cannot be kept in {folder!r}: {error.strerror or error}. It must be a folder that you may write "
+            f"to; it is made where its parent may be written to. At {user_line()}. Correct compile_cache (--compile-cache at the "
+            "command line), or leave it out."
+        ) from error

@@ -48,7 +48,7 @@ def buckets_of(layout: Any, max_length: int) -> tuple[int, ...]:
     fault = ""
     if not found:
         fault = f"the layout has plans for {', '.join(map(repr, plans)) or 'no graph'}, and none to take a prompt in"
-    elif isinstance(max_length, int) and found[-1] > max_length:
+    elif found[-1] > max_length:
         fault = f"the layout has a plan for {prefill_name(found[-1])!r}, and max_length={max_length} was given"
     if fault:
         raise ServeError(
@@ -59,8 +59,8 @@ def buckets_of(layout: Any, max_length: int) -> tuple[int, ...]:
 
 
 def _default_buckets(max_length: int) -> tuple[int, ...]:
-    found, size = [max_length] if isinstance(max_length, int) else [], 32
-    while found and size < max_length:
+    found, size = [max_length], 32
+    while size < max_length:
         found.append(size)
         size *= 4
     return tuple(sorted(found))

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from alpa_lite.errors import ServeError, user_line
+from alpa_lite.numeric import positive, several
 from alpa_lite.serve.stored import shapes_of
 from alpa_lite.trace.paths import leaf_paths
 
@@ -80,7 +81,7 @@ def graphs(
         >>> graphs = al.serve.graphs(model, params, slots=16, max_length=2048, buckets=(128, 512, 2048))
         >>> layout = al.plan_shared(graphs, shared=("0", "1"), cluster=cluster, donate_argnums=1)
     """
-    buckets = check_sizes(slots, max_length, buckets)
+    slots, max_length, buckets = checked_sizes(slots, max_length, buckets)
     check_instance(model)
     if lacks := [name for name in ("init_cache", "prefill", "decode") if not callable(getattr(model, name, None))]:
         raise ServeError(
@@ -107,6 +108,11 @@ def graphs(
     cache = jax.eval_shape(lambda: model.init_cache(slots, max_length))
     tokens = {prefill_name(bucket): _ints(1, bucket) for bucket in buckets} | {DECODE: _ints(slots)}
     x = tokens if given is None else given
+    if not isinstance(x, Mapping) or any(not _is_array(x.get(name)) for name in tokens):
+        raise ServeError(
+            f"given={given!r:.80} was given; it must have an array, or its shape, for each of {', '.join(map(repr, tokens))}: "
+            f"what the stage before returns there. At {user_line()}. Leave it out for a whole model."
+        )
     made: dict[str, Graph] = {
         name: (prefill, (shapes, cache, _ints(), x[name], _ints(1))) for name in tokens if name != DECODE
     }
@@ -146,9 +152,13 @@ def _checked(model: Model, method: str, found: Any, cache: Any, slots: int) -> t
 
 def _kind(x: Any) -> str:
     """What was returned: the type of an array, else how many there are."""
-    if hasattr(x, "shape") and hasattr(x, "dtype"):
+    if _is_array(x):
         return f"{x.dtype}{list(x.shape)}"
     return f"{type(x).__name__} of {len(x)}" if isinstance(x, (tuple, list)) else type(x).__name__
+
+
+def _is_array(x: Any) -> bool:
+    return hasattr(x, "shape") and hasattr(x, "dtype")
 
 
 def check_instance(model: Any) -> None:
@@ -178,7 +188,7 @@ def _shapes(params: Any) -> Any:
         ServeError: one is no array.
     """
     for path, leaf in leaf_paths(params, "params"):
-        if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+        if not _is_array(leaf):
             raise ServeError(
                 f"the parameter {path!r} is {leaf!r:.60}. Parameters are arrays, a function that makes them, or those of a "
                 f"checkpoint. At {user_line()}. Give jnp.asarray(...) of a number; for a folder write al.serve.StoredParams(dir, "
@@ -198,8 +208,9 @@ def slot_dims(model: Model, max_length: int) -> Any:
         grown = [dim for dim, sizes in enumerate(zip(two.shape, three.shape, strict=True)) if sizes[0] != sizes[1]]
         if len(grown) == 1 and (two.shape[grown[0]], three.shape[grown[0]]) == (2, 3):
             return grown[0]
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
         raise ServeError(
-            f"the leaf {jax.tree_util.keystr(path, simple=True, separator='/')!r} of the model's cache has the shapes "
+            f"{f'the leaf {name!r} of ' if name else ''}the model's cache has the shapes "
             f"{list(two.shape)} for 2 slots and {list(three.shape)} for 3. Each leaf must have exactly one dim of as many "
             f"entries as there are slots: there a prompt is put. At {user_line()}. Change init_cache(slots, max_length)."
         )
@@ -211,39 +222,52 @@ def slot_dims(model: Model, max_length: int) -> Any:
             f"{type(model).__name__}.init_cache(slots, max_length={max_length}) failed: {type(error).__name__}: {error!s:.200}. "
             f"At {user_line()}. Give a max_length that the model has (--max-length at the command line), or correct it."
         ) from error
+    if jax.tree.structure(sizes[0]) != jax.tree.structure(sizes[1]):
+        raise ServeError(
+            f"the model's cache has the leaves {_paths(sizes[0])} for 2 slots and {_paths(sizes[1])} for 3. It must have the "
+            f"same leaves for any number of slots, each with one dim of as many entries. At {user_line()}. Change "
+            "init_cache(slots, max_length)."
+        )
     return jax.tree_util.tree_map_with_path(dim_of, *sizes)
 
 
-def check_sizes(slots: int, max_length: int, buckets: Sequence[int]) -> tuple[int, ...]:
-    """Buckets in rising order.
+def checked_sizes(slots: Any, max_length: Any, buckets: Any) -> tuple[int, int, tuple[int, ...]]:
+    """The sizes of an engine as numbers of Python, buckets in rising order.
 
     Raises:
         ServeError: a number is not allowed.
     """
-    check_counts(slots=slots, max_length=max_length)
-    found = (
-        tuple(sorted(set(buckets))) if isinstance(buckets, (tuple, list, set)) and all(map(_is_count, buckets)) else ()
-    )
-    if not found or found[-1] > max_length:
+    slots, max_length = checked_counts(slots=slots, max_length=max_length)
+    if max_length == 1:
         raise ServeError(
-            f"buckets={buckets!r} was given; they must be whole numbers from 1 to max_length={max_length}, at least one. At "
+            "max_length=1 was given; it must be a whole number from 2, as prompt and answer have at least one token each. At "
+            f"{user_line()}. Correct it."
+        )
+    found = [positive(size) for size in several(buckets) or [None]]
+    known = sorted({size for size in found if size is not None})
+    if None in found or known[-1] > max_length:
+        raise ServeError(
+            f"buckets={buckets!r:.80} was given; they must be whole numbers from 1 to max_length={max_length}, at least one. At "
             f"{user_line()}. Correct them, e.g. buckets=({max_length},); al.serve.propose_buckets finds good ones."
         )
-    return found
+    return slots, max_length, tuple(known)
 
 
-def check_counts(**values: object) -> None:
-    """Refuses what is no whole number from 1, by its name."""
+def checked_counts(**values: object) -> list[int]:
+    """Whole numbers from 1, as numbers of Python in the order given.
+
+    Raises:
+        ServeError: one is none; the message has its name.
+    """
+    found = []
     for name, value in values.items():
-        if not _is_count(value):
+        if (number := positive(value)) is None:
             raise ServeError(
-                f"{name}={value!r} was given; it must be a whole number from 1. At {user_line()}. Correct it."
+                f"{name}={value!r:.60} was given; it must be a whole number from 1. At {user_line()}. Correct it."
             )
+        found.append(number)
+    return found
 
 
 def _ints(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.int32)
-
-
-def _is_count(x: object) -> bool:
-    return isinstance(x, int) and not isinstance(x, bool) and x >= 1

@@ -254,9 +254,10 @@ def vocab_size_of(graphs: Mapping[str, Graph], plans: Mapping[str, Plan]) -> int
     for name, value in logits.items():
         if len(value.shape) != 2 or value.shape[-1] != size or not jnp.issubdtype(value.dtype, jnp.floating):
             positions = ", of the last token of each prompt alone" if len(value.shape) == 3 else ""
+            both = f", and {DECODE!r} returns {logits[DECODE]}. Both" if name != DECODE else ". It"
             raise ServeError(
-                f"{name!r} returns {value}, and {DECODE!r} returns {logits[DECODE]}. Both must be logits: floating-point numbers "
-                f"of shape (slots, vocabulary){positions}, of one vocabulary. At {user_line()}. Correct the model; see "
+                f"{name!r} returns {value}{both} must be logits: floating-point numbers of shape (slots, "
+                f"vocabulary){positions}, of one vocabulary. At {user_line()}. Correct the model; see "
                 "al.serve.Model."
             )
     return size

@@ -11,7 +11,8 @@ from collections.abc import AsyncIterator, Callable, Iterator
 
 import numpy as np
 
-from alpa_lite.errors import DeadlineExceeded
+from alpa_lite.errors import DeadlineExceeded, RequestError, user_line
+from alpa_lite.numeric import real
 from alpa_lite.serve.sampling import Sampling
 
 
@@ -76,9 +77,15 @@ class Request:
         Raises:
             TimeoutError: it is not finished by then; it goes on.
             DeadlineExceeded: its own deadline passed.
+            RequestError: ``timeout_s`` is no number of seconds.
             ServeError: the engine was closed, or failed.
         """
-        if not self._wait(lambda: self.done, timeout_s):
+        if timeout_s is not None and not real(timeout_s) <= threading.TIMEOUT_MAX:
+            raise RequestError(
+                f"timeout_s={timeout_s!r:.40} was given; it must be a number of seconds up to {threading.TIMEOUT_MAX:g}, or None "
+                f"for as long as it takes. At {user_line()}. Correct it, or leave it out."
+            )
+        if not self._wait(lambda: self.done, None if timeout_s is None else real(timeout_s)):
             raise TimeoutError(f"the request was not finished within {timeout_s} s")
         self._check()
         return self.tokens

@@ -18,7 +18,7 @@ from alpa_lite.executor.ray.settings import RayExecutor
 from alpa_lite.plan.plan import Plan
 from alpa_lite.serve.pipeline import Pipeline, cut_as_planned, cut_by_model, groups_of, parts_of, planned_part
 from alpa_lite.serve.programs import Programs
-from alpa_lite.serve.stored import StoredParams
+from alpa_lite.serve.stored import StoredParams, check_maker
 from alpa_lite.trace.paths import leaf_paths
 
 if TYPE_CHECKING:
@@ -49,13 +49,19 @@ def check_layout(layout: Any) -> None:
 
 
 def _check_values(params: Any) -> None:
-    """Refuses shapes in place of arrays; those of a checkpoint, or made by a function elsewhere, are read later."""
+    """Refuses shapes in place of arrays, and arrays that are gone; those of a checkpoint, or made by a function elsewhere, are
+    read later."""
     for path, leaf in () if isinstance(params, StoredParams) else leaf_paths(params, "params"):
         if isinstance(leaf, jax.ShapeDtypeStruct):
             raise ServeError(
                 f"the parameter {path!r} is the shape {leaf.dtype}{list(leaf.shape)} without values. An engine needs arrays, "
                 "a function that makes them, or those of a checkpoint; al.serve.graphs takes shapes alone. At "
                 f"{user_line()}. Give the arrays; for a checkpoint write al.serve.StoredParams(dir, shapes)."
+            )
+        if isinstance(leaf, jax.Array) and leaf.is_deleted():
+            raise ServeError(
+                f"the parameter {path!r} was deleted, or donated to a step that ran since. An engine needs arrays with values. "
+                f"At {user_line()}. Give the parameters as the last step returned them, and donate them to none."
             )
 
 
@@ -73,8 +79,9 @@ def runner_of(
     Raises:
         ServeError: they do not go together, or the plans are not for this model.
     """
-    if settings is None and callable(params):
-        params = params()
+    if callable(params):
+        check_maker(params)
+        params = params() if settings is None else params
     _check_values(params)
     planned = 1
     if layout is not None and not isinstance(layout, Sequence):

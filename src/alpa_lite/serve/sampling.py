@@ -6,7 +6,6 @@ other slots do. The same request gives the same tokens however it is batched.
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -16,6 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from alpa_lite.errors import RequestError, user_line
+from alpa_lite.numeric import real, whole
 
 _KEY_TYPE = "threefry2x32"
 NO_TOKEN = -1
@@ -48,22 +48,25 @@ class Sampling:
     _words: Any = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        temperature, top_p = real(self.temperature), real(self.top_p)
+        top_k, seed = whole(self.top_k), whole(self.seed)
         for name, good, allowed in (
-            (
-                "temperature",
-                _is_number(self.temperature) and 0 <= self.temperature <= _HOTTEST,
-                f"a number from 0 to {_HOTTEST:g}",
-            ),
-            ("top_k", _is_whole(self.top_k) and self.top_k >= 0, "a whole number from 0 (all tokens)"),
-            ("top_p", _is_number(self.top_p) and 0 < self.top_p <= 1, "a number above 0, up to 1 (all tokens)"),
-            ("seed", _is_whole(self.seed) and 0 <= self.seed < 2**32, "a whole number from 0 to 2**32 - 1"),
+            ("temperature", 0 <= temperature <= _HOTTEST, f"a number from 0 to {_HOTTEST:g}"),
+            ("top_k", top_k is not None and top_k >= 0, "a whole number from 0 (all tokens)"),
+            ("top_p", 0 < top_p <= 1, "a number above 0, up to 1 (all tokens)"),
+            ("seed", seed is not None and 0 <= seed < 2**32, "a whole number from 0 to 2**32 - 1"),
             ("key", self.key is None or _is_key(self.key), f"a JAX key of type {_KEY_TYPE}, as of jax.random.key(0)"),
         ):
             if not good:
-                raise RequestError(
-                    f"Sampling: {name}={getattr(self, name)!r} was given; it must be {allowed}. At {user_line()}. Correct it, or "
-                    "leave it out."
+                wrong = getattr(self, name)
+                advice = (
+                    "Give it as key= instead" if name == "seed" and _is_key(wrong) else "Correct it, or leave it out"
                 )
+                raise RequestError(
+                    f"Sampling: {name}={wrong!r:.60} was given; it must be {allowed}. At {user_line()}. {advice}."
+                )
+        for name, value in (("temperature", temperature), ("top_k", top_k), ("top_p", top_p), ("seed", seed)):
+            object.__setattr__(self, name, value)
         object.__setattr__(self, "_words", self._read_key())
 
     def key_words(self) -> np.ndarray:
@@ -168,14 +171,6 @@ def _draw(
     own = jax.random.fold_in(jax.random.wrap_key_data(key, impl=_KEY_TYPE), drawn)
     noise = jax.random.gumbel(own, logits.shape)
     return order[jnp.argmax(jnp.where(kept, scaled + noise, -jnp.inf))].astype(jnp.int32)
-
-
-def _is_number(x: object) -> bool:
-    return isinstance(x, (int, float)) and not isinstance(x, bool) and abs(x) <= sys.float_info.max
-
-
-def _is_whole(x: object) -> bool:
-    return isinstance(x, (int, np.integer)) and not isinstance(x, bool)
 
 
 def _is_key(x: Any) -> bool:

@@ -10,8 +10,9 @@ from typing import Any
 
 from alpa_lite.api.shared_layout import SharedLayout
 from alpa_lite.cluster.cluster import Cluster
-from alpa_lite.errors import ServeError
-from alpa_lite.serve.model_graphs import DECODE, check_counts, check_sizes
+from alpa_lite.errors import ServeError, user_line
+from alpa_lite.numeric import real, whole
+from alpa_lite.serve.model_graphs import DECODE, checked_counts, checked_sizes
 
 _MARGIN = 64  # requests for /health and /metrics, and those that are being refused
 
@@ -24,12 +25,24 @@ class ServeTarget:
         model: see ``al.serve.Model``.
         params: its parameters, as ``Engine`` takes them.
         encode, decode: text to tokens and back; None: requests and answers are tokens.
+
+    Raises:
+        ServeError: one of these is no function.
     """
 
     model: Any
     params: Any
     encode: Callable[[str], Sequence[int]] | None = None
     decode: Callable[[Sequence[int]], str] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("encode", "decode"):
+            value = getattr(self, name)
+            if value is not None and not callable(value):
+                raise ServeError(
+                    f"ServeTarget: {name}={value!r:.60} was given; it must be a function, or None where requests and answers are "
+                    f"tokens. At {user_line()}. Give for example encode=tokenizer.encode, decode=tokenizer.decode."
+                )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,10 +89,10 @@ class ServerSettings:
     num_gpus: float = 0.0
 
     def __post_init__(self) -> None:
-        whole = "a whole number"
+        counted = "a whole number"
         for name, low, high, kind in (
-            ("port", 1, 2**16 - 1, whole),
-            ("body_bytes", 1, math.inf, whole),
+            ("port", 1, 2**16 - 1, counted),
+            ("body_bytes", 1, math.inf, counted),
             ("body_timeout_s", 1e-3, threading.TIMEOUT_MAX, "seconds"),
             ("timeout_s", 1e-3, threading.TIMEOUT_MAX, "seconds"),
             ("drain_s", 0, threading.TIMEOUT_MAX, "seconds"),
@@ -87,14 +100,29 @@ class ServerSettings:
             ("num_gpus", 0, math.inf, "a number"),
         ):
             value = getattr(self, name)
-            kinds = int if kind is whole else (int, float)
-            if not isinstance(value, kinds) or isinstance(value, bool) or not low <= value <= high:
+            found = whole(value) if kind is counted else real(value)
+            if found is None or not low <= found <= high:
                 option = name.removesuffix("_s").replace("_", "-").replace("num-gpus", "gpus")
                 at = "" if name == "num_cpus" else f" (at the command line --{option})"
                 most = "" if high == math.inf else f" to {high:g}"
-                raise ServeError(f"{name}={value!r} was given; it must be {kind} from {low:g}{most}. Correct it{at}.")
-        check_sizes(self.slots, self.max_length, (1,) if self.buckets is None else self.buckets)
-        check_counts(num_stages=self.num_stages, queue_limit=1 if self.queue_limit is None else self.queue_limit)
+                raise ServeError(
+                    f"{name}={value!r:.60} was given; it must be {kind} from {low:g}{most}. Correct it{at}."
+                )
+            object.__setattr__(self, name, found)
+        slots, max_length, buckets = checked_sizes(
+            self.slots, self.max_length, (1,) if self.buckets is None else self.buckets
+        )
+        num_stages, limit = checked_counts(
+            num_stages=self.num_stages, queue_limit=1 if self.queue_limit is None else self.queue_limit
+        )
+        for name, value in {
+            "slots": slots,
+            "max_length": max_length,
+            "num_stages": num_stages,
+            "buckets": None if self.buckets is None else buckets,
+            "queue_limit": None if self.queue_limit is None else limit,
+        }.items():
+            object.__setattr__(self, name, value)
         token = self.token
         if token is not None and not (token and token.isascii() and token.isprintable() and token == token.strip()):
             raise ServeError(

@@ -6,6 +6,7 @@ before the next one is read. Host memory beyond what devices hold stays below on
 
 from __future__ import annotations
 
+import inspect
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from alpa_lite.errors import CheckpointError
+from alpa_lite.errors import CheckpointError, ServeError, user_line
 from alpa_lite.executor.checkpoint_item import read_leaves
 from alpa_lite.executor.places import Place, whole_tree
 from alpa_lite.executor.state_rows import rows_of
@@ -98,10 +99,35 @@ class StoredParams:
         return made
 
 
+def check_maker(params: Any) -> None:
+    """Refuses a function in place of parameters that cannot be called as it is.
+
+    Raises:
+        ServeError: it takes arguments.
+    """
+    try:
+        inspect.signature(params).bind()
+    except TypeError as error:
+        name = getattr(params, "__qualname__", repr(params))
+        raise ServeError(
+            f"the parameters are the function {name:.80}, and it cannot be called without arguments: {error}. A function that "
+            f"makes parameters takes nothing. At {user_line()}. Give its result, or lambda: "
+            f"{'fn' if '<' in name else name}(...)."
+        ) from None
+    except ValueError:
+        pass  # not every callable has a signature
+
+
 def shapes_of(params: Any) -> Any:
-    """What is planned for; of a function, what it makes."""
+    """What is planned for; of a function, what it makes.
+
+    Raises:
+        ServeError: the function takes arguments.
+    """
     if isinstance(params, StoredParams):
         return params.shapes
+    if callable(params):
+        check_maker(params)
     return jax.eval_shape(params) if callable(params) else params
 
 

@@ -7,6 +7,8 @@ from typing import Any
 import jax
 
 from alpa_lite._jax_compat import boundary_primitive
+from alpa_lite.errors import LayerError
+from alpa_lite.trace.marked import check_arrays
 
 layer_boundary_p = boundary_primitive("layer_boundary")
 
@@ -19,10 +21,14 @@ def layer_boundary(x: Any) -> Any:
     Args:
         x: a pytree of arrays: everything that the next layer reads of this one.
 
+    Raises:
+        LayerError: a leaf is no array.
+
     Example:
         >>> for block in blocks:
         ...     x = al.layer_boundary(block(x))
     """
+    check_arrays(x, "al.layer_boundary(x)", LayerError)
     leaves, tree = jax.tree_util.tree_flatten(x)
     passed = layer_boundary_p.bind(*leaves, backward=False) if leaves else []
     return jax.tree_util.tree_unflatten(tree, passed)

@@ -297,9 +297,9 @@ def check_regions(flat: FlatJaxpr, count: int, *, required: bool = False) -> Non
     place = (
         f"al.value_and_grad stands inside a loop or branch at {nested}" if nested else "no al.value_and_grad or al.grad"
     )
-    if required:
+    if required and count == 1:
         raise MicrobatchError(
-            f"stages are asked for or searched, or layers are recomputed (num_stages, num_microbatches={count}, remat), and "
+            "stages are asked for or searched, or layers are recomputed (num_stages, remat), and "
             f"the step has {place}. Stages and layers are parts of the passes of one gradient. At {user_line()}. Write "
             "al.value_and_grad for jax.value_and_grad, once, in the step itself, or leave these options out."
         )

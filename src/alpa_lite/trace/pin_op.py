@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec
 from alpa_lite._jax_compat import identity_primitive
 from alpa_lite.errors import PinError, user_line
 from alpa_lite.plan.pins import PinnedDims
+from alpa_lite.trace.marked import check_arrays
 from alpa_lite.trace.pins import pinned_dims, spec_text
 
 pin_p = identity_primitive("pin")
@@ -26,16 +27,17 @@ def pin(x: jax.Array, spec: PartitionSpec | None) -> jax.Array:
             None leaves all free.
 
     Raises:
-        PinError: the spec is none, or has more entries than ``x`` has dims.
+        PinError: the spec is none, or has more entries than ``x`` has dims; ``x`` is no array.
 
     Example:
         >>> hidden = al.pin(x @ w, P(None, "model"))
     """
     if spec is not None and not isinstance(spec, PartitionSpec):
         raise PinError(
-            f"al.pin got {spec!r} of type {type(spec).__name__}. A pin is a jax.sharding.PartitionSpec, or None for free. "
+            f"al.pin got {spec!r:.60} of type {type(spec).__name__}. A pin is a jax.sharding.PartitionSpec, or None for free. "
             f"At {user_line()}. Write for example al.pin(x, P(None, 'model'))."
         )
+    check_arrays(x, "al.pin(x, spec)", PinError, one=True)
     rank = jax.numpy.ndim(x)
     dims = pinned_dims(spec, rank)
     if len(dims) > rank:

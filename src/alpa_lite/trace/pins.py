@@ -153,7 +153,7 @@ def _is_path_dict(pins: Any) -> bool:
 def _check_value(text: str, spec: Any, source: str) -> None:
     if spec is not None and not isinstance(spec, PartitionSpec):
         raise PinError(
-            f"the pin {text!r} has the value {spec!r} of type {type(spec).__name__}. A pin is a"
+            f"the pin {text!r} has the value {spec!r:.60} of type {type(spec).__name__}. A pin is a"
             f" jax.sharding.PartitionSpec, or None for free. At {source}. Write for example P(None, 'model')."
         )
     if spec is not None and (spec.unreduced or spec.reduced):

@@ -9,6 +9,8 @@ import jax
 
 from alpa_lite._jax_compat import identity_primitive
 from alpa_lite.errors import LayerError, user_line
+from alpa_lite.numeric import whole
+from alpa_lite.trace.marked import check_arrays
 
 pin_stage_p = identity_primitive("pin_stage", batched=True)
 PIN_STAGE = pin_stage_p.name
@@ -47,15 +49,17 @@ def pin_stage(x: Any, stage: int) -> Any:
         stage: from 0 to the number of stages less 1.
 
     Raises:
-        LayerError: the stage is no such number.
+        LayerError: the stage is no such number, or a leaf is no array.
 
     Example:
         >>> h = al.pin_stage(encoder(params, tokens), 0)
         >>> y = al.pin_stage(decoder(params, h), 1)
     """
-    if isinstance(stage, bool) or not isinstance(stage, int) or stage < 0:
+    number = whole(stage)
+    if number is None or number < 0:
         raise LayerError(
-            f"al.pin_stage got stage={stage!r}. A stage is a whole number from 0 to num_stages - 1. At {user_line()}. "
+            f"al.pin_stage got stage={stage!r:.60}. A stage is a whole number from 0 to num_stages - 1. At {user_line()}. "
             "Give such a number."
         )
-    return jax.tree.map(lambda leaf: pin_stage_p.bind(leaf, stage=stage), x)
+    check_arrays(x, "al.pin_stage(x, 1)", LayerError)
+    return jax.tree.map(lambda leaf: pin_stage_p.bind(leaf, stage=number), x)

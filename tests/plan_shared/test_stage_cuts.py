@@ -285,3 +285,23 @@ def test_followed_leaves_stay_on_their_stages(shared):
         assert {leaf.path: leaf.stage for leaf in plan.inputs if leaf.path in layout} == {
             path: stage for path, (stage, _) in layout.items()
         }
+
+
+@pytest.mark.parametrize("submeshes", [None, "auto"])
+def test_layers_without_ops_go_with_others(submeshes):
+    """A boundary after the last layer, or two in a row, mark layers that compute nothing."""
+
+    def marked(params, x):
+        for w in params:
+            x = al.layer_boundary(al.layer_boundary(jnp.tanh(x @ w)))
+        return x
+
+    params = [np.full((16, 16), 0.1 * k, np.float32) for k in range(1, 5)]
+    x = np.ones((8, 16), np.float32)
+    options = al.PlanOptions(num_stages=2, submeshes=submeshes)
+    layout = al.plan_shared(
+        {"a": (marked, (params, x))}, shared="0", cluster=al.Cluster.parse("1x8:cpu"), options=options
+    )
+    assert len(layout.plans["a"].stages) == 2
+    found = al.parallelize(marked, plan=layout.plans["a"])(params, x)
+    np.testing.assert_allclose(found, marked(params, x), rtol=1e-5)

@@ -106,7 +106,7 @@ def solve_jointly(
     check_problem(problem)
     options = tasks[0].options
     solution = solve(problem, time_limit_s=options.time_limit_s, seed=options.seed, cutoff=cutoff, large_gap=large_gap)
-    if not len(solution.choice):
+    if not math.isfinite(solution.objective):
         return JointAnswer(status=solution.status)
     return JointAnswer(
         status=solution.status,

@@ -104,12 +104,12 @@ def graph_rows(name: str, engine: al.serve.Engine, fn: Any, args: Any, plans: di
     runs = {"planned": run("planned", programs.run(name)), "plain": run("plain", plain)}
     time_s = interleaved_medians_s(runs, num_rounds=30, num_warmup=5)
     programs.caches[0] = caches["planned"]
-    # Calls follow one another on the device: what dispatch takes lies beside the call before.
+    # Calls follow one another on the device: what dispatch takes lies beside the call before, if it takes less than the call.
     start_s = time.perf_counter()
     for _ in range(30):
         logits = runs["planned"]()
     jax.block_until_ready(logits)
-    behind_s = (time.perf_counter() - start_s) / 30
+    call_s = min((time.perf_counter() - start_s) / 30, time_s["planned"])
     programs.caches[0] = caches["planned"]
     found = plain.memory_analysis()
     peak = found.argument_size_in_bytes + found.temp_size_in_bytes
@@ -131,8 +131,8 @@ def graph_rows(name: str, engine: al.serve.Engine, fn: Any, args: Any, plans: di
                 case=f"{name}, predicted time, figures {case}",
                 value=of.objective * 1e3,
                 unit="ms",
-                against=f"calls in a row: {behind_s * 1e3:.3f} ms",
-                ratio=of.objective / behind_s,
+                against=f"a call: {call_s * 1e3:.3f} ms",
+                ratio=of.objective / call_s,
                 target="0.8 to 1.2",
             )
             for case, of in plans.items()

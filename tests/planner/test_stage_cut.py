@@ -165,3 +165,21 @@ def test_more_stages_than_a_loss_can_be_cut_into():
         LayerError, match=r"8 layers were asked of a function that can be cut into at most \d.*fewer stages"
     ):
         al.plan(step, shapes, shapes, cluster=al.Cluster.parse("1x8:cpu"), options=options)
+
+
+def test_stages_say_what_could_not_be_split():
+    """As plans on one mesh do: sizes that the mesh of some stage does not divide, loops of unknown length."""
+
+    def fn(params: Any, x: Any) -> Any:
+        for w in params:
+            x = al.layer_boundary(jnp.tanh(x @ w))
+        return jax.lax.while_loop(lambda x: jnp.sum(x) > 1.0, lambda x: 0.5 * x, x) * 2.0
+
+    args = [jax.ShapeDtypeStruct((9, 9), jnp.float32)] * 4, jax.ShapeDtypeStruct((8, 9), jnp.float32)
+    cluster, options = al.Cluster.parse("1x4:h100-sxm"), al.PlanOptions(num_stages=2)
+    notes = al.plan(fn, *args, cluster=cluster, options=options).notes
+    sizes = (
+        "0/0 dim 0 of size 9 over x; 0/0 dim 1 of size 9 over x; 0/1 dim 0 of size 9 over x; 0/1 dim 1 of size 9 over x"
+    )
+    assert any(note.startswith(f"not split because sizes do not divide: {sizes}; and ") for note in notes)
+    assert any(note.startswith("1 while loops count as one iteration: ") for note in notes)

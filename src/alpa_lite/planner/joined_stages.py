@@ -26,6 +26,7 @@ from alpa_lite.planner.plan_step import (
     decisions_of,
     identity_of,
     op_texts,
+    reports,
 )
 from alpa_lite.planner.stage_costs import StageCosts
 from alpa_lite.schedule import (
@@ -116,6 +117,7 @@ def joined_plan(
         notes=(
             *notes,
             *pins.notes,
+            *reports(step.whole, [(stage.program, stage.result.mesh) for stage in stages]),
             *_out_of_time(stages, options),
             said,
         ),

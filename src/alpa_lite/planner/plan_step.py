@@ -291,7 +291,7 @@ def _plan(
         options=task.options.changed(),
         pins=task.pins.keys,
         search=_search(best, greedy_first(task, cluster, best)),
-        notes=(*_idle(cluster, best.mesh), *notes, *task.pins.notes, *reports(program, best.mesh, decisions)),
+        notes=(*_idle(cluster, best.mesh), *notes, *task.pins.notes, *reports(program, [(program, best.mesh)])),
     )
 
 
@@ -339,23 +339,17 @@ def _search(best: MeshResult, greedy: SearchStep | None) -> tuple[SearchStep, ..
     return (*falling, replace(end, objective=best.objective, lower_bound=best.lower_bound))
 
 
-def reports(program: Program, mesh: DeviceMesh, decisions: tuple[OpDecision, ...]) -> tuple[str, ...]:
-    """What a reader should know: dims that could not be split, ops that could not, loops of unknown length."""
+def reports(program: Program, parts: Sequence[tuple[Program, DeviceMesh]]) -> tuple[str, ...]:
+    """What a reader should know: dims that could not be split, ops that could not, loops of unknown length.
+
+    Args:
+        program: the whole step.
+        parts: what is planned of it, each on its mesh.
+    """
     notes = []
-    indivisible: dict[str, str] = {}
-    pads = [(op.inputs[0], program.values[op.outputs[0]].shape) for op in program.ops if op.primitive == "pad"]
-    padded = {
-        (v, dim) for v, shape in pads if v >= 0 for dim, n in enumerate(shape) if n > program.values[v].shape[dim]
-    }
-    for path, value in zip(program.input_paths, program.inputs, strict=True):
-        for dim, size in enumerate(program.values[value].shape):
-            if (value, dim) in padded:
-                continue
-            bad = [a for a, n in zip(mesh.axis_names, mesh.shape, strict=True) if n > 1 and size > 1 and size % n]
-            if bad and size > mesh.num_devices:
-                indivisible.setdefault(f"{path} dim {dim} of size {size} over {', '.join(bad)}", path)
+    indivisible = list(dict.fromkeys(text for part, mesh in parts for text in _indivisible(part, mesh)))
     if indivisible:
-        shown = "; ".join(list(indivisible)[:4])
+        shown = "; ".join(indivisible[:4])
         more = f"; and {len(indivisible) - 4} more" if len(indivisible) > 4 else ""
         notes.append(f"not split because sizes do not divide: {shown}{more}")
     unknown: dict[str, tuple[int, str]] = {}
@@ -378,3 +372,18 @@ def reports(program: Program, mesh: DeviceMesh, decisions: tuple[OpDecision, ...
     if loops:
         notes.append(f"{len(loops)} while loops count as one iteration: {', '.join(dict.fromkeys(loops))}")
     return tuple(notes)
+
+
+def _indivisible(program: Program, mesh: DeviceMesh) -> Iterator[str]:
+    """Large dims of arguments that axes of the mesh do not divide, unless they are padded."""
+    pads = [(op.inputs[0], program.values[op.outputs[0]].shape) for op in program.ops if op.primitive == "pad"]
+    padded = {
+        (v, dim) for v, shape in pads if v >= 0 for dim, n in enumerate(shape) if n > program.values[v].shape[dim]
+    }
+    for path, value in zip(program.input_paths, program.inputs, strict=True):
+        for dim, size in enumerate(program.values[value].shape):
+            if (value, dim) in padded:
+                continue
+            bad = [a for a, n in zip(mesh.axis_names, mesh.shape, strict=True) if n > 1 and size > 1 and size % n]
+            if bad and size > mesh.num_devices:
+                yield f"{path} dim {dim} of size {size} over {', '.join(bad)}"

@@ -94,6 +94,7 @@ def test_prices_and_steps_are_the_engines():
     assert made.time_s == pytest.approx(engine.time_s(before, after, SQUARE, 4))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("place", ["cheaper", "before", "after"])
 @pytest.mark.parametrize("seed", range(3))
 def test_random_programs_become_runnable(place, seed):

@@ -29,6 +29,7 @@ def whole(tmp_path_factory):
     return folder
 
 
+@pytest.mark.medium
 def test_every_kind_of_leaf_comes_back_exactly_in_another_layout(whole):
     arrays, other = leaves(mesh()), mesh(2, (4,), ("z",))
     got = read_leaves(
@@ -87,6 +88,7 @@ def test_orbax_alone_reads_an_item(tmp_path, monkeypatch):
 CUTS = {"whole": (), "thirds": (2, 6), "one row": (1,), "as stored": (4,), "beside": (3, 4, 5)}
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("packed_bytes", [-1, 2**20])
 @pytest.mark.parametrize("stored", CUTS)
 @pytest.mark.parametrize("wanted", CUTS)

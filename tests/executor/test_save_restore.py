@@ -146,6 +146,7 @@ def test_a_state_that_is_one_leaf(tmp_path):
     np.testing.assert_array_equal(step.restore(tmp_path, step=5), np.full(4, 7, np.float32))
 
 
+@pytest.mark.medium
 def test_saving_goes_on_beside_the_program(tmp_path, monkeypatch):
     step, state = small()
     plan = step.plan(state, np.ones(2, np.float32))

@@ -150,15 +150,15 @@ def test_workers_of_two_graphs_on_one_transport() -> None:
     model, params = model_and_params("gpt")
     offers: dict[int, Any] = {}
     transport = Handed(offers, threading.Condition())
-    workers, given = [], []
+    workers, given, sent = [], [], 0
     for name, (fn, args) in al.serve.graphs(model, params, **STAGED_SIZES).items():
         if name != "prefill_24":
             plan = staged_layout("gpt").plans[name]
+            sent += len(plan.pipeline.transfers)
             workers.append(Worker(parcel_of(al.parallelize(fn, plan=plan, donate_argnums=1), *args), 0, transport))
             zeros = [np.zeros(leaf.value.shape, leaf.value.dtype) for leaf in plan.inputs]
             given.append({position: whole_tiles(x) for position, x in enumerate(zeros)})
     for number in range(1, 31):
         workers[number % 2].step(StepOrder(number=number, given=given[number % 2]))
-    assert len(offers) == 15 * (1 + 3), (
-        "a prompt is sent once; of decode two values besides, for where caches are written"
-    )
+    assert sent >= 3  # a prompt, a token, and where caches are written
+    assert len(offers) == 15 * sent

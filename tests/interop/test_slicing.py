@@ -87,6 +87,7 @@ def test_pins_and_further_costs_equal_exhaustive_search(layers):
     assert sum(found) > 8
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("seed", range(40))
 def test_close_calls_equal_exhaustive_search(seed):
     # Any two slicings differ by a few millionths: a bound that cuts a little too much loses the best one.

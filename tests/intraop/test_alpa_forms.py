@@ -259,12 +259,14 @@ def test_the_numbers_are_those_of_the_reference():
     assert bare[-1] == pytest.approx(2359302.06, abs=0.011)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("case", "shape"), ON_MESHES)
 def test_restricted_to_alpas_strategies_the_optimum_is_the_number(case, shape):
     mesh = DeviceMesh(shape=shape, axis_names=_names(shape))
     assert restricted_optimum(case, mesh, case.demanded or {}) == pytest.approx(case.number, rel=0.01)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("case", "shape"), ON_MESHES)
 def test_with_all_strategies_the_optimum_is_never_above(case, shape):
     plan = free_plan(case, shape, _names(shape), case.demanded or {})

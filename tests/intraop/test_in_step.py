@@ -44,6 +44,7 @@ def same_core(a: Core, b: Core) -> bool:
     )
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("block", range(4))
 def test_graphs_are_those_of_each_problem_alone(block: int) -> None:
     together = 0

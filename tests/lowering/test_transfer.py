@@ -192,6 +192,7 @@ def test_nothing_reads_an_array_on_the_host(before, one, after, other, monkeypat
 # -- kinds of arrays ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("after", ["[_,x]", "[_,_]"])
 @pytest.mark.parametrize("dtype", ["bool", "int8", "int32", "uint32", "bfloat16", "float16", "complex64"])
 def test_types(dtype, after, copied):

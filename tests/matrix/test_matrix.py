@@ -115,6 +115,7 @@ def test_every_collective_is_planned_and_every_planned_one_found(name: str, mesh
     assert not done.report.missing
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("name", "mesh_shape"), CELLS)
 def test_memory_is_as_predicted(name: str, mesh_shape: tuple[int, ...]) -> None:
     done = run(name, mesh_shape)

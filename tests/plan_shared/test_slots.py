@@ -130,6 +130,7 @@ def test_what_is_no_work_row_by_row_is_refused() -> None:
         al.plan_shared(graphs, shared=("0", "1"), cluster=CLUSTER, options=options)
 
 
+@pytest.mark.medium
 def test_alone_it_is_refused() -> None:
     params, cache, _, which = given("stacked")
     with pytest.raises(LayerError, match=r"at most 1.* has no matmul.*al\.plan_shared, follow="):

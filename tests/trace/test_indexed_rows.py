@@ -103,6 +103,7 @@ def carried_stacks(closed: Any) -> list[Any]:
     return [v.aval for v in eqn.params["jaxpr"].jaxpr.invars if v.aval.ndim > 1 and v.aval.shape[0] == LAYERS]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", PROVEN)
 @pytest.mark.parametrize("form", ["scan", "reverse", "counted"])
 def test_every_layer_has_its_row(name: str, form: str) -> None:
@@ -147,6 +148,7 @@ UNPROVEN = {
 }
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", UNPROVEN)
 def test_what_is_not_proven_stays(name: str) -> None:
     _, found = rewritten(UNPROVEN[name])

@@ -76,6 +76,7 @@ def test_every_family_has_a_quick_case():
     assert {f for f, n in NAMES if n in QUICK} == FAMILIES.keys()
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("family", "name"), CASES)
 def test_random_strategies_compute_the_same(family, name):
     fn, args = FAMILIES[family]()[name]

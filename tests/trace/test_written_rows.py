@@ -72,6 +72,7 @@ def test_old_versions_and_slices_of_several_rows() -> None:
     same_values(f, made, CACHE)
 
 
+@pytest.mark.medium
 def test_a_stack_made_inside_is_put_together_for_what_reads_all_of_it() -> None:
     """As a prompt's caches are made, and written into a slot of all."""
 

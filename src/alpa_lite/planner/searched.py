@@ -35,7 +35,7 @@ from alpa_lite.units import format_bytes
 SEARCHED_SCHEDULES = ("gpipe", "1f1b", "eager-1f1b")
 _CANDIDATES = 2  # cuts that are planned exactly
 _WORTH = 0.01  # share of the estimate that another number of stages must promise by its bound
-_COMPARED = 4  # numbers of stages of which cuts are estimated
+_COMPARED = 4  # numbers of stages of which cuts are estimated, or tried in hope
 _ROUNDS = 4  # of searching again, where a cut has no plan within the memory
 
 
@@ -153,7 +153,8 @@ class _Searched:
         """Plan a cut that fits by none of the rents of the table: a stage that is planned whole is fitted with many more."""
         self.search.hope()
         bounds = {count: self.search.bound_s(count) for count in counts if count > 1}
-        for count in sorted((n for n in bounds if math.isfinite(bounds[n])), key=lambda n: (bounds[n], n)):
+        ranked = sorted((n for n in bounds if math.isfinite(bounds[n])), key=lambda n: (bounds[n], n))
+        for count in ranked[:_COMPARED]:
             promises = len(self.plans) < _CANDIDATES and bounds[count] < self.least()
             if promises and (cut := self.search.best(count)) is not None:
                 self.plan(cut)

@@ -15,20 +15,12 @@ from examples.registry import EXAMPLES
 NO_COMPILER = any(importlib.util.find_spec(module) is None for module in ("jax_cuda12_plugin", "flatbuffers"))
 needs_compiler = pytest.mark.skipif(NO_COMPILER, reason="XLA:GPU is not installed: pip install 'alpa-lite[aot]'")
 MEMORY_BOUNDS = (0.95, 1.10)
-# 1.21 of XLA's peak with JAX 0.10, 1.18 with 0.12: too much is counted of a plan that gathers values in three steps.
-GATHERED_IN_STEPS = pytest.mark.xfail(strict=True, reason="values gathered in three steps: 1.21 (docs/memory.md)")
 
 
 @needs_compiler
 @pytest.mark.parametrize(
     ("name", "size", "mesh"),
-    [
-        ("mlp", "small", (8,)),
-        ("lstm", "small", (2, 4)),
-        ("mlp", "base", (2, 4)),
-        ("lstm", "base", (2, 4)),
-        pytest.param("lstm", "base", (2, 2, 2), marks=GATHERED_IN_STEPS),
-    ],
+    [("mlp", "small", (8,)), ("lstm", "small", (2, 4)), ("mlp", "base", (2, 4)), ("lstm", "base", (2, 2, 2))],
 )
 def test_memory_and_collectives_are_as_predicted(name: str, size: str, mesh: tuple[int, ...]) -> None:
     example = EXAMPLES[name](size)

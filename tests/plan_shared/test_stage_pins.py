@@ -58,7 +58,7 @@ STACKED = KERNELS, shape(4, 256)
     ("graphs", "options", "error", "message"),
     [
         (
-            {"one": (as_a_whole, (STACKED, NARROW[1])), "other": (by_rows, (STACKED, WIDE[1]))},
+            {"one": (as_a_whole, (STACKED, WIDE[1])), "other": (by_rows, (STACKED, NARROW[1]))},
             {},
             LayerError,
             r"'one', cut as 'other'.*'0/1\[0:1\]' asks for stage 0.*both are in op 0.*rows of '0/1' .*a leaf per layer",

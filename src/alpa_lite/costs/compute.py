@@ -18,7 +18,7 @@ from alpa_lite.costs.model import Size
 HEAVY_KINDS = ("matmul", "convolution")
 
 
-def op_time_s(device: Device, flops: Size, size_bytes: Size, dtype: str, kind: str, *, launched: bool = True) -> Size:
+def op_time_s(device: Device, flops: Size, size_bytes: Size, dtype: str, kind: str) -> Size:
     """Seconds of one op, for numbers or for arrays of the same shape.
 
     Args:
@@ -27,10 +27,9 @@ def op_time_s(device: Device, flops: Size, size_bytes: Size, dtype: str, kind: s
         size_bytes: bytes that the device reads and writes.
         dtype: of the operands, NumPy-style, e.g. "bfloat16".
         kind: one of ``HEAVY_KINDS``, or anything else for an op without matrix units.
-        launched: whether it is started by itself, and not computed inside of another.
 
     Returns:
-        Zero where an op has neither FLOPs nor bytes (it is a view), else at least ``device.launch_s`` if it is launched.
+        Zero where an op has neither FLOPs nor bytes (it is a view), else at least ``device.launch_s``.
     """
     matmul = kind in HEAVY_KINDS
     peak = device.peak_flops_per_s(dtype, matmul)
@@ -38,7 +37,7 @@ def op_time_s(device: Device, flops: Size, size_bytes: Size, dtype: str, kind: s
     moved: NDArray[Any] = np.asarray(size_bytes, dtype=np.float64)
     flop_s = work / (peak * device.matmul_efficiency) + device.ramp_s * (work > 0) if matmul else work / peak
     byte_s = moved / (device.memory_bandwidth_bytes_per_s * device.memory_efficiency)
-    time = np.maximum(np.maximum(flop_s, byte_s), device.launch_s if launched else 0.0)
+    time = np.maximum(np.maximum(flop_s, byte_s), device.launch_s)
     time = np.where((work > 0) | (moved > 0), time, 0.0)
     return float(time) if time.ndim == 0 else time  # pyrefly: ignore[bad-return]
 

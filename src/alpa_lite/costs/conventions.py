@@ -84,11 +84,10 @@ class RooflineCosts(PricedInBytes):
     def inner_extra(self, kind: CollectiveKind, axes: tuple[str, ...]) -> tuple[float, float]:
         return self.meshes.inner_extra(kind, axes)
 
-    def compute(self, flops: Size, size_bytes: Size, dtype: str, heavy: bool, stores: bool = True) -> Size:
+    def compute(self, flops: Size, size_bytes: Size, dtype: str, heavy: bool) -> Size:
         if not self.computes:
             return linear_price((0.0, 0.0), flops)
-        kind = "matmul" if heavy else "other"
-        return op_time_s(self.meshes.cluster.device, flops, size_bytes, dtype, kind, launched=stores)
+        return op_time_s(self.meshes.cluster.device, flops, size_bytes, dtype, "matmul" if heavy else "other")
 
     def heavy_replication(self, axes: tuple[str, ...], size_bytes: Size) -> Size:
         repeated = self.meshes.mesh.axes_size(axes) > 1
@@ -169,7 +168,7 @@ class AlpaCosts(PricedInBytes):
     def collective(self, kind: CollectiveKind, axes: tuple[str, ...], size_bytes: Size) -> Size:
         return linear_price(self.linear(kind, axes), size_bytes)
 
-    def compute(self, flops: Size, size_bytes: Size, dtype: str, heavy: bool, stores: bool = True) -> Size:
+    def compute(self, flops: Size, size_bytes: Size, dtype: str, heavy: bool) -> Size:
         return linear_price((0.0, 0.0), flops)
 
     def heavy_replication(self, axes: tuple[str, ...], size_bytes: Size) -> Size:

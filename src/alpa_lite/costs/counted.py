@@ -129,7 +129,7 @@ class CountedCosts:
     def inner_extra(self, kind: CollectiveKind, axes: tuple[str, ...]) -> tuple[float, float]:
         return 0.0, 0.0
 
-    def compute(self, flops: Size, size_bytes: Size, dtype: str, heavy: bool, stores: bool = True) -> Size:
+    def compute(self, flops: Size, size_bytes: Size, dtype: str, heavy: bool) -> Size:
         return linear_price((0.0, 0.0), flops)
 
     def heavy_replication(self, axes: tuple[str, ...], size_bytes: Size) -> Size:

@@ -110,7 +110,7 @@ class CostModel(Protocol):
         """
         ...
 
-    def compute(self, flops: Size, size_bytes: Size, dtype: str, heavy: bool, stores: bool = True) -> Size:
+    def compute(self, flops: Size, size_bytes: Size, dtype: str, heavy: bool) -> Size:
         """One op on one device.
 
         Args:
@@ -118,7 +118,6 @@ class CostModel(Protocol):
             size_bytes: that the device reads and writes.
             dtype: of the op's operands, NumPy-style.
             heavy: whether it is a contraction (matmul, convolution).
-            stores: whether it stores a result; else it is computed inside of an op that does, and starts nothing.
         """
         ...
 

@@ -122,9 +122,9 @@ class Pricer:
         """Costs of ops by the numbers of their slots; the convention is asked once for all ops of a kind."""
         flops, moved = ops.work(self.graph.conversions.mesh, self.graph.conversions)
         costs, begin = np.zeros(len(flops)), ops.begin.tolist()
-        for dtype, heavy, stores, first, end in ops.kinds:
+        for dtype, heavy, first, end in ops.kinds:
             part = slice(begin[first], begin[end])
-            costs[part] = self.costs.compute(flops[part], moved[part], dtype, heavy, stores)
+            costs[part] = self.costs.compute(flops[part], moved[part], dtype, heavy)
         for place in ops.special:
             self._with_extras(self.slots.node_slots[ops.numbers[place]].node, costs[begin[place] : begin[place + 1]])
         costs *= ops.weight

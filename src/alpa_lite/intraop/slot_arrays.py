@@ -30,8 +30,7 @@ class SlotTable:
 
     Attributes:
         ops: numbers of op slots, those of one kind behind one another.
-        kinds: (dtype, whether it is a contraction, whether it stores a result, first op, op after the last) of ops that are
-            priced alike.
+        kinds: (dtype, whether it is a contraction, first op, op after the last) of ops that are priced alike.
         sets: per op, its strategies.
         flops, weight: per op, FLOPs of the whole and executions per step; ``heavy``: whether it is a contraction.
         op, position, rank: per tensor that passes memory: which of these ops, its place among operands and results, its rank.
@@ -43,7 +42,7 @@ class SlotTable:
     """
 
     ops: list[int]
-    kinds: list[tuple[str, bool, bool, int, int]]
+    kinds: list[tuple[str, bool, int, int]]
     sets: list[StrategySet]
     flops: np.ndarray
     weight: np.ndarray
@@ -63,13 +62,13 @@ class SlotTable:
 
     @classmethod
     def of(cls, nodes: Sequence[NodeSlot], edges: Sequence[EdgeSlot]) -> SlotTable:
-        kinds: dict[tuple[str, bool, bool], list[int]] = {}
+        kinds: dict[tuple[str, bool], list[int]] = {}
         for number, slot in enumerate(nodes):
             op, program = slot.node.op, slot.node.program
             if op is not None and program is not None:
                 value = next((v for v in (*op.inputs, *op.outputs) if v >= 0), -1)
                 dtype = program.values[value].dtype if value >= 0 else "float32"
-                kinds.setdefault((dtype, op.primitive in CONTRACTIONS, any(slot.writes)), []).append(number)
+                kinds.setdefault((dtype, op.primitive in CONTRACTIONS), []).append(number)
         ordered = [number for group in kinds.values() for number in group]
         ends = np.cumsum([len(group) for group in kinds.values()]).tolist()
         sets, flops, weight = [], [], []
@@ -97,7 +96,7 @@ class SlotTable:
             sets=sets,
             flops=np.array(flops, dtype=np.float64),
             weight=np.array(weight, dtype=np.float64),
-            heavy=[heavy for (_, heavy, _), group in kinds.items() for _ in group],
+            heavy=[heavy for (_, heavy), group in kinds.items() for _ in group],
             op=np.array(columns[0], dtype=np.int64),
             position=list(columns[1]),
             rank=list(columns[2]),
@@ -143,7 +142,7 @@ class OpArrays:
 
     numbers: list[int]
     begin: np.ndarray
-    kinds: list[tuple[str, bool, bool, int, int]]
+    kinds: list[tuple[str, bool, int, int]]
     ranks: list[int]
     spec: np.ndarray
     size: np.ndarray

@@ -20,8 +20,7 @@ def loop_layout(op: FlatOp) -> tuple[int, int, int]:
 
 
 def op_flops(op: FlatOp, flat: FlatJaxpr) -> float:
-    """Without those of its bodies; an elementwise op counts one per result element, one that writes a part of its operand one per
-    element of what it writes."""
+    """Without those of its bodies; an elementwise op counts one per result element."""
     if op.bodies:
         return 0.0
     if op.name == "user_op":
@@ -38,10 +37,6 @@ def op_flops(op: FlatOp, flat: FlatJaxpr) -> float:
         return 2.0 * out[0] * math.prod(kernel) / out_features
     if op.name.startswith("reduce") or op.name.startswith("cum") or op.name.startswith("arg"):
         return float(sum(ins))
-    if op.name == "dynamic_update_slice":
-        return float(ins[1])
-    if op.name.startswith("scatter"):
-        return float(ins[2])
     return float(sum(out))
 
 

@@ -20,7 +20,15 @@ MEMORY_BOUNDS = (0.95, 1.10)
 @needs_compiler
 @pytest.mark.parametrize(
     ("name", "size", "mesh"),
-    [("mlp", "small", (8,)), ("lstm", "small", (2, 4)), ("mlp", "base", (2, 4)), ("lstm", "base", (2, 2, 2))],
+    [
+        ("mlp", "small", (8,)),
+        ("lstm", "small", (2, 4)),
+        ("mlp", "base", (8,)),
+        ("mlp", "base", (2, 4)),
+        ("lstm", "base", (2, 2, 2)),
+        pytest.param("gpt_linen", "base", (2, 4), marks=pytest.mark.slow),
+        pytest.param("gpt_linen", "base", (4, 2), marks=pytest.mark.slow),
+    ],
 )
 def test_memory_and_collectives_are_as_predicted(name: str, size: str, mesh: tuple[int, ...]) -> None:
     example = EXAMPLES[name](size)

@@ -15,7 +15,7 @@ from alpa_lite.core.conversion import Conversion, Step
 from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.core.program import Program
 from alpa_lite.core.spec import ShardingSpec
-from alpa_lite.costs.dim_order import is_turned, reordered_stacks, reordering_ops, sums_rows
+from alpa_lite.costs.dim_order import reordered_stacks, reordering_ops
 from alpa_lite.costs.fusion import fused_values, joined_updates
 from alpa_lite.costs.late_order import late_order
 from alpa_lite.costs.memory import Order, timeline
@@ -241,53 +241,6 @@ def test_results_made_of_one_gradient_share_a_kernel() -> None:
     program = program_of(fn, *[(64, 64)] * 4)
     maker = {o: index for index, op in enumerate(program.ops) for o in op.outputs}
     assert joined_updates(program, fused=fused_values(program, gpu=True)) == {maker[program.outputs[1]]}
-
-
-def gathered_rows(dim: int) -> tuple[Program, list[OpDecision], Conversion]:
-    """A tensor is gathered along ``dim``, read by a matmul, and its rows are added."""
-
-    def fn(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
-        y = jnp.tanh(x)
-        return y @ w, y.sum(0)
-
-    program = program_of(fn, (512, 512), (512, 512))
-    whole, split = ShardingSpec.parse("[_,_]"), ShardingSpec.parse("[x,_]" if dim == 0 else "[_,x]")
-    made = {"tanh": split}
-    decisions = [
-        OpDecision(
-            path=str(index),
-            operands=tuple(made.get(op.primitive, whole) for _ in op.inputs),
-            results=tuple(
-                ShardingSpec.parse("[_]") if op.primitive == "reduce_sum" else made.get(op.primitive, whole)
-                for _ in op.outputs
-            ),
-        )
-        for index, op in enumerate(program.ops)
-    ]
-    first = next(index for index, op in enumerate(program.ops) if op.primitive == "dot_general")
-    value = next(op.outputs[0] for op in program.ops if op.primitive == "tanh")
-    step = Step(before=split, after=whole, kind=CollectiveKind.ALL_GATHER, axes=("x",), source_dim=dim)
-    return program, decisions, Conversion(op=str(first), value=value, steps=(step,), collectives=(0,), cost=1e-3)
-
-
-@pytest.mark.parametrize(("dim", "copied"), [(0, True), (1, False)])
-def test_rows_that_are_gathered_and_added_lie_twice(dim: int, copied: bool) -> None:
-    program, decisions, conversion = gathered_rows(dim)
-    mesh = DeviceMesh(shape=(8,), axis_names=("x",))
-    whole = ShardingSpec.parse("[_,_]")
-    report = memory_profile(
-        program,
-        timeline(program, schedule=overlap_order(program, mesh, decisions, [conversion])),
-        mesh,
-        in_specs=(decisions[0].operands[0], whole),
-        out_specs=(whole, ShardingSpec.parse("[_]")),
-        decisions=decisions,
-        conversions=[conversion],
-        roles=(LeafRole.INPUT, LeafRole.INPUT),
-    )
-    assert is_turned(conversion, program) is copied
-    assert [op.primitive for op in program.ops if sums_rows(op)] == ["reduce_sum"]
-    assert [t.whole_bytes for t in report.stored if "turned" in t.name] == [512 * 512 * 4] * copied
 
 
 def two_loops(*, transposed: bool) -> Program:

@@ -48,12 +48,15 @@ def reordered_stacks(program: Program) -> list[tuple[int, int]]:
 
 
 def is_turned(conversion: Conversion, program: Program) -> bool:
-    """Whether a tensor was gathered along another dim than the innermost, and so lies row by row.
-
-    Matmuls read it so; the kernels of a norm, which walk it feature by feature, make a second copy.
-    """
+    """Whether a tensor was gathered along another dim than the innermost, and so lies row by row."""
     step = conversion.steps[-1]
     return step.kind is CollectiveKind.ALL_GATHER and step.source_dim < len(program.values[conversion.value].shape) - 1
+
+
+def gathers_features(conversion: Conversion, program: Program) -> bool:
+    """Whether a tensor was gathered along its innermost dim, and so lies feature by feature."""
+    step = conversion.steps[-1]
+    return step.kind is CollectiveKind.ALL_GATHER and step.source_dim == len(program.values[conversion.value].shape) - 1
 
 
 def sums_rows(op: Op) -> bool:

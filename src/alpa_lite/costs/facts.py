@@ -38,3 +38,13 @@ Located = tuple[str, str, Program, Op]
 def located(program: Program) -> tuple[Located, ...]:
     """Every op, in the order of ``Program.walk`` and so of a plan's decisions."""
     return tuple((path[: path.rfind(".") + 1], path, owner, op) for path, owner, op in program.walk())
+
+
+def numbers_of(program: Program) -> dict[str, int]:
+    """Path of an op -> its number among ``located``."""
+    return {path: number for number, (_, path, _, _) in enumerate(located(program))}
+
+
+def region_of(path: str) -> str:
+    prefix = path.rpartition(".")[0]
+    return f"{prefix}." if prefix else ""

@@ -168,7 +168,7 @@ def joined_updates(program: Program, *, fused: tuple[bool, ...]) -> frozenset[in
 
     ``fused``: of the program, on GPUs.
     """
-    maker = {o: op for op in program.ops for o in op.outputs if o >= 0}
+    maker = makers_of(program)
     results = set(program.outputs)
     seen: set[tuple[int, int]] = set()
     found = set()
@@ -176,16 +176,49 @@ def joined_updates(program: Program, *, fused: tuple[bool, ...]) -> frozenset[in
         if not op.elementwise or op.outputs[0] not in results:
             continue
         size = program.values[op.outputs[0]].size_bytes
-        gradients = {(value, size) for value in _stored_operands(op, program, fused, maker) if value in maker}
+        gradients = {
+            (value, size)
+            for value in stored_operands(op, program, fused, maker, program.values[op.outputs[0]].size_bytes)
+            if value in maker
+        }
         if not seen.isdisjoint(gradients):
             found.add(index)
         seen |= gradients
     return frozenset(found)
 
 
-def _stored_operands(op: Op, program: Program, fused: Sequence[bool], maker: Mapping[int, Op]) -> set[int]:
-    """Tensors in memory, at least as large as the op's result, that its kernel reads."""
-    size = program.values[op.outputs[0]].size_bytes
+def updating_products(program: Program, *, fused: tuple[bool, ...]) -> list[int]:
+    """Indices of products that one kernel alone reads, which makes a result of nothing else but arguments: XLA:GPU computes the
+    result in the product (``GemmFusion``), as in a plain step down a gradient.
+
+    ``fused``: of the program, on GPUs.
+    """
+    maker, given, results = makers_of(program), {*program.inputs, *program.constants}, set(program.outputs)
+    readers: dict[int, list[Op]] = defaultdict(list)
+    for op in program.ops:
+        for value in set(op.inputs):
+            readers[value].append(op)
+    found = []
+    for index, op in enumerate(program.ops):
+        if op.primitive != "dot_general":
+            continue
+        ahead = op.outputs[0]  # read by one op after the other, as far as the result
+        while ahead not in results and len(readers[ahead]) == 1 and joins_consumers(readers[ahead][0]):
+            ahead = readers[ahead][0].outputs[0]
+        if ahead in results and ahead != op.outputs[0] and maker[ahead].elementwise:
+            size = program.values[ahead].size_bytes
+            if stored_operands(maker[ahead], program, fused, maker, size) - given == {op.outputs[0]}:
+                found.append(index)
+    return found
+
+
+def makers_of(program: Program) -> dict[int, Op]:
+    """Value -> the op of this program that makes it."""
+    return {o: op for op in program.ops for o in op.outputs if o >= 0}
+
+
+def stored_operands(op: Op, program: Program, fused: Sequence[bool], maker: Mapping[int, Op], size: int) -> set[int]:
+    """Tensors in memory, of at least ``size`` bytes, that an op's kernel reads."""
     pending, seen, found = [op], set(), set()
     while pending:
         for value in pending.pop().inputs:

@@ -23,9 +23,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from alpa_lite.core.conversion import Conversion
 from alpa_lite.core.program import Op, Program
 from alpa_lite.costs.dim_order import reordered_stacks, reordering_ops
-from alpa_lite.costs.facts import Facts
+from alpa_lite.costs.facts import Facts, region_of
 from alpa_lite.costs.fusion import fused_values, is_view, overwriting_ops
 from alpa_lite.costs.late_order import BARRIER, barrier_group, late_order, order_in_loop
 from alpa_lite.costs.overlap_order import Move, Schedule
@@ -115,6 +116,16 @@ def with_moves(line: Timeline, schedule: Schedule) -> Timeline:
         return start[str(order[place])] if place < len(order) else last
 
     return replace(line, moves={move: (time(lo), time(hi)) for move, (lo, hi) in schedule.moves.items()})
+
+
+def times_of(conversion: Conversion, line: Timeline) -> tuple[int, int]:
+    """When a conversion starts and when it is done."""
+    path, region = conversion.op, region_of(conversion.op)
+    move = Move(path, conversion.value, conversion.target)
+    if move in line.moves:
+        return line.moves[move]
+    time = line.start[path] if path in line.start else max(0, line.region_end[region] - 1)
+    return time, time
 
 
 def _number(program: Program, prefix: str, out: Timeline, order: Iterable[int], facts: Facts) -> None:

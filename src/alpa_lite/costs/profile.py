@@ -11,20 +11,18 @@ from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.core.program import Op, Program
 from alpa_lite.core.spec import ShardingSpec
 from alpa_lite.costs.buffers import SharedBlock, temporaries
-from alpa_lite.costs.dim_order import is_turned, sums_rows
 from alpa_lite.costs.donated import copied_results, saved_arguments, transposed_copies
-from alpa_lite.costs.facts import Facts, located
-from alpa_lite.costs.fusion import fused_values, joins_consumers
+from alpa_lite.costs.facts import Facts, located, numbers_of, region_of
+from alpa_lite.costs.fusion import fused_values, joins_consumers, updating_products
 from alpa_lite.costs.instructions import instruction_graph
 from alpa_lite.costs.late_order import barriers_of
-from alpa_lite.costs.memory import Timeline, peak_usage
-from alpa_lite.costs.overlap_order import Move
+from alpa_lite.costs.memory import Timeline, peak_usage, times_of
+from alpa_lite.costs.second_copies import head_copies, turned_copies
 from alpa_lite.costs.split_matmul import (
     Matmul,
-    kernels_that_read,
+    known_kernels,
     local_matmul,
     number_of_parts,
-    readers_of,
     sum_is_repeated,
     workspace_bytes,
 )
@@ -57,8 +55,8 @@ class Tensor:
 class PeakReport:
     """The profile, the time of the peak, and what is alive then, largest first.
 
-    ``stored`` is everything that comes and goes, but for partial products and saved arguments (not for CPU, where a block
-    of memory holds it); no mesh size changes it.
+    ``stored`` is everything that comes and goes, but for what depends on sizes on one device: partial products, second copies by
+    head, saved arguments (not for CPU, where a block of memory holds it); no mesh size changes it.
     """
 
     profile: MemoryProfile
@@ -105,11 +103,14 @@ def memory_profile(
     else:
         facts = Facts(program) if facts is None else facts
         stored = _stored(facts, line, decisions, conversions, shapes)
-        stored += _turned(facts, line, conversions)
+        stored += turned_copies(facts, line, decisions, conversions)
         stored += copied_results(facts, line, in_specs) + transposed_copies(facts, line, in_specs)
         workspace = _workspace(facts, line, mesh, decisions, conversions, stored)
         workspace += saved_arguments(facts, line, mesh, in_specs)
-        peak, time, living = _peak(stored, workspace, mesh, line.num_times, base)
+        workspace += head_copies(facts, mesh, decisions, conversions, stored)
+        inside = _computed_in_updates(facts, mesh, decisions, conversions)
+        outside = [t for t in stored if t.name not in inside]
+        peak, time, living = _peak(outside, workspace, mesh, line.num_times, base)
         alive = [Tensor(name=t.name, size_bytes=s, category=t.category) for t, s in living]
     alive.sort(key=lambda t: (-t.size_bytes, t.name))
     at_peak = {word: sum(t.size_bytes for t in alive if t.category == word) for word in _TEMPORARY}
@@ -182,12 +183,12 @@ def _stored(
     """Everything that is neither argument nor result."""
     regions = facts.of(regions_of, facts.program)
     tensors = facts.of(tensors_of, facts.program, parameter_shapes=frozenset(parameter_shapes))
-    converted = {(_region_of(c.op), c.value) for c in conversions}
+    converted = {(region_of(c.op), c.value) for c in conversions}
     items: list[Stored] = []
     last = _last_reads(facts, line, decisions, conversions, converted)
     unstored = _unstored_layouts(facts, regions, tensors, decisions, conversions, converted)
     for conversion in reversed(conversions):
-        key = (_region_of(conversion.op), conversion.value)
+        key = (region_of(conversion.op), conversion.value)
         if (*key, conversion.target) in unstored:  # computed where it is read, from a source that lasts until then
             source = (*key, conversion.source)
             last[source] = max(last.get(source, 0), last.get((*key, conversion.target), 0))
@@ -205,7 +206,7 @@ def _stored(
             # A tensor that is converted dies in its first layout once the last reader of that layout is done.
             hi = hi if interval.copy else last.get((*key, spec), 0)
         items.append(Stored(lo, max(hi, lo + 1), tensor.size_bytes, spec, tensor.name, tensor.category))
-    kept = [c for c in conversions if (_region_of(c.op), c.value, c.target) not in unstored]
+    kept = [c for c in conversions if (region_of(c.op), c.value, c.target) not in unstored]
     return items + _converted(regions, line, kept, last)
 
 
@@ -218,7 +219,7 @@ def _workspace(
     stored: Sequence[Stored],
 ) -> list[Stored]:
     """What the partial products of split matmuls need beside their results; sizes are those on one device."""
-    converted = {(_region_of(c.op), c.value) for c in conversions}
+    converted = {(region_of(c.op), c.value) for c in conversions}
     ops = facts.of(located, facts.program)
     made: dict[str, Stored] = {}
     found = []
@@ -233,7 +234,7 @@ def _workspace(
             continue
         made = made or {t.name: t for t in reversed(stored)}
         value, begin = op.outputs[0], line.start[path]
-        kernels = _kernels_that_read(facts, region, value)
+        kernels = known_kernels(facts, region, value)
         total = workspace_bytes(product, parts)
         end, size = begin + 1, total
         result = made.get(f"{prefix}%{value}")
@@ -249,35 +250,18 @@ def _workspace(
     return found
 
 
-def _kernels_that_read(facts: Facts, region: Program, value: int) -> list[int]:
-    """As ``kernels_that_read``, once per value."""
-    known = facts.of(_known_kernels, region)
-    if value not in known:
-        fused, readers = facts.of(fused_values, region, gpu=True), facts.of(readers_of, region)
-        known[value] = kernels_that_read(region, fused, readers, value)
-    return known[value]
-
-
-def _known_kernels(region: Program) -> dict[int, list[int]]:
-    """Value of a region -> its kernels, filled as they are asked for."""
-    return {}
-
-
-def _turned(facts: Facts, line: Timeline, conversions: Sequence[Conversion]) -> list[Stored]:
-    """Second copies of tensors, in the order of the kernels of a norm, for as long as its reductions need them."""
-    regions = facts.of(regions_of, facts.program)
-    found = []
-    for conversion in conversions:
-        prefix = _region_of(conversion.op)
-        region, value = regions[prefix], conversion.value
-        if not is_turned(conversion, region):
-            continue
-        kernels = _kernels_that_read(facts, region, value)
-        ends = [line.end[f"{prefix}{k}"] for k in kernels if sums_rows(region.ops[k])]
-        if ends:
-            _, lo = _times_of(conversion, line)
-            size, name = region.values[value].size_bytes, f"{prefix}%{value} turned"
-            found.append(Stored(lo, max(lo + 1, *ends), size, conversion.target, name, "temporaries"))
+def _computed_in_updates(
+    facts: Facts, mesh: DeviceMesh, decisions: Sequence[OpDecision], conversions: Sequence[Conversion]
+) -> set[str]:
+    """Names of the products that are not stored, as the kernel that computes them updates the state with them."""
+    converted = {(region_of(c.op), c.value) for c in conversions}
+    numbers, found = facts.of(numbers_of, facts.program), set()
+    for prefix, region in facts.of(regions_of, facts.program).items():
+        for index in facts.of(updating_products, region, fused=facts.of(fused_values, region, gpu=True)):
+            op, operands = region.ops[index], decisions[numbers[f"{prefix}{index}"]].operands
+            product = local_matmul(op, region, operands, mesh)
+            if product is not None and number_of_parts(product) == 1 and (prefix, op.outputs[0]) not in converted:
+                found.add(f"{prefix}%{op.outputs[0]}")
     return found
 
 
@@ -293,8 +277,8 @@ def _converted(
     """Converted layouts live from their place to the last op that reads them (or converts them on)."""
     items = []
     for conversion in conversions:
-        region = _region_of(conversion.op)
-        lo, _ = _times_of(conversion, line)
+        region = region_of(conversion.op)
+        lo, _ = times_of(conversion, line)
         key = (region, conversion.value, conversion.target)
         hi = max(last.get(key, lo), lo + 1)
         size, name = regions[region].values[conversion.value].size_bytes, f"{region}%{conversion.value} as"
@@ -329,7 +313,7 @@ def _unstored_layouts(
             makers[key] = ops[index][3], decisions[index].results[result]
     found = set()
     for conversion in reversed(conversions):
-        region, value = _region_of(conversion.op), conversion.value
+        region, value = region_of(conversion.op), conversion.value
         slices = all(step.kind is None for step in conversion.steps)
         readers[(region, value, conversion.source)].append(slices)
         results = regions[region].outputs
@@ -337,7 +321,7 @@ def _unstored_layouts(
         if slices and value not in results and uses and all(uses):
             found.add((region, value, conversion.target))
     for conversion in conversions:
-        region, value = _region_of(conversion.op), conversion.value
+        region, value = region_of(conversion.op), conversion.value
         op, made = makers.get((region, value), (None, None))
         if (
             op is not None
@@ -348,21 +332,6 @@ def _unstored_layouts(
         ):
             found.add((region, value, made))
     return found
-
-
-def _region_of(path: str) -> str:
-    prefix = path.rpartition(".")[0]
-    return f"{prefix}." if prefix else ""
-
-
-def _times_of(conversion: Conversion, line: Timeline) -> tuple[int, int]:
-    """When a conversion starts and when it is done."""
-    path, region = conversion.op, _region_of(conversion.op)
-    move = Move(path, conversion.value, conversion.target)
-    if move in line.moves:
-        return line.moves[move]
-    time = line.start[path] if path in line.start else max(0, line.region_end[region] - 1)
-    return time, time
 
 
 def _last_reads(
@@ -384,6 +353,6 @@ def _last_reads(
             )  # in the buffer that a loop's carry starts in
             last[key] = max(last.get(key, 0), line.start[path] if goes_on else line.read_end[path])
     for conversion in conversions:
-        key = (_region_of(conversion.op), conversion.value, conversion.source)
-        last[key] = max(last.get(key, 0), _times_of(conversion, line)[1] + 1)
+        key = (region_of(conversion.op), conversion.value, conversion.source)
+        last[key] = max(last.get(key, 0), times_of(conversion, line)[1] + 1)
     return last

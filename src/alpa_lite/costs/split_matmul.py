@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.core.program import Op, Program
 from alpa_lite.core.spec import ShardingSpec
-from alpa_lite.costs.fusion import is_view, takes_producers
+from alpa_lite.costs.facts import Facts
+from alpa_lite.costs.fusion import fused_values, is_view, takes_producers
 
 _CANDIDATES = tuple(2**power for power in range(12))
 _TILE = 128
@@ -141,3 +142,17 @@ def kernels_that_read(
             pending += [o for o in passed if o not in seen]
             seen.update(passed)
     return sorted(found)
+
+
+def known_kernels(facts: Facts, region: Program, value: int) -> list[int]:
+    """As ``kernels_that_read``, once per value."""
+    known = facts.of(_known_kernels, region)
+    if value not in known:
+        fused, readers = facts.of(fused_values, region, gpu=True), facts.of(readers_of, region)
+        known[value] = kernels_that_read(region, fused, readers, value)
+    return known[value]
+
+
+def _known_kernels(region: Program) -> dict[int, list[int]]:
+    """Value of a region -> its kernels, filled as they are asked for."""
+    return {}

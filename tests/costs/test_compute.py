@@ -55,7 +55,7 @@ def test_large_matmul_is_bound_by_flops_and_an_add_by_bytes():
     device = read_device("h100-sxm")[0]
     n = 8192
     matmul = op_time_s(device, 2.0 * n**3, 3.0 * 2 * n**2, "bfloat16", "matmul")
-    assert matmul == pytest.approx(2 * n**3 / (0.75 * 989.4e12), rel=0.01)
+    assert matmul == pytest.approx(2 * n**3 / (0.83 * 989.4e12), rel=0.01)
     add = op_time_s(device, float(n**2), 3.0 * 2 * n**2, "bfloat16", "other")
     assert add == pytest.approx(3 * 2 * n**2 / (0.9 * 3352.32e9))
 

@@ -1,4 +1,4 @@
-"""What XLA:GPU stores twice for the order of dims, and products that it does not store at all."""
+"""What XLA:GPU stores twice for the order of dims, and products and casts that it does not store at all."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from alpa_lite.costs.memory import timeline
 from alpa_lite.costs.overlap_order import overlap_order
 from alpa_lite.costs.profile import PeakReport, memory_profile
 from alpa_lite.plan.records import LeafRole, OpDecision
+from alpa_lite.trace.program import trace
 from tests.costs.test_gpu_memory import program_of
 
 SIZE = 512
@@ -160,3 +161,21 @@ def test_a_plain_update_is_computed_in_the_product() -> None:
 def test_other_products_are_stored(fn: Callable[..., Any]) -> None:
     """With several readers, as a result, with another product, or read otherwise than element by element."""
     assert not products_in_updates(fn)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "stored"),
+    [("bool", False), ("bfloat16", False), ("float32", True)],  # of what is cast to single precision or half
+)
+def test_a_cast_to_more_bytes_is_computed_in_the_product_that_reads_it(dtype: str, stored: bool) -> None:
+    """``GemmFusion`` takes in what it reads fewer bytes for."""
+    wide = "bfloat16" if stored else "float32"
+
+    def fn(x: jax.Array, w: jax.Array) -> jax.Array:
+        return x.astype(wide) @ w
+
+    args = jax.ShapeDtypeStruct((64, 64), dtype), jax.ShapeDtypeStruct((64, 64), wide)
+    program = trace(fn, args, {}).program
+    value = next(op.outputs[0] for op in program.ops if op.primitive == "convert_element_type")
+    assert fused_values(program, gpu=True)[value] is not stored
+    assert not fused_values(program)[value]

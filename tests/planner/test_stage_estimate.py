@@ -53,4 +53,4 @@ def test_later_stages_hide_what_they_do_once():
         once = [4.0 if s == stage else 0.0 for s in range(4)]
         found, exact = estimate_s(times, trips, once, flying, COUNT), simulated("1f1b", times, trips, once)
         assert found == pytest.approx(exact, rel=0.02)
-        assert found == pytest.approx(estimate_s(times, trips, [0.0] * 4, flying, COUNT) + 4.0 - stage * 0.55)
+        assert found == pytest.approx(estimate_s(times, trips, [0.0] * 4, flying, COUNT) + 4.0 - stage * (2 / 3 + 0.05))

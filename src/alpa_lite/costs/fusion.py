@@ -101,9 +101,11 @@ def fused_values(program: Program, *, gpu: bool = False, stacked: Collection[int
     costly = _COSTLY_ON_GPU if gpu else _COSTLY
     consumers: dict[int, list[bool]] = defaultdict(list)
     sunk = _constants_for_loops(program) if gpu else frozenset()
+    widened = {op.outputs[0] for op in program.ops if _widens(op, program)} if gpu else frozenset[int]()
     for op in program.ops:
         for value in set(op.inputs):
-            consumers[value].append(takes_producers(op) or (value in sunk and bool(op.bodies)))
+            inside = (value in sunk and bool(op.bodies)) or (value in widened and op.primitive == "dot_general")
+            consumers[value].append(takes_producers(op) or inside)
     for value in stacked:
         consumers[value].append(True)
     for value in _held_by_barriers(program) if gpu else ():

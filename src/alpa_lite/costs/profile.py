@@ -55,8 +55,8 @@ class Tensor:
 class PeakReport:
     """The profile, the time of the peak, and what is alive then, largest first.
 
-    ``stored`` is everything that comes and goes, but for what depends on sizes on one device: partial products, second copies by
-    head, saved arguments (not for CPU, where a block of memory holds it); no mesh size changes it.
+    ``stored`` is everything that comes and goes, but for partial products and saved arguments (not for CPU, where a block
+    of memory holds it). Sizes on a mesh follow from it; what XLA:GPU stores twice or not at all may be other tensors on another.
     """
 
     profile: MemoryProfile
@@ -105,12 +105,12 @@ def memory_profile(
         stored = _stored(facts, line, decisions, conversions, shapes)
         stored += turned_copies(facts, line, decisions, conversions)
         stored += copied_results(facts, line, in_specs) + transposed_copies(facts, line, in_specs)
+        stored += head_copies(facts, mesh, decisions, conversions, stored)
+        inside = _computed_in_updates(facts, mesh, decisions, conversions)
+        stored = [t for t in stored if t.name not in inside] if inside else stored
         workspace = _workspace(facts, line, mesh, decisions, conversions, stored)
         workspace += saved_arguments(facts, line, mesh, in_specs)
-        workspace += head_copies(facts, mesh, decisions, conversions, stored)
-        inside = _computed_in_updates(facts, mesh, decisions, conversions)
-        outside = [t for t in stored if t.name not in inside]
-        peak, time, living = _peak(outside, workspace, mesh, line.num_times, base)
+        peak, time, living = _peak(stored, workspace, mesh, line.num_times, base)
         alive = [Tensor(name=t.name, size_bytes=s, category=t.category) for t, s in living]
     alive.sort(key=lambda t: (-t.size_bytes, t.name))
     at_peak = {word: sum(t.size_bytes for t in alive if t.category == word) for word in _TEMPORARY}

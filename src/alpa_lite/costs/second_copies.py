@@ -80,7 +80,7 @@ def head_copies(
     """Of results of products of one tensor, which XLA:GPU joins (``DotMerger``), as are queries, keys and values.
 
     Products of several heads want them head by head, so each is written out once more. Where one is wanted in two orders, as
-    keys are forward and backward, the joined result stays until the second is made of it. Sizes are those on one device.
+    keys are forward and backward, the joined result stays until the second is made of it.
     """
     converted = {(region_of(c.op), c.value) for c in conversions}
     numbers = facts.of(numbers_of, facts.program)
@@ -109,12 +109,9 @@ def head_copies(
                     local = spec.local_shape(region.values[region.ops[read.op].inputs[read.operand]].shape, mesh)
                     if all(local[d] > 1 for d in read.heads):
                         orders[value].add(tuple(d for d in read.dims if local[d] > 1))
-            once = [value for value, wanted in orders.items() if len(wanted) == 1 and f"{prefix}%{value}" in made]
             if any(len(wanted) > 1 for wanted in orders.values()):
-                tensors = [(made[f"{prefix}%{value}"], sizes[value]) for value in once]
-                found += [
-                    Stored(t.lo, t.hi, size, ShardingSpec(()), f"{t.name} by head", t.category) for t, size in tensors
-                ]
+                once = [f"{prefix}%{value}" for value, wanted in orders.items() if len(wanted) == 1]
+                found += [made[name]._replace(name=f"{name} by head") for name in once if name in made]
     return found
 
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.costs.conversion import Conversions
+from alpa_lite.costs.fusion import is_update
 from alpa_lite.intraop.decisions import CONTRACTIONS
 from alpa_lite.intraop.slots import EdgeSlot, NodeSlot, Slots
 from alpa_lite.intraop.strategies import StrategySet
@@ -84,7 +85,8 @@ class SlotTable:
                     v = program.values[value]
                     size_bytes = math.prod(v.shape) * v.itemsize
                     tensors.append((place, position, len(v.shape), size_bytes, passes, patched, rows))
-            works = any(slot.reads) or any(slot.writes) or op.primitive in CONTRACTIONS
+            # An update computes no more than what it writes, whose bytes take longer.
+            works = (any(slot.reads) or any(slot.writes) or op.primitive in CONTRACTIONS) and not is_update(op)
             sets.append(strategies)
             flops.append(op.flops if works else 0.0)
             weight.append(slot.node.weight)

@@ -178,11 +178,7 @@ def joined_updates(program: Program, *, fused: tuple[bool, ...]) -> frozenset[in
         if not op.elementwise or op.outputs[0] not in results:
             continue
         size = program.values[op.outputs[0]].size_bytes
-        gradients = {
-            (value, size)
-            for value in stored_operands(op, program, fused, maker, program.values[op.outputs[0]].size_bytes)
-            if value in maker
-        }
+        gradients = {(value, size) for value in stored_operands(op, program, fused, maker, size) if value in maker}
         if not seen.isdisjoint(gradients):
             found.add(index)
         seen |= gradients
@@ -207,7 +203,7 @@ def updating_products(program: Program, *, fused: tuple[bool, ...]) -> list[int]
         ahead = op.outputs[0]  # read by one op after the other, as far as the result
         while ahead not in results and len(readers[ahead]) == 1 and joins_consumers(readers[ahead][0]):
             ahead = readers[ahead][0].outputs[0]
-        if ahead in results and ahead != op.outputs[0] and maker[ahead].elementwise:
+        if ahead in results and ahead in maker and ahead != op.outputs[0] and maker[ahead].elementwise:
             size = program.values[ahead].size_bytes
             if stored_operands(maker[ahead], program, fused, maker, size) - given == {op.outputs[0]}:
                 found.append(index)

@@ -28,7 +28,12 @@ def turned_copies(
     a norm: a copy in their order, for as long as reductions over the rows need it."""
     regions = facts.of(regions_of, facts.program)
     ops, reads = facts.of(located, facts.program), facts.of(reads_of, facts.program)
-    others = {prefix: _by_feature(prefix, region, conversions) for prefix, region in regions.items()}
+    gathered: dict[str, set[int]] = {prefix: set() for prefix in regions}
+    for conversion in conversions:
+        prefix = region_of(conversion.op)
+        if gathers_features(conversion, regions[prefix]):
+            gathered[prefix].add(conversion.value)
+    others = {prefix: _made_of(values, regions[prefix]) for prefix, values in gathered.items()}
     found = []
     for conversion in conversions:
         prefix, value = region_of(conversion.op), conversion.value
@@ -59,9 +64,9 @@ def _kernels_of(facts: Facts, region: Program, op: Op, index: int) -> list[int]:
     return [k for o in inside for k in known_kernels(facts, region, o)] if inside else [index]
 
 
-def _by_feature(prefix: str, region: Program, conversions: Sequence[Conversion]) -> set[int]:
-    """Tensors of a region that were gathered along their innermost dim, and what is made of them element by element."""
-    found = {c.value for c in conversions if region_of(c.op) == prefix and gathers_features(c, region)}
+def _made_of(values: set[int], region: Program) -> set[int]:
+    """Values of a region, and what is made of them element by element."""
+    found = set(values)
     for op in region.ops if found else ():
         if op.elementwise and op.outputs[0] >= 0:
             shape = region.values[op.outputs[0]].shape

@@ -9,7 +9,7 @@ from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.core.program import Op, Program
 from alpa_lite.core.spec import ShardingSpec
 from alpa_lite.costs.facts import Facts
-from alpa_lite.costs.fusion import fused_values, is_update, is_view
+from alpa_lite.costs.fusion import fused_values, is_update, is_view, makers_of
 from alpa_lite.costs.memory import Timeline
 from alpa_lite.costs.split_matmul import readers_of
 from alpa_lite.costs.tensors import Overwritten, Stored, overwritten_arguments, tile_bytes
@@ -73,7 +73,7 @@ def _expressions(program: Program) -> dict[int, int]:
 def rewritten_arguments(program: Program) -> tuple[Overwritten, ...]:
     """Those that the kernel of their next value reads otherwise than element by element."""
     fused = fused_values(program, gpu=True)
-    maker = {o: op for op in program.ops for o in op.outputs if o >= 0}
+    maker = makers_of(program)
 
     def rereads(made: int, argument: int) -> bool:
         ahead, seen = [(made, True)], set()

@@ -5,9 +5,12 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+from pathlib import Path
+from typing import get_args, get_type_hints
 
 import jax
 import pytest
+import typer
 from typer.testing import CliRunner
 
 import alpa_lite as al
@@ -58,6 +61,33 @@ def run(*arguments, code=0):
     result = CliRunner().invoke(main, [str(a) for a in arguments])
     assert result.exit_code == code, f"exit code {result.exit_code}\n{result.output}\n{result.exception!r}"
     return result
+
+
+def empty_paths():
+    """(verb, arguments, name) of each argument and option that is a path, an empty one among good arguments."""
+    found = []
+    for info in main.registered_commands:
+        verb = info.name or info.callback.__name__
+        hints = get_type_hints(info.callback)
+        parameters = typer.main.get_command(main).commands[verb].params
+        for empty in parameters:
+            if Path not in (hints.get(empty.name), *get_args(hints.get(empty.name))):
+                continue
+            arguments = []
+            for other in (p for p in parameters if p is empty or p.required):
+                value = "" if other is empty else "1x8:cpu" if other.name == "cluster" else "1"
+                arguments += [other.opts[0], value] if other.param_type_name == "option" else [value]
+            found.append((verb, arguments, empty.opts[0]))
+    return found
+
+
+@pytest.mark.parametrize(("verb", "arguments", "name"), empty_paths())
+def test_an_empty_path_is_not_the_current_folder(tmp_path, monkeypatch, verb, arguments, name):
+    monkeypatch.chdir(tmp_path)
+    told = " ".join(run(verb, *arguments, code=2).stderr.replace("│", " ").split())
+    assert "an empty path was given. It must be the path of a f" in told and "can also be left out" in told
+    assert not name.startswith("-") or name in told
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("form", ["cli_targets.py:target", "cli_targets:target"])

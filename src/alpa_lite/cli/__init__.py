@@ -13,6 +13,7 @@ import typer
 from alpa_lite.cli.buckets import buckets
 from alpa_lite.cli.doctor import doctor
 from alpa_lite.cli.launch import launch
+from alpa_lite.cli.paths import a_file
 from alpa_lite.cli.run import run
 from alpa_lite.cli.serve import serve
 from alpa_lite.cli.solve import solve
@@ -28,7 +29,7 @@ _NOT_AS_PLANNED = 1
 Target = Annotated[str, typer.Argument(help="path/to/file.py:callable or pkg.module:callable")]
 ClusterText = Annotated[str, typer.Option("--cluster", help="HOSTSxDEVICES:DEVICE, e.g. 8x8:h100-sxm")]
 MeshText = Annotated[str, typer.Option("--mesh", help="mesh shape, e.g. 2x4; left out, every shape is tried")]
-PlanFile = Annotated[Path, typer.Argument(help="a file that plan.save or --out wrote")]
+PlanFile = Annotated[Path, typer.Argument(parser=a_file, help="a file that plan.save or --out wrote")]
 
 main = typer.Typer(
     name="alpa-lite",
@@ -69,7 +70,7 @@ def plan(
     target: Target,
     cluster: ClusterText,
     mesh: MeshText = "",
-    out: Annotated[Path | None, typer.Option("--out", help="write the plan here as JSON")] = None,
+    out: Annotated[Path | None, typer.Option("--out", parser=a_file, help="write the plan here as JSON")] = None,
 ) -> None:
     """Plan a step for a cluster and print the plan; no device is touched."""
     with _told(), _without_gpu():
@@ -131,7 +132,9 @@ def diff(before: PlanFile, after: PlanFile) -> None:
 
 @main.command()
 def calibrate(
-    out: Annotated[Path | None, typer.Option("--out", help="write the measurements here as JSON")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", parser=a_file, help="write the measurements here as JSON")
+    ] = None,
 ) -> None:
     """Measure the devices of this machine for some seconds and print what planning would assume of them."""
     with _told():

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from alpa_lite.cli.paths import a_file
 from alpa_lite.errors import AlpaLiteError
 
 _BAD_INPUT = 2
@@ -16,7 +17,9 @@ _DIGITS = 40  # of a length: Python refuses to read thousands of them
 
 
 def buckets(
-    file: Annotated[Path, typer.Argument(metavar="LENGTHS", help="a text of lengths in tokens, one per request")],
+    file: Annotated[
+        Path, typer.Argument(metavar="LENGTHS", parser=a_file, help="a text of lengths in tokens, one per request")
+    ],
     k: Annotated[int, typer.Option("--buckets", "-k", help="how many there may be")] = 4,
     multiple: Annotated[int, typer.Option("--multiple", help="sizes are multiples of this")] = 1,
     program_tokens: Annotated[

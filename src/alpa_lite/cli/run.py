@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from alpa_lite.cli.paths import a_folder
 from alpa_lite.errors import AlpaLiteError, NotFiniteError, WorkerLost
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def run(
         str, typer.Option("--address", help="of a Ray cluster; left out, RAY_ADDRESS or one of this machine's own")
     ] = "",
     checkpoint: Annotated[
-        Path | None, typer.Option("--checkpoint", help="folder of checkpoints, to go on from")
+        Path | None, typer.Option("--checkpoint", parser=a_folder, help="folder of checkpoints, to go on from")
     ] = None,
     every: Annotated[int, typer.Option("--every", help="steps between checkpoints")] = 200,
     keep: Annotated[int, typer.Option("--keep", help="how many checkpoints stay")] = 3,

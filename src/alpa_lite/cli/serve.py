@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, get_origin, get_type_hints
 
 import typer
 
+from alpa_lite.cli.paths import a_file, a_folder
 from alpa_lite.errors import AlpaLiteError, ServeError
 
 if TYPE_CHECKING:
@@ -39,7 +40,8 @@ def serve(
     host: Annotated[str, typer.Option("--host", help="where to listen; loopback unless told otherwise")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port")] = 8000,
     token_file: Annotated[
-        Path | None, typer.Option("--token-file", help="a file with the bearer token that requests must bring")
+        Path | None,
+        typer.Option("--token-file", parser=a_file, help="a file with the bearer token that requests must bring"),
     ] = None,
     timeout_s: Annotated[float, typer.Option("--timeout", help="seconds that a request may take at most")] = 300.0,
     body_bytes: Annotated[int, typer.Option("--body-bytes", help="of the largest body")] = 2**20,
@@ -58,18 +60,28 @@ def serve(
         typer.Option("--num-stages", help="parts into which the model is cut, each on its part of devices or hosts"),
     ] = 1,
     layout: Annotated[
-        Path | None, typer.Option("--layout", help="a file of al.SharedLayout.save; left out, the graphs are planned")
+        Path | None,
+        typer.Option(
+            "--layout", parser=a_file, help="a file of al.SharedLayout.save; left out, the graphs are planned"
+        ),
     ] = None,
     checkpoint: Annotated[
         Path | None,
-        typer.Option("--checkpoint", help="a folder of checkpoints with the parameters, in place of the target's"),
+        typer.Option(
+            "--checkpoint",
+            parser=a_folder,
+            help="a folder of checkpoints with the parameters, in place of the target's",
+        ),
     ] = None,
     checkpoint_path: Annotated[
         str, typer.Option("--checkpoint-path", help="of the parameters in the state that was saved")
     ] = "params",
     gpus: Annotated[float, typer.Option("--gpus", help="that the server takes of the Ray cluster")] = 0.0,
     compile_cache: Annotated[
-        Path | None, typer.Option("--compile-cache", help="folder where compiled programs are kept for the next start")
+        Path | None,
+        typer.Option(
+            "--compile-cache", parser=a_folder, help="folder where compiled programs are kept for the next start"
+        ),
     ] = None,
     address: Annotated[
         str, typer.Option("--address", help="of a Ray cluster; left out, RAY_ADDRESS or one of this machine's own")

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from alpa_lite.cli.paths import a_file
 from alpa_lite.errors import AlpaLiteError
 from alpa_lite.intraop.contest import read_iopddl
 from alpa_lite.intraop.problem import IntraOpProblem, Solution
@@ -21,10 +22,12 @@ _EXIT_NO_ANSWER = 1
 
 
 def solve(
-    file: Annotated[Path, typer.Argument(help="problem in the contest's JSON format, plain or gzipped")],
+    file: Annotated[Path, typer.Argument(parser=a_file, help="problem in the contest's JSON format, plain or gzipped")],
     time_limit: Annotated[float, typer.Option(help="seconds in all, reading included", min=0.0)] = 60.0,
     seed: Annotated[int, typer.Option(help="seed of the solvers")] = 0,
-    json_out: Annotated[str, typer.Option("--json", help="write the answer as JSON to this file; - = stdout")] = "",
+    json_out: Annotated[
+        Path | None, typer.Option("--json", parser=a_file, help="write the answer as JSON to this file; - = stdout")
+    ] = None,
 ) -> None:
     """Solve a problem file; exit code 0 with an answer, 1 without one, 2 for a file that cannot be used."""
     start = time.monotonic()
@@ -34,7 +37,7 @@ def solve(
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(_EXIT_BAD_INPUT) from None
     read_s = time.monotonic() - start
-    to_stdout = json_out == "-"
+    to_stdout = json_out == Path("-")
     solution = solve_problem(
         problem,
         time_limit_s=max(0.0, time_limit - read_s),
@@ -42,12 +45,12 @@ def solve(
         progress=_progress if sys.stderr.isatty() else None,
     )
     record = solution_record(problem, solution, seconds=time.monotonic() - start)
-    if json_out:
+    if json_out is not None:
         text = json.dumps(record, allow_nan=False)
         if to_stdout:
             typer.echo(text)
         else:
-            Path(json_out).write_text(text + "\n", encoding="utf-8")
+            json_out.write_text(text + "\n", encoding="utf-8")
     if not to_stdout:
         typer.echo(_text(record))
     if solution.status in ("infeasible", "no-solution"):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -19,6 +21,7 @@ from typer.testing import CliRunner
 import alpa_lite as al
 from alpa_lite.cli import main
 from alpa_lite.errors import ExportError, LaunchError
+from alpa_lite.executor import launch as launcher
 from alpa_lite.executor.global_arguments import given_values
 from alpa_lite.executor.launch import LaunchRequest, launch
 from alpa_lite.executor.load_export import load_part
@@ -55,6 +58,23 @@ def none_left(folder: Path) -> bool:
             return False
         time.sleep(0.05)
     return True
+
+
+@pytest.mark.medium
+def test_nobody_takes_the_coordinators_port_before_rank_0_listens(exported, monkeypatch):
+    begin, refused = launcher._start, []
+
+    def start(request, rank, count, address, logs):
+        with socket.socket() as other:
+            try:
+                other.bind(("127.0.0.1", int(address.rpartition(":")[2])))
+            except OSError as error:
+                refused.append(error.errno)
+        return begin(request, rank, count, address, logs)
+
+    monkeypatch.setattr(launcher, "_start", start)
+    assert launch(LaunchRequest(folder=str(exported), timeout_s=200)).startswith("step 1: ")
+    assert refused == [errno.EADDRINUSE] * 2
 
 
 @pytest.mark.medium

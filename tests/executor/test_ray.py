@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -118,6 +119,22 @@ def test_a_stage_that_spans_two_hosts() -> None:
         np.testing.assert_allclose(found, losses, rtol=1e-5)
         for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(made), strict=True):
             np.testing.assert_allclose(np.linalg.norm(np.asarray(a)), np.linalg.norm(np.asarray(b)), rtol=1e-5)
+
+
+def test_a_workers_port_is_nobody_elses_until_jax_listens() -> None:
+    import ray
+
+    from alpa_lite.executor.ray.actor import WorkerActor
+
+    start: Any = WorkerActor
+    worker = start.remote()
+    port = ray.get(worker.free_port.remote("127.0.0.1"))
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(("127.0.0.1", port))
+    world = {"coordinator_address": f"127.0.0.1:{port}", "num_processes": 1, "process_id": 0}
+    ray.get(worker.setup.remote("cpu", 1, False, "", world))
+    socket.create_connection(("127.0.0.1", port), timeout=10).close()
+    ray.kill(worker)
 
 
 @pytest.mark.slow

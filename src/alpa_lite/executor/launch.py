@@ -8,7 +8,6 @@ process knows no JAX; ``launch_worker.py`` is what it starts.
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 import tempfile
@@ -17,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from alpa_lite.errors import ExportError, LaunchError
+from alpa_lite.executor.ports import kept_port
 from alpa_lite.plan.manifest import PIPELINE, read_manifest
 
 _WORKER = "alpa_lite.executor.launch_worker"
@@ -60,9 +60,8 @@ def launch(request: LaunchRequest, num_ranks: int | None = None) -> str:
     """
     _check(request, num_ranks)
     count = 1 if request.single_process else read_manifest(Path(request.folder)).num_ranks
-    address = f"127.0.0.1:{_free_port()}"
-    with tempfile.TemporaryDirectory(prefix="alpa-lite-launch-") as name:
-        logs = Path(name)
+    with tempfile.TemporaryDirectory(prefix="alpa-lite-launch-") as name, kept_port("127.0.0.1") as kept:
+        logs, address = Path(name), f"127.0.0.1:{kept.getsockname()[1]}"
         ranks: list[subprocess.Popen[bytes]] = []
         try:
             for rank in range(count):
@@ -110,12 +109,6 @@ def _check(request: LaunchRequest, num_ranks: int | None) -> None:
             f"the results cannot be written to {request.out!r}. It must be a file in an existing folder that you may write to. "
             "Correct the path (--out)."
         )
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _start(request: LaunchRequest, rank: int, count: int, address: str, logs: Path) -> subprocess.Popen[bytes]:

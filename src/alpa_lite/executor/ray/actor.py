@@ -12,6 +12,8 @@ from typing import Any
 
 import ray
 
+from alpa_lite.executor.ports import kept_port
+
 _OPTIONS: dict[str, Any] = {"concurrency_groups": {"watch": 1}, "max_restarts": 0, "max_task_retries": 0}
 
 
@@ -22,6 +24,7 @@ class WorkerActor:
     def __init__(self) -> None:
         self.worker: Any = None
         self.writers: dict[int, Any] = {}
+        self.ports: list[socket.socket] = []
         self.doing = "starting"
 
     def where(self) -> tuple[str, int]:
@@ -29,10 +32,10 @@ class WorkerActor:
         return ray.util.get_node_ip_address(), os.getpid()
 
     def free_port(self, host: str) -> int:
-        """A port that nobody listens at now."""
-        with socket.socket() as probe:
-            probe.bind((host, 0))
-            return int(probe.getsockname()[1])
+        """A port that nobody else gets while this process lives, for servers of JAX in it."""
+        kept = kept_port(host)
+        self.ports.append(kept)
+        return int(kept.getsockname()[1])
 
     def setup(self, platform: str, num_devices: int, wide: bool, cache: str, world: Mapping[str, Any] | None) -> None:
         """Configure JAX before its backends start; ``world``: arguments of ``jax.distributed.initialize``."""

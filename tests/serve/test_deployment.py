@@ -214,7 +214,7 @@ def test_a_signal_to_rays_processes_too_ends_the_server_soon() -> None:
 
 
 def test_the_command_line_serves_and_ends(ray_session: None, tmp_path: Path) -> None:
-    """SIGTERM ends it, a request that runs gets its whole answer, and nothing is left."""
+    """SIGTERM ends it, a request that runs gets its whole answer, nothing is left, and no failure is told."""
     port, token = free_port(), tmp_path / "token"
     token.write_text("secret\n")
     with command_line(port, "--drain", "300", "--token-file", str(token)) as served:
@@ -235,9 +235,9 @@ def test_the_command_line_serves_and_ends(ray_session: None, tmp_path: Path) -> 
         except BaseException:
             served.terminate()
             raise
-        served.communicate(timeout=300)
+        told, _ = served.communicate(timeout=300)
     tokens = [json.loads(event.removeprefix(b"data: ")) for event in events if event.strip()]
     assert len(tokens) == 2001 and tokens[-1]["finish_reason"] == "length"
-    assert served.returncode == 0
+    assert served.returncode == 0 and told == "ending: requests that run have 300 s\n"
     with pytest.raises(OSError):
         ask(port, [1, 2])

@@ -55,6 +55,9 @@ def connect(address: str | None, num_cpus: int) -> bool:
                 include_dashboard=False,
                 _node_ip_address="127.0.0.1",
                 object_store_memory=_OBJECT_STORE_BYTES,
+                # Ray tells of calls that it tries again as of failures. Ray Serve's clean end has such: its controller is
+                # killed while this process waits for two.
+                _system_config={"enable_output_error_log_if_still_retry": False},
             )
         return True
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import subprocess
 import sys
@@ -90,6 +91,46 @@ def test_an_empty_path_is_not_the_current_folder(tmp_path, monkeypatch, verb, ar
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["plan", "cli_targets.py:pair", "--cluster", "1x8:cpu", "--out"],
+        ["calibrate", "--out"],
+        ["solve", "cli_targets.py", "--json"],
+    ],
+)
+def test_where_a_result_is_to_lie_is_looked_at_before_the_work(targets, arguments, monkeypatch):
+    monkeypatch.setattr("alpa_lite.executor.calibrate.local_cluster", None)  # nothing has begun when it is refused
+
+    def told(path):
+        return " ".join(run(*arguments, path, code=2).stderr.replace("│", " ").split())
+
+    assert f"Invalid value for '{arguments[-1]}': there is no folder 'no'. It must be a file" in told("no/where.json")
+    assert f"Invalid value for '{arguments[-1]}': '.' is a folder. It must be a file" in told(".")
+
+
+def test_what_cannot_be_written_is_told_in_one_line_and_still_shown(tmp_path, monkeypatch):
+    def full(path, data):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("alpa_lite.cli.paths.write_atomically", full)
+    problem, out = tmp_path / "problem.json", tmp_path / "answer.json"
+    problem.write_text(
+        json.dumps(
+            {
+                "problem": {
+                    "name": "one",
+                    "nodes": {"intervals": [[0, 1]], "costs": [[3, 2]], "usages": [[0, 0]]},
+                    "edges": {"nodes": [], "costs": []},
+                }
+            }
+        )
+    )
+    result = run("solve", problem, "--json", out, code=2)
+    assert "optimal" in result.stdout and not out.exists()
+    assert f"error: '{out}' cannot be written: No space left on device. It must be a file" in result.stderr
+
+
 @pytest.mark.parametrize("form", ["cli_targets.py:target", "cli_targets:target"])
 def test_plan_prints_the_table_and_writes_the_file(targets, tmp_path, form):
     out = tmp_path / "plan.json"
@@ -147,10 +188,6 @@ def test_calibrate_prints_and_writes_what_was_measured(tmp_path, monkeypatch):
         (["plan", "cli_targets.py:pair", "--cluster", "eight"], ["'eight' cannot be read", "8x8:h100-sxm"]),
         (["plan", "cli_targets.py:pair", "--cluster", "1x8:cpu", "--mesh", "a"], ["--mesh 'a'", "2x4"]),
         (["plan", "cli_targets.py:pair", "--cluster", "1x8:cpu", "--mesh", "4x4"], ["16 devices", "has 8"]),
-        (
-            ["plan", "cli_targets.py:pair", "--cluster", "1x8:cpu", "--out", "no/where.json"],
-            ["cannot be saved", "folder 'no'"],
-        ),
         (["verify", "cli_targets.py:gone", "--cluster", "1x8:h100-sxm"], ["no callable 'gone'"]),
         (["show", "gone.json"], ["cannot read the plan file 'gone.json'"]),
         (["diff", "gone.json", "gone.json"], ["cannot read the plan file 'gone.json'"]),

@@ -77,6 +77,40 @@ def test_nobody_takes_the_coordinators_port_before_rank_0_listens(exported, monk
     assert refused == [errno.EADDRINUSE] * 2
 
 
+def listening(port: int) -> set[str]:
+    """Addresses at which somebody listens at this port, as Linux writes them."""
+    rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
+    return {
+        at.partition(":")[0]
+        for at, state in ((row[1], row[3]) for row in rows)
+        if state == "0A" and f":{port:04X}" in at
+    }
+
+
+@pytest.mark.medium
+@pytest.mark.skipif(sys.platform != "linux", reason="reads who listens from /proc/net")
+def test_the_coordinator_listens_at_loopback_alone(exported, monkeypatch):
+    begin, seen = launcher._wait, set()
+
+    def wait(ranks, request, logs):
+        while not (now := listening(ports[0])) and ranks[0].poll() is None:
+            time.sleep(0.01)
+        seen.update(now)
+        begin(ranks, request, logs)
+
+    ports, keep = [], launcher.kept_port
+
+    def kept(host):
+        found = keep(host)
+        ports.append(found.getsockname()[1])
+        return found
+
+    monkeypatch.setattr(launcher, "_wait", wait)
+    monkeypatch.setattr(launcher, "kept_port", kept)
+    assert launch(LaunchRequest(folder=str(exported), timeout_s=200)).startswith("step 1: ")
+    assert seen and all(address.endswith("0100007F") for address in seen)
+
+
 @pytest.mark.medium
 @pytest.mark.parametrize("single", [False, True])
 def test_two_steps_on_two_ranks_and_in_one_process(exported, tmp_path, single):

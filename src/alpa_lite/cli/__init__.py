@@ -13,7 +13,7 @@ import typer
 from alpa_lite.cli.buckets import buckets
 from alpa_lite.cli.doctor import doctor
 from alpa_lite.cli.launch import launch
-from alpa_lite.cli.paths import a_file
+from alpa_lite.cli.paths import a_file, a_new_file, write_out
 from alpa_lite.cli.run import run
 from alpa_lite.cli.serve import serve
 from alpa_lite.cli.solve import solve
@@ -70,7 +70,7 @@ def plan(
     target: Target,
     cluster: ClusterText,
     mesh: MeshText = "",
-    out: Annotated[Path | None, typer.Option("--out", parser=a_file, help="write the plan here as JSON")] = None,
+    out: Annotated[Path | None, typer.Option("--out", parser=a_new_file, help="write the plan here as JSON")] = None,
 ) -> None:
     """Plan a step for a cluster and print the plan; no device is touched."""
     with _told(), _without_gpu():
@@ -78,7 +78,7 @@ def plan(
 
         made = _planned(load_target(target), cluster, mesh)
         if out is not None:
-            _save(made, out)
+            made.save(out)
     _print(made)
 
 
@@ -133,7 +133,7 @@ def diff(before: PlanFile, after: PlanFile) -> None:
 @main.command()
 def calibrate(
     out: Annotated[
-        Path | None, typer.Option("--out", parser=a_file, help="write the measurements here as JSON")
+        Path | None, typer.Option("--out", parser=a_new_file, help="write the measurements here as JSON")
     ] = None,
 ) -> None:
     """Measure the devices of this machine for some seconds and print what planning would assume of them."""
@@ -141,9 +141,9 @@ def calibrate(
         from alpa_lite.executor.calibrate import local_cluster
 
         measured = local_cluster(calibrate=True)
-    typer.echo(measured.describe(), nl=False)
-    if out is not None and measured.calibration is not None:
-        out.write_text(measured.calibration.to_text() + "\n", encoding="utf-8")
+        typer.echo(measured.describe(), nl=False)
+        if out is not None and measured.calibration is not None:
+            write_out(out, measured.calibration.to_text() + "\n")
 
 
 def _planned(target: PlanTarget, cluster: str, mesh: str) -> Plan:
@@ -169,16 +169,6 @@ def _mesh_shape(text: str) -> tuple[int, ...]:
         raise AlpaLiteError(
             f"--mesh {text!r} cannot be read. A mesh shape is sizes joined by x, as in 2x4. Correct it, or leave --mesh "
             "out to try every shape."
-        ) from None
-
-
-def _save(made: Plan, path: Path) -> None:
-    try:
-        made.save(path)
-    except OSError as error:
-        raise AlpaLiteError(
-            f"--out {str(path)!r} cannot be written: {error.strerror}. It must be a file in an existing folder that you "
-            "may write to. Correct the path."
         ) from None
 
 

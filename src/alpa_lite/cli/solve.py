@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from alpa_lite.cli.paths import a_file
+from alpa_lite.cli.paths import a_file, a_new_file, write_out
 from alpa_lite.errors import AlpaLiteError
 from alpa_lite.intraop.contest import read_iopddl
 from alpa_lite.intraop.problem import IntraOpProblem, Solution
@@ -26,7 +26,7 @@ def solve(
     time_limit: Annotated[float, typer.Option(help="seconds in all, reading included", min=0.0)] = 60.0,
     seed: Annotated[int, typer.Option(help="seed of the solvers")] = 0,
     json_out: Annotated[
-        Path | None, typer.Option("--json", parser=a_file, help="write the answer as JSON to this file; - = stdout")
+        Path | None, typer.Option("--json", parser=a_new_file, help="write the answer as JSON to this file; - = stdout")
     ] = None,
 ) -> None:
     """Solve a problem file; exit code 0 with an answer, 1 without one, 2 for a file that cannot be used."""
@@ -45,14 +45,14 @@ def solve(
         progress=_progress if sys.stderr.isatty() else None,
     )
     record = solution_record(problem, solution, seconds=time.monotonic() - start)
-    if json_out is not None:
-        text = json.dumps(record, allow_nan=False)
-        if to_stdout:
-            typer.echo(text)
-        else:
-            json_out.write_text(text + "\n", encoding="utf-8")
-    if not to_stdout:
-        typer.echo(_text(record))
+    text = json.dumps(record, allow_nan=False)
+    typer.echo(text if to_stdout else _text(record))
+    if json_out is not None and not to_stdout:
+        try:
+            write_out(json_out, text + "\n")
+        except AlpaLiteError as error:
+            typer.echo(f"error: {error}", err=True)
+            raise typer.Exit(_EXIT_BAD_INPUT) from None
     if solution.status in ("infeasible", "no-solution"):
         raise typer.Exit(_EXIT_NO_ANSWER)
 

@@ -60,6 +60,7 @@ def _set_up(request: dict[str, Any]) -> None:
             request["num_processes"],
             request["process"],
             initialization_timeout=max(1, int(request["timeout_s"])),
+            coordinator_bind_address=request["address"],  # JAX's own choice is every interface of the machine
         )
 
 

@@ -149,6 +149,7 @@ class ActorGroup(ABC):
         """Arguments of ``jax.distributed.initialize`` that are equal in all processes."""
         return {
             "coordinator_address": coordinator,
+            "coordinator_bind_address": coordinator,  # JAX's own choice is every interface of the host
             "num_processes": count,
             "heartbeat_timeout_seconds": max(10, int(self.settings.hang_timeout_s)),
             "initialization_timeout": int(self.settings.start_timeout_s),

@@ -25,12 +25,17 @@ def write_atomically(path: str | PathLike[str], data: bytes) -> None:
     """Writes ``data`` so that a crash leaves the old file or the new one, never a part.
 
     The temporary file lies in the same folder because a rename is atomic only within one file system; the folder is
-    synced too because the rename itself is an entry of the folder.
+    synced too because the rename itself is an entry of the folder. A link goes on to link to the file. What is no file, such as
+    a pipe or ``/dev/null``, is written to as it is: a rename would put a file in its place.
 
     Raises:
         OSError: if the folder is missing or not writable; no temporary file is left behind.
     """
     target = Path(path)
+    if target.exists() and not target.is_file():
+        target.write_bytes(data)
+        return
+    target = target.resolve() if target.is_symlink() else target
     descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
     try:
         with os.fdopen(descriptor, "wb") as file:

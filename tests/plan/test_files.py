@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from alpa_lite.plan.files import write_atomically
+from alpa_lite.plan.files import whole_file, write_atomically
 
 
 def test_a_crash_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -22,6 +22,17 @@ def test_a_crash_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(OSError, match="No space"):
         write_atomically(target, b"new and longer")
     assert target.read_bytes() == b"old" and list(tmp_path.iterdir()) == [target]
+
+
+def test_an_error_while_it_is_written_leaves_no_part(tmp_path: Path) -> None:
+    def fail() -> None:
+        with whole_file(tmp_path / "results.npz") as file:
+            file.write(b"half")
+            raise RuntimeError("the rest")
+
+    with pytest.raises(RuntimeError, match="the rest"):
+        fail()
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_link_goes_on_to_link_to_the_file(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from alpa_lite.errors import AlpaLiteError
+from alpa_lite.plan.files import whole_file
 from alpa_lite.plan.records import Leaf
 
 _WIDE = ("float64", "int64", "uint64", "complex128")
@@ -91,7 +92,7 @@ def _run(request: dict[str, Any]) -> None:
         lines += _norms(part.plan.outputs, gathered)
         Path(request["report"]).write_text("\n".join(lines) + "\n", encoding="utf-8")
         if request["out"]:
-            with Path(request["out"]).open("wb") as file:  # by name, NumPy would add its suffix
+            with whole_file(request["out"]) as file:  # by name, NumPy would add its suffix
                 np.savez(file, **gathered)
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
+from collections.abc import Iterator
 from os import PathLike
 from pathlib import Path
+from typing import BinaryIO
 
 from alpa_lite.errors import AlpaLiteError, user_line
 
@@ -22,7 +25,14 @@ def as_path(path: object, call: str, error: type[AlpaLiteError]) -> Path:
 
 
 def write_atomically(path: str | PathLike[str], data: bytes) -> None:
-    """Writes ``data`` so that a crash leaves the old file or the new one, never a part.
+    """Writes ``data``; see ``whole_file``."""
+    with whole_file(path) as file:
+        file.write(data)
+
+
+@contextlib.contextmanager
+def whole_file(path: str | PathLike[str]) -> Iterator[BinaryIO]:
+    """A file to write into, so that a crash or an error leaves the old file or the new one, never a part.
 
     The temporary file lies in the same folder because a rename is atomic only within one file system; the folder is
     synced too because the rename itself is an entry of the folder. A link goes on to link to the file. What is no file, such as
@@ -33,14 +43,15 @@ def write_atomically(path: str | PathLike[str], data: bytes) -> None:
     """
     target = Path(path)
     if target.exists() and not target.is_file():
-        target.write_bytes(data)
+        with target.open("wb") as file:
+            yield file
         return
     target = target.resolve() if target.is_symlink() else target
     descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
     try:
         with os.fdopen(descriptor, "wb") as file:
             os.fchmod(file.fileno(), _mode_of(target))
-            file.write(data)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, target)

@@ -12,6 +12,7 @@ from alpa_lite.api.given import argnums
 
 CLUSTER = al.Cluster.parse("1x8:cpu")
 X = jax.ShapeDtypeStruct((8, 8), "float32")
+SCHEDULE = al.schedule.make_schedule("1f1b", 2, 2)
 
 
 def step(w, x):
@@ -102,6 +103,32 @@ WRONG = {
     "plot": (
         lambda: symbolic().plot("memory.png", budget="16GB"),
         ["plan.plot got budget='16GB'", "a positive number of bytes", HERE, "budget=16e9"],
+    ),
+    "plot: an ending": (
+        lambda: symbolic().plot("memory.gif"),
+        [
+            "plan.plot got the path 'memory.gif'",
+            "end in .png, .svg, .pdf",
+            HERE,
+            'Write for example plan.plot("memory.png")',
+        ],
+    ),
+    "plot: no path": (lambda: symbolic().plot(None), ["plan.plot got None", "os.PathLike", HERE, "Write plan.plot("]),
+    "plot: no folder": (
+        lambda: symbolic().plot("nowhere/memory.png"),
+        ["saved as 'nowhere/memory.png'", "an existing folder", HERE, "Make the folder 'nowhere'"],
+    ),
+    "write_trace": (
+        lambda: al.schedule.write_trace("nowhere/trace.json", {}),
+        ["the trace cannot be saved as 'nowhere/trace.json'", "an existing folder", HERE, "Make the folder 'nowhere'"],
+    ),
+    "write_schedule": (
+        lambda: al.schedule.write_schedule(None, SCHEDULE),
+        ["write_schedule got None", "os.PathLike", HERE, "Write write_schedule("],
+    ),
+    "read_schedule": (
+        lambda: al.schedule.read_schedule(3),
+        ["read_schedule got 3", "os.PathLike", HERE, "Write read_schedule("],
     ),
     "register_rule": (
         lambda: al.register_rule("i -> i")(3),

@@ -10,13 +10,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.ray_session import free_port
 
 ROOT = Path(__file__).parents[2]
+LOOPBACK = frozenset({"0100007F", "0000000000000000FFFF00000100007F"})  # as listening_hosts has it
 _STARTED = "Ray runtime started"
 _START_S, _STOP_S, _GRACE_S = 90.0, 20.0, 3.0
 
@@ -79,10 +80,10 @@ def session_processes(session: int) -> list[int]:
     return found
 
 
-def listening_hosts(session: int) -> set[str]:
-    """Where the processes of a session accept connections, as /proc/net writes addresses (hexadecimal)."""
+def listening_hosts(pids: Iterable[int]) -> set[str]:
+    """Where processes accept connections, as /proc/net writes addresses (hexadecimal)."""
     own = set()
-    for pid in session_processes(session):
+    for pid in pids:
         for link in Path(f"/proc/{pid}/fd").glob("*"):
             with contextlib.suppress(OSError):
                 own.add(os.readlink(link))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,6 +18,7 @@ import alpa_lite as al
 from alpa_lite.errors import AlpaLiteError, ArgumentsError, ClusterError, WorkerError
 from alpa_lite.executor.ray.settings import RayExecutor
 from tests.executor import exported_steps, pipeline_steps
+from tests.executor.ray_nodes import LOOPBACK, listening_hosts
 
 pytestmark = [pytest.mark.ray, pytest.mark.medium, pytest.mark.usefixtures("ray_session")]
 
@@ -116,6 +118,9 @@ def test_a_stage_that_spans_two_hosts() -> None:
             (0, 1, (2, 3)),
             (1, 2, (4, 5)),
         ]
+        if sys.platform == "linux":
+            hosts = listening_hosts(workers(remote))
+            assert hosts and hosts <= LOOPBACK, hosts  # also JAX's coordinator, whose own choice is every interface
         np.testing.assert_allclose(found, losses, rtol=1e-5)
         for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(made), strict=True):
             np.testing.assert_allclose(np.linalg.norm(np.asarray(a)), np.linalg.norm(np.asarray(b)), rtol=1e-5)

@@ -26,6 +26,22 @@ def test_the_picture_is_drawn(tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 10_000
 
 
+@pytest.mark.medium
+def test_an_error_while_it_is_drawn_leaves_the_old_picture(tmp_path, monkeypatch):
+    figure = pytest.importorskip("matplotlib.figure").Figure
+    picture = tmp_path / "memory.png"
+    picture.write_bytes(b"old")
+
+    def fail(self, file, **_):
+        file.write(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(figure, "savefig", fail)
+    with pytest.raises(al.AlpaLiteError, match=r"the picture cannot be saved .* No space left"):
+        plan().plot(picture)
+    assert picture.read_bytes() == b"old" and list(tmp_path.iterdir()) == [picture]
+
+
 def test_nothing_to_plot(tmp_path):
     pytest.importorskip("matplotlib")
     with pytest.raises(al.AlpaLiteError, match=r"no n of .* has a plan.*memory_budget_bytes"):

@@ -16,7 +16,7 @@ from alpa_lite.errors import PlanFileError
 from alpa_lite.lowering.lower import partition_spec
 from alpa_lite.plan.document import LAYOUT_FORMAT
 from alpa_lite.plan.encode import encode_plan
-from alpa_lite.plan.files import as_path, write_atomically
+from alpa_lite.plan.files import as_path, saved_file
 from alpa_lite.plan.grouping import group_paths
 from alpa_lite.plan.json_text import json_text
 from alpa_lite.plan.load import read_plan
@@ -117,13 +117,8 @@ class SharedLayout:
             "shared": {name: list(paths) for name, paths in self.shared.items()},
             "plans": {name: msgspec.json.decode(encode_plan(plan)) for name, plan in self.plans.items()},
         }
-        try:
-            write_atomically(target, json_text(document).encode())
-        except OSError as error:
-            raise PlanFileError(
-                f"the layout cannot be saved as {str(target)!r}: {error.strerror or error}. Allowed is a file in an existing "
-                f"folder that you may write to. Make the folder {str(target.parent)!r}, or give another path."
-            ) from error
+        with saved_file("the layout", target, PlanFileError) as file:
+            file.write(json_text(document).encode())
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> SharedLayout:

@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from alpa_lite.core.collective import Collective
+from alpa_lite.errors import AlpaLiteError
 from alpa_lite.executor.driver import Driver, StepState
 from alpa_lite.executor.local import SignatureChanged, leaf_type, positional_tree, stage_meshes
 from alpa_lite.executor.loop_io import StageLoop, loop_step
@@ -27,6 +28,7 @@ from alpa_lite.executor.staged_array import StagedArray
 from alpa_lite.lowering.audit import AuditReport, audit
 from alpa_lite.lowering.stage import LoweredStage, first_equal, lowered_stages
 from alpa_lite.lowering.transfer import Transfers
+from alpa_lite.plan.files import as_path
 from alpa_lite.plan.plan import Plan
 from alpa_lite.schedule import (
     ActionKind,
@@ -208,12 +210,16 @@ class CompiledPipeline:
             path: of the file, for ui.perfetto.dev or chrome://tracing.
             args: as for ``measure``.
 
+        Raises:
+            AlpaLiteError: the file cannot be written.
+
         Example:
             >>> predicted, measured = step.compile(state, batch).trace("trace.json", state, batch)
             >>> print(predicted.bubble_share, measured.bubble_share)
         """
+        target = as_path(path, 'step.compile(state, batch).trace("trace.json", state, batch)', AlpaLiteError)
         measured = self.measure(*args)
-        write_trace(path, {"predicted": self.predicted.events, "measured": measured.events})
+        write_trace(target, {"predicted": self.predicted.events, "measured": measured.events})
         return self.predicted, measured
 
     def audit(self) -> tuple[AuditReport, ...]:

@@ -61,6 +61,20 @@ def whole_file(path: str | PathLike[str]) -> Iterator[BinaryIO]:
     sync(target.parent)
 
 
+@contextlib.contextmanager
+def saved_file(what: str, path: Path, error: type[AlpaLiteError]) -> Iterator[BinaryIO]:
+    """``whole_file`` for what a user saves: raises ``error``, which says ``what`` could not be written."""
+    try:
+        with whole_file(path) as file:
+            yield file
+    except OSError as reason:
+        raise error(
+            f"{what} cannot be saved as {str(path)!r}: {reason.strerror or reason}. Allowed is a file in an existing folder "
+            f"that you may write to, on a disk with room. At {user_line()}. Make the folder {str(path.parent)!r}, or give "
+            "another path."
+        ) from reason
+
+
 def _mode_of(target: Path) -> int:
     """Mode of the file that is replaced, else an ordinary one (mkstemp's files are private to the user)."""
     try:

@@ -17,7 +17,7 @@ from alpa_lite.core.spec import ShardingSpec
 from alpa_lite.errors import AlpaLiteError, ExportError, PlanFileError, user_line
 from alpa_lite.plan.cost_table import CostTable, cost_table, layout_schedule
 from alpa_lite.plan.encode import encode_plan
-from alpa_lite.plan.files import as_path, write_atomically
+from alpa_lite.plan.files import as_path, saved_file
 from alpa_lite.plan.records import (
     Leaf,
     LeafRole,
@@ -232,14 +232,8 @@ class Plan:
             PlanFileError: the folder is missing or not writable, or the disk is full.
         """
         target = as_path(path, 'plan.save("plan.json")', PlanFileError)
-        try:
-            write_atomically(target, encode_plan(self))
-        except OSError as error:
-            raise PlanFileError(
-                f"the plan cannot be saved as {str(target)!r}: {error.strerror or error}. Allowed is a file in an existing "
-                f"folder that you may write to, on a disk with room. At {user_line()}. Make the folder "
-                f"{str(target.parent)!r}, or give another path."
-            ) from error
+        with saved_file("the plan", target, PlanFileError) as file:
+            file.write(encode_plan(self))
 
     def _public(self, spec: ShardingSpec) -> Any:
         return spec if self.trees is None else self.trees.partition_spec(spec)

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from alpa_lite.errors import AlpaLiteError, user_line
 from alpa_lite.plan.records import MemoryProfile
+from alpa_lite.report.picture import save_picture
 
 _COLOURS = ("#1f6f8b", "#d1495b", "#2e933c", "#8d6a9f", "#edae49", "#5c6b73", "#00798c", "#a44a3f")
 _PARTS = (  # of memory at the peak, bottom up: categories, label, colour
@@ -87,7 +88,7 @@ def draw_symbolic(plan: PlansByNumber, path: str | PathLike[str], **budgets: flo
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     _draw_memory(above, plan, shown, budgets)
     _draw_traffic(below, plan, shown)
-    figure.savefig(path, dpi=140)
+    save_picture(figure, path, 140, 'plan.plot("memory.png")')
 
 
 def _draw_memory(axes: Any, plan: PlansByNumber, shown: list[int], budgets: dict[str, float]) -> None:

@@ -7,6 +7,7 @@ from os import PathLike
 from typing import Any
 
 from alpa_lite.errors import AlpaLiteError, user_line
+from alpa_lite.report.picture import save_picture
 from alpa_lite.schedule import Action, ActionKind, Timeline
 from alpa_lite.units import format_time
 
@@ -64,7 +65,7 @@ def draw_timelines(timelines: Mapping[str, Timeline], path: str | PathLike[str])
     if shared:
         handles.append(Patch(facecolor="#999999", edgecolor="white", hatch=_HATCH, label="another stage there"))
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=9, frameon=False)
-    figure.savefig(path, dpi=110)
+    save_picture(figure, path, 110, 'draw_timelines(timelines, "pipeline.png")')
 
 
 def _panel(panel: Any, line: Timeline, width_s: float, unit_s: float) -> tuple[set[ActionKind], bool]:

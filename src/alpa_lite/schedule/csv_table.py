@@ -8,10 +8,9 @@ from __future__ import annotations
 import csv
 import io
 from os import PathLike
-from pathlib import Path
 
-from alpa_lite.errors import ScheduleError
-from alpa_lite.plan.files import write_atomically
+from alpa_lite.errors import AlpaLiteError, ScheduleError
+from alpa_lite.plan.files import as_path, saved_file
 from alpa_lite.schedule.actions import Action, ActionKind, Column, Schedule
 from alpa_lite.schedule.check import check_schedule
 
@@ -22,23 +21,30 @@ def schedule_csv(schedule: Schedule) -> str:
 
 
 def write_schedule(path: str | PathLike[str], schedule: Schedule) -> None:
-    """Writes the table as a CSV file, whole or not at all."""
-    write_atomically(path, schedule_csv(schedule).encode())
+    """Writes the table as a CSV file, whole or not at all.
+
+    Raises:
+        AlpaLiteError: the file cannot be written.
+    """
+    target = as_path(path, 'write_schedule("schedule.csv", schedule)', AlpaLiteError)
+    with saved_file("the schedule", target, AlpaLiteError) as file:
+        file.write(schedule_csv(schedule).encode())
 
 
 def read_schedule(
     path: str | PathLike[str], *, num_stages: int | None = None, num_microbatches: int | None = None
 ) -> Schedule:
     """Reads and checks a CSV file; the schedule is named after the file. Arguments and errors as ``parse_schedule``."""
+    source = as_path(path, 'read_schedule("schedule.csv")', AlpaLiteError)
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = source.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ScheduleError(
-            f"the schedule file {str(path)!r} cannot be read: {error}. A CSV file of actions in UTF-8 is allowed. Check the "
+            f"the schedule file {str(source)!r} cannot be read: {error}. A CSV file of actions in UTF-8 is allowed. Check the "
             "path, or write one with write_schedule.",
             "file",
         ) from None
-    return parse_schedule(text, name=Path(path).stem, num_stages=num_stages, num_microbatches=num_microbatches)
+    return parse_schedule(text, name=source.stem, num_stages=num_stages, num_microbatches=num_microbatches)
 
 
 def parse_schedule(

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from os import PathLike
 from typing import Any
 
-from alpa_lite.plan.files import write_atomically
+from alpa_lite.errors import AlpaLiteError
+from alpa_lite.plan.files import as_path, saved_file
 from alpa_lite.units import format_bytes, format_time
 
 
@@ -134,5 +135,11 @@ def chrome_trace(groups: Mapping[str, Sequence[Event]]) -> str:
 
 
 def write_trace(path: str | PathLike[str], groups: Mapping[str, Sequence[Event]]) -> None:
-    """Writes ``chrome_trace(groups)`` as a file, whole or not at all."""
-    write_atomically(path, chrome_trace(groups).encode())
+    """Writes ``chrome_trace(groups)`` as a file, whole or not at all.
+
+    Raises:
+        AlpaLiteError: the file cannot be written.
+    """
+    target = as_path(path, 'write_trace("trace.json", {"predicted": timeline.events})', AlpaLiteError)
+    with saved_file("the trace", target, AlpaLiteError) as file:
+        file.write(chrome_trace(groups).encode())

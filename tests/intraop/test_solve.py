@@ -246,6 +246,18 @@ def test_memory_prices_come_near_the_exact_optimum(monkeypatch: pytest.MonkeyPat
     assert exact.objective <= priced.objective <= 1.05 * exact.objective
 
 
+@pytest.mark.medium
+def test_bounds_without_a_proof_hold_within_a_limit() -> None:
+    for seed in range(60):
+        problem = random_problem(seed, limited=True)
+        best, _ = brute_force(problem)
+        found = solve(problem, proof=False)
+        assert math.isfinite(found.objective) == math.isfinite(best), seed
+        if math.isfinite(best):
+            assert found.lower_bound <= best * (1 + 1e-9) and best * (1 - 1e-9) <= found.objective, seed
+            assert found.status == "feasible" or found.objective == pytest.approx(best, rel=1e-6), seed
+
+
 def test_large_cores_never_reach_the_milp(monkeypatch: pytest.MonkeyPatch) -> None:
     class Refuse:
         def __init__(self, *args: object, **kwargs: object) -> None:

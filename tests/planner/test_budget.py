@@ -18,9 +18,11 @@ import alpa_lite as al
 from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.costs.profile import PeakReport
 from alpa_lite.errors import MemoryBudgetError
+from alpa_lite.intraop import search
 from alpa_lite.intraop.problem import IntraOpProblem, Usage
 from alpa_lite.intraop.solve import solve
 from alpa_lite.plan.records import MemoryProfile
+from alpa_lite.planner import budget as within
 from alpa_lite.planner.budget import MeshResult, within_budget
 
 ONE = DeviceMesh(shape=(1,), axis_names=("x",))
@@ -35,7 +37,7 @@ class Table:
     def __init__(self, plans: list[tuple[int, int, int]]) -> None:
         self.price, self.counted, self.needed = np.array(plans).T
 
-    def solved(self, limit: int | None) -> MeshResult:
+    def solved(self, limit: int | None, proof: bool = True) -> MeshResult:
         problem = IntraOpProblem(node_costs=(self.price.astype(float),))
         if limit is not None:
             usage = Usage(node=0, lo=0, hi=1, size_bytes=self.counted)
@@ -139,9 +141,9 @@ def test_far_above_the_budget_nothing_is_tried():
     """The cheapest plan is counted right, so that a count of twice the budget is believed."""
     table, limits = Table([(1, 90, 90), (5, 40, 20)]), []
 
-    def solved(limit):
+    def solved(limit, proof):
         limits.append(limit)
-        return table.solved(limit)
+        return table.solved(limit, proof)
 
     assert within_budget(solved, 20).status == "infeasible"
     assert limits == [None, 20]
@@ -152,10 +154,10 @@ def test_a_search_out_of_time_is_no_proof(slow, status):
     """The solver counts 10 too much, so limits above the budget are tried, for which it has an answer or no time."""
     table = Table([(1, 40, 30), (2, 35, 25)])
 
-    def solved(limit):
+    def solved(limit, proof):
         if slow and limit is not None and limit > 24:
             return MeshResult(mesh=ONE, status="no-solution", problem=table.solved(limit).problem)
-        return table.solved(limit)
+        return table.solved(limit, proof)
 
     assert within_budget(solved, 24).status == status
 
@@ -195,6 +197,43 @@ def test_on_four_devices_tight_budgets_are_kept(share):
     tight = plan("1x4:h100-sxm", mesh_shape=(4,), memory_budget_bytes=budget)
     assert tight.memory.peak <= budget
     assert free.objective <= tight.objective and tight.lower_bound <= tight.objective
+
+
+def two_by_two(depth: int, width: int, examples: int, budget: float) -> al.Plan:
+    """Layers up to four times the width and back, on a mesh of four devices, within a budget that binds."""
+
+    def train(weights, batch):
+        def loss(weights):
+            y = batch[0]
+            for up, down in weights:
+                y = jnp.tanh(y @ up) @ down
+            return jnp.mean((y - batch[1]) ** 2)
+
+        value, gradients = jax.value_and_grad(loss)(weights)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), value
+
+    shape = jax.ShapeDtypeStruct
+    weights = [(shape((width, 4 * width), "float32"), shape((4 * width, width), "float32"))] * depth
+    options = al.PlanOptions(memory_budget_bytes=budget, mesh_shape=(2, 2))
+    batch = (shape((examples, width), "float32"),) * 2
+    found = al.plan(train, weights, batch, cluster=al.Cluster.parse("1x4:h100-sxm"), options=options, donate_argnums=0)
+    assert found.memory.peak <= budget
+    return found
+
+
+@pytest.mark.medium
+def test_mixtures_of_plans_are_cheaper_than_each(monkeypatch):
+    """Plans under rents and limits differ in what they save on; a mixture saves here as one of them, there as another."""
+    found = two_by_two(3, 128, 256, 3_696_232)
+    monkeypatch.setattr(within, "_MIXED", 0)
+    assert found.objective < 0.97 * two_by_two(3, 128, 256, 3_696_232).objective
+
+
+@pytest.mark.medium
+def test_choices_that_cost_little_more_are_looked_at_under_limits(monkeypatch):
+    found = two_by_two(1, 64, 64, 313_344)
+    monkeypatch.setattr(search, "look_near", lambda *_: None)
+    assert found.objective < 0.97 * two_by_two(1, 64, 64, 313_344).objective
 
 
 @pytest.mark.parametrize("share", [1.0, 0.9])

@@ -19,6 +19,7 @@ from alpa_lite.intraop.state import Search, is_small
 _ROWS_PER_ROUND = 15
 _EXCLUDE_PAIRS = 4_000_000  # edge entries up to which exclusion may bring a core down to that
 _CLOSE_GAP = 1e-2  # so close, a proof is tried only if it is quick
+_NEAR = 0.1  # of the gap, for what is looked at without a proof
 _RESET_SWEEPS = 20  # after memory prices, back to costs without them
 _PROOF_PAIRS = 100_000  # edge entries up to which a gap below _CLOSE_GAP is worth a proof
 
@@ -52,15 +53,35 @@ def prove(search: Search, messages: Messages, seed: int, rel_gap: float, *, node
         _prove_whole(search, whole, kept, times, seed)
 
 
-def _reduced(search: Search, messages: Messages) -> tuple[Core, Core, list[Array]] | None:
-    """(shifted core, core, kept states) without what the gap excludes; None if nothing cheaper or too much is left."""
+def look_near(search: Search, messages: Messages, seed: int) -> None:
+    """A better choice within the memory limit from the MILP, of what costs little by the messages; proves nothing.
+
+    The whole gap leaves most states where memory binds, and a proof takes a hundred times as long.
+    """
+    times = [] if search.prices is None else [t for t, price in search.prices.value.items() if price > 0]
+    reduced = _reduced(search, messages, _NEAR)
+    if reduced is None:
+        return
+    core, _, kept = reduced
+    encoding = Encoding(core, upper=search.upper)
+    if times:
+        encoding.add_rows(times)
+    _solve_rows(search, core, kept, encoding, seed, _CLOSE_GAP, None, claims=False)
+
+
+def _reduced(search: Search, messages: Messages, share: float = 1.0) -> tuple[Core, Core, list[Array]] | None:
+    """(shifted core, core, kept states) without what the gap excludes; None if nothing cheaper or too much is left.
+
+    ``share``: of the gap; below 1 something cheaper may be excluded too.
+    """
     gone, pairs = None, {}
     if math.isfinite(search.upper):
         # Exclusion sees the memory prices; the MILP has the rows themselves.
         slack = search.upper - (messages.exact_bound() + search.core.constant - search.rent)
-        gone, pairs = messages.excluded(search.core, max(slack, 0.0) * (1 + 1e-9) + 1e-12 * abs(search.upper))
+        slack = share * max(slack, 0.0) * (1 + 1e-9) + 1e-12 * abs(search.upper)
+        gone, pairs = messages.excluded(search.core, slack)
         if any(mask.all() for mask in gone):
-            search.bound = search.upper
+            search.bound = search.upper if share >= 1 else search.bound
             return None
     if search.rent:
         search.rent = 0.0
@@ -99,8 +120,10 @@ def _solve_rows(
     seed: int,
     rel_gap: float,
     node_limit: int | None,
+    *,
+    claims: bool = True,
 ) -> None:
-    """MILP and memory rows in turn, until its choice fits."""
+    """MILP and memory rows in turn, until its choice fits; ``claims``: whether what the core lacks is not cheaper."""
     while True:
         left = search.deadline - time.monotonic()
         if left <= 0:
@@ -109,12 +132,13 @@ def _solve_rows(
         search.rows = len(encoding.times)
         if result.infeasible:
             # The restricted problem holds every choice that is cheaper than the incumbent.
-            if search.picks is None:
+            if claims and search.picks is None:
                 search.proven_infeasible = True
-            else:
+            elif claims:
                 search.bound = search.upper
             return
-        search.bound = max(search.bound, min(result.bound, search.upper))
+        if claims:
+            search.bound = max(search.bound, min(result.bound, search.upper))
         if result.picks is None:
             return
         picks = [int(k[p]) for k, p in zip(kept, result.picks, strict=True)]

@@ -13,7 +13,7 @@ from alpa_lite.intraop.messages import Messages
 from alpa_lite.intraop.narrow import is_narrow
 from alpa_lite.intraop.prices import price_memory
 from alpa_lite.intraop.problem import IntraOpProblem
-from alpa_lite.intraop.proof import prove, prove_narrow, shifted
+from alpa_lite.intraop.proof import look_near, prove, prove_narrow, shifted
 from alpa_lite.intraop.rest import prove_rest
 from alpa_lite.intraop.state import LARGE_GAP, Search, is_small
 from alpa_lite.intraop.tie import Tie, tie, tied_core
@@ -90,6 +90,8 @@ def search_core(
         _price_memory(search, messages, _PRICE_STEPS if tied.is_trivial else _UNTIED_PRICE_STEPS)
     if search.gap > search.tolerance(rel_gap) and ((small and proof) or search.picks is None):
         prove(search, messages, seed, rel_gap)
+    elif core.memory is not None and small and search.gap > search.tolerance(rel_gap):
+        look_near(search, messages, seed)
 
 
 def _start_tied(search: Search, tied: Tie, *, proof: bool) -> Messages:

@@ -7,8 +7,11 @@ for a moment, too much where XLA never stores a tensor. What counts is the profi
 - else the ILP's limit is the budget;
 - if its answer is dearer than the cheapest plan, or too large when written out: a price on every byte at the fullest times (a
   rent), which rises until a plan fits, and limits lowered by what the answers exceed the budget, the first by what the nearest
-  of all does;
+  of all does; then mixtures of all these plans, under limits between one that fits and one that does not;
 - if the ILP finds nothing at the budget itself, its limit is raised, from the smallest that any choice can keep.
+
+Under a limit nothing is proven but where the limit is not a count: proofs took most of the time, up to 20 s each for a step of
+six matmuls, and say nothing of what a plan takes when it is written out.
 """
 
 from __future__ import annotations
@@ -29,6 +32,8 @@ _ROUNDS = 4  # with the limit lowered, or raised
 # counts too much of the cheapest plan.
 _NEAR, _TIMES = 0.1, 2
 _RENTS = (0.03, 0.3, 3.0, 30.0)  # of all bytes of the cheapest plan together, as shares of its price
+_MIXED, _AGAIN = 8, 3  # limits of mixtures, and how many of their plans may have been found before
+_TIE = 1e-3  # rent of mixtures, as those above: of equally dear ones the leaner is taken
 _CLOSE = 0.01  # above the cheapest plan's price, which is close enough
 
 
@@ -79,41 +84,76 @@ class MeshResult:
         return self.peak.profile
 
 
+Solved = Callable[[int | None, bool], MeshResult]
+"""The best plan by the solver's count of memory under a limit or none, with a proof or some percent too dear at most times."""
 Rented = Callable[[float, Sequence[MeshResult]], MeshResult]
+"""The cheapest plan, without a limit, where every byte costs so much that lies there when one of some plans is fullest."""
+Mixed = Callable[[int, Sequence[MeshResult], float], MeshResult]
+"""The cheapest plan under a limit and a rent in which every node chooses as in one of some plans."""
 
 
 def within_budget(
-    solved: Callable[[int | None], MeshResult],
-    budget: float,
-    rented: Rented | None = None,
+    solved: Solved, budget: float, rented: Rented | None = None, mixed: Mixed | None = None
 ) -> MeshResult:
     """The best plan found whose written-out memory keeps to ``budget``, or why there is none.
 
     Where the cheapest plan does not fit, no bound but its own is claimed: the solver may count too much of a plan that does.
 
     Args:
-        solved: the best plan by the solver's count of memory, under a limit or none.
+        solved, rented, mixed: plan; without the latter two these ways are not gone.
         budget: bytes per device; may be infinite.
-        rented: the cheapest plan, without a limit, where every byte costs so much that lies there when one of the given
-            plans is fullest.
     """
-    free = solved(None)
+    free = solved(None, True)
     if free.peak is None or free.used_bytes <= budget:
         return free
-    first = solved(int(budget))
-    if first.peak is None:
-        return (_above(solved, free, first, budget) if first.budgeted == "peak" else None) or first
-    if first.used_bytes <= budget and first.budgeted == "weights":  # which are counted as they are
+    first = solved(int(budget), free.budgeted == "weights")
+    if first.budgeted == "weights" and first.used_bytes <= budget:  # which are counted as they are
         return first
-    tried = [first]
+    tried = [] if first.peak is None else [first]
     if rented is not None and not _close(_fitting(tried, budget), free):
         tried += _under_rent(rented, free, budget)
-    if first.used_bytes > budget and not _close(_fitting(tried, budget), free):
+    if first.peak is None and not _fitting(tried, budget):
+        return (_above(solved, free, first, budget) if first.budgeted == "peak" else None) or first
+    if first.peak is not None and first.used_bytes > budget and not _close(_fitting(tried, budget), free):
         tried += _below(solved, tried, budget)
+    if mixed is not None and (fitting := _fitting(tried, budget)) and not _close(fitting, free):
+        tried += _mixtures(mixed, [free, *tried], first, budget)
     found = _fitting(tried, budget)
     if not found:
         return replace(first, status="over budget", realised=None, objective=math.inf, lower_bound=-math.inf)
     return as_found(min(found, key=lambda result: result.objective), free.lower_bound)
+
+
+def _mixtures(mixed: Mixed, tried: Sequence[MeshResult], first: MeshResult, budget: float) -> list[MeshResult]:
+    """Plans in which every node chooses as in one of those tried, under limits between one that fits and one that does not.
+
+    An end that stays counts half as much each time, so that the other does not creep.
+    """
+    assert first.problem is not None
+    best = min(_fitting(tried, budget), key=lambda result: result.objective)
+    cheaper = [r for r in tried if r.peak is not None and r.used_bytes > budget and r.objective < best.objective]
+    if not cheaper:
+        return []
+    over = min(cheaper, key=lambda result: result.used_bytes)
+    low, high = _counted(first.problem, best), _counted(first.problem, over)
+    room, excess = budget - best.used_bytes, over.used_bytes - budget
+    rent = _TIE * tried[0].objective / max(1, tried[0].used_bytes)
+    found, seen, again = [], {(best.objective, best.used_bytes), (over.objective, over.used_bytes)}, 0
+    while again < _AGAIN and len(found) < _MIXED:
+        limit = math.floor(low + (high - low) * room / (room + excess))
+        if not low < limit < high:
+            break
+        result = mixed(limit, [*tried, *found], rent)
+        if result.peak is None:
+            break
+        found.append(result)
+        again += (result.objective, result.used_bytes) in seen
+        seen.add((result.objective, result.used_bytes))
+        if result.used_bytes <= budget:
+            low, room, excess = limit, budget - result.used_bytes, excess / 2
+        else:
+            high, room, excess = min(limit, _counted(first.problem, result)), room / 2, result.used_bytes - budget
+    return found
 
 
 def _fitting(tried: Sequence[MeshResult], budget: float) -> list[MeshResult]:
@@ -145,8 +185,8 @@ def _under_rent(rented: Rented, free: MeshResult, budget: float) -> list[MeshRes
     return tried[1:]
 
 
-def _below(solved: Callable[[int | None], MeshResult], tried: Sequence[MeshResult], budget: float) -> list[MeshResult]:
-    """The first plan that fits of those by limits below the budget, as a list of one or none.
+def _below(solved: Solved, tried: Sequence[MeshResult], budget: float) -> list[MeshResult]:
+    """Plans by limits below the budget, up to the first that fits.
 
     Of the plans tried, the first is by the budget as the limit. Limits start from the nearest that does not fit, then from the
     one of which the solver counts most: what it counts less of is not always less.
@@ -155,24 +195,24 @@ def _below(solved: Callable[[int | None], MeshResult], tried: Sequence[MeshResul
     assert problem is not None
     over = [(result, _counted(problem, result)) for result in tried if result.used_bytes > budget]
     nearest, most = min(over, key=lambda pair: pair[0].used_bytes), max(over, key=lambda pair: pair[1])
-    low = 0
+    low, found = 0, []
     for result, counted in (nearest, most) if most[1] > nearest[1] else (nearest,):
         high, excess = min(int(budget), counted), max(1, math.ceil(result.used_bytes - budget))
         limit = high - excess if not low else (low + high) // 2
         for _ in range(_ROUNDS - 1):
             if not low < limit < high:
                 break
-            found = solved(limit)
-            if found.peak is None:
+            found.append(solved(limit, False))
+            if found[-1].peak is None:
                 low = limit  # too low; between it and what the last answer counts there may be one
                 limit = (low + high) // 2
-            elif found.used_bytes <= budget:
-                return [found]
+            elif found[-1].used_bytes <= budget:
+                return found
             else:  # the next answer must need less than this one, by the solver's own count
-                high = min(limit, _counted(problem, found))
-                excess = max(1, math.ceil(found.used_bytes - budget))
+                high = min(limit, _counted(problem, found[-1]))
+                excess = max(1, math.ceil(found[-1].used_bytes - budget))
                 limit = high - excess if not low else (low + high) // 2
-    return []
+    return found
 
 
 def _counted(problem: IntraOpProblem, result: MeshResult) -> int:
@@ -181,9 +221,7 @@ def _counted(problem: IntraOpProblem, result: MeshResult) -> int:
     return evaluate(problem, result.solution.choice).peak_bytes
 
 
-def _above(
-    solved: Callable[[int | None], MeshResult], free: MeshResult, refused: MeshResult, budget: float
-) -> MeshResult | None:
+def _above(solved: Solved, free: MeshResult, refused: MeshResult, budget: float) -> MeshResult | None:
     """The best plan found that fits, by limits between the budget and what the plan without a limit takes.
 
     Up to ``low`` the solver finds nothing, or something that fits; what it finds at ``high`` is over the budget. Where even
@@ -198,7 +236,7 @@ def _above(
     for _ in range(_ROUNDS):
         if not low < limit < high:
             break
-        result = solved(limit)
+        result = solved(limit, False)
         if result.peak is None or result.solution is None:
             low, limit = limit, (limit + high) // 2
             cut_short |= result.status != "infeasible"

@@ -266,7 +266,7 @@ def _smallest_peak(task: MeshTask, mesh: DeviceMesh, cluster: Cluster, floor: in
     ``floor``, the least that any plan takes by the solver's count, is where the search begins.
     """
     begin = time.perf_counter()
-    unlimited = plan_on_mesh(replace(task, budget=math.inf), cluster, mesh)
+    unlimited = plan_on_mesh(replace(task, budget=math.inf, proof=False), cluster, mesh)
     ruled_out = failed = task.budget
     if unlimited.peak is None:
         return ruled_out, math.inf
@@ -274,7 +274,7 @@ def _smallest_peak(task: MeshTask, mesh: DeviceMesh, cluster: Cluster, floor: in
     middle = min(float(floor), high) / math.sqrt(_CLOSE)
     while high > _CLOSE * failed and time.perf_counter() - begin < task.options.time_limit_s:
         if middle > failed:
-            result = plan_on_mesh(replace(task, budget=middle), cluster, mesh)
+            result = plan_on_mesh(replace(task, budget=middle, proof=False), cluster, mesh)
             if result.realised is not None:
                 high = float(result.used_bytes)
             else:

@@ -112,26 +112,36 @@ def plan_on_mesh(
     begin = time.perf_counter()
     costs, pricer, problem_within = begun.posed if begun else pose(task, cluster, mesh)
 
-    def found(problem: IntraOpProblem, charged: IntraOpProblem) -> MeshResult:
-        return _found(task, costs, pricer, problem, charged, begin, cutoff, dearest=dearest)
+    def found(problem: IntraOpProblem, charged: IntraOpProblem, proof: bool = True) -> MeshResult:
+        asked = replace(task, proof=task.proof and proof)
+        return _found(asked, costs, pricer, problem, charged, begin, cutoff, dearest=dearest)
 
-    def solved(limit: int | None) -> MeshResult:
+    def solved(limit: int | None, proof: bool) -> MeshResult:
         """The best plan by the solver's own count of memory, written out."""
         if begun and limit is None:  # once, as it is changed
             return _found(task, costs, pricer, begun.problem, begun.problem, begin, cutoff, begun.reduced, dearest)
         problem = problem_within(limit)
-        return replace(found(problem, _charged(task, pricer, problem)), limit=limit)
+        return replace(found(problem, _charged(task, pricer, problem), proof), limit=limit)
+
+    def charged(
+        problem: IntraOpProblem, counted: IntraOpProblem, like: Sequence[MeshResult], rent: float
+    ) -> MeshResult:
+        """The cheapest plan where a byte that lies there when one of the plans is fullest, as ``counted``, costs ``rent``."""
+        times = {evaluate(counted, choice).peak_time for choice in _choices(like)}
+        held = bytes_at(counted, times | {r.fullest for r in like})
+        return found(problem, replace(problem, node_costs=tuple(with_rent(problem, held, rent))))
 
     def rented(rent: float, like: Sequence[MeshResult]) -> MeshResult:
-        """The cheapest plan, without a limit, where a byte that lies there when one of the plans is fullest costs ``rent``."""
         counted = problem_within(int(task.budget))
-        times = {evaluate(counted, r.solution.choice).peak_time for r in like if r.solution is not None}
-        held = bytes_at(counted, times | {r.fullest for r in like})
-        problem = replace(counted, usages=(), usage_limit=None, num_times=0)
-        charged = replace(problem, node_costs=tuple(with_rent(problem, held, rent)))
-        return replace(found(problem, charged), restricted=True)
+        free = replace(counted, usages=(), usage_limit=None, num_times=0)
+        return replace(charged(free, counted, like, rent), restricted=True)
 
-    return within_budget(solved, task.budget, rented if task.rent is None else None)
+    def mixed(limit: int, among: Sequence[MeshResult], rent: float) -> MeshResult:
+        counted = problem_within(limit)
+        return replace(charged(_restricted(counted, _choices(among)), counted, among, rent), limit=limit)
+
+    own = task.rent is None
+    return within_budget(solved, task.budget, rented if own else None, mixed if own else None)
 
 
 def plan_once(
@@ -196,6 +206,11 @@ def _found(
             budgeted=costs.rules.budget,
         )
     return _write_out(task, costs, pricer.graph, problem, solution, begin)
+
+
+def _choices(results: Sequence[MeshResult]) -> list[np.ndarray]:
+    """Of those that have a plan."""
+    return [r.solution.choice for r in results if r.solution is not None and len(r.solution.choice)]
 
 
 def _restricted(problem: IntraOpProblem, among: Sequence[np.ndarray]) -> IntraOpProblem:

@@ -38,6 +38,11 @@ def test_a_function_keeps_keywords_of_its_own():
     assert al.plan(lambda x, **more: x * more["option"], X, option=X, cluster=CLUSTER).input_paths == ("0", "option")
 
 
+def test_no_static_or_donated_arguments_may_be_said_as_in_jax():
+    """``jax.jit`` takes None for none."""
+    assert plan(static_argnames=None, static_argnums=None, donate_argnums=None).objective == plan().objective
+
+
 def convert(before="[x,_]", after="[_,x]", shape=(8, 8), dtype="float32", **settings):
     return al.conversion(before, after, shape, dtype, **{"mesh": {"x": 8}, "cluster": CLUSTER, **settings})
 
@@ -54,6 +59,11 @@ WRONG = {
     "plan: donated": (lambda: plan(donate_argnums=2), ["donate_argnums=2", "2 positions, 0 to 1", HERE, "Correct"]),
     "plan: donated by name": (lambda: plan(donate_argnums="w"), ["donate_argnums='w'", "0 to 1", HERE, "Correct"]),
     "plan: static": (lambda: plan(static_argnums=-3), ["static_argnums=-3", "0 to 1", HERE, "Correct"]),
+    "plan: static name": (lambda: plan(static_argnames=3), ["static_argnames=3", "names of arguments", HERE, "Write"]),
+    "plan: follow_like": (
+        lambda: plan(follow=plan(), follow_like={}),
+        ["follow_like={} names no leaf", "at least one pair", HERE, "Leave follow_like out"],
+    ),
     "plan: too few": (lambda: al.plan(step, X, cluster=CLUSTER), ["argument: 'x'", HERE, "allowed:", "next:"]),
     "parallelize: fn": (lambda: al.parallelize(5), ["given 5", "a function of arrays", HERE, "Write"]),
     "parallelize: options": (lambda: al.parallelize(step, options={}), ["options={}", "al.PlanOptions", HERE, "Write"]),

@@ -149,6 +149,41 @@ def test_pin_moves_inside():
     assert any("holds as [x,_] for the padded form of 0/0/wte" in note for note in plan.notes)
 
 
+def test_every_uneven_pin_is_kept():
+    """Without one of two the plan would be cheaper."""
+
+    def fn(table, out, tokens):
+        return jnp.tanh(table[tokens]) @ out
+
+    args = np.ones((61, 16), np.float32), np.ones((16, 61), np.float32), np.arange(4, dtype=np.int32)
+    options = al.PlanOptions(mesh_shape=(4,), axis_names=("x",))
+    both = {"0": P("x"), "1": P(None, "x")}
+    for pins in ({"0": both["0"]}, {"1": both["1"]}, both):
+        plan = al.plan(fn, *args, cluster=al.Cluster.parse("1x4:cpu"), pins=pins, options=options)
+        assert [p.dim for p in plan.paddings] == [f"{path} dim {path}" for path in pins]
+        assert sorted(p.pins for p in plan.paddings) == [
+            ((int(path), f"[{('x,_', '_,x')[int(path)]}]"),) for path in pins
+        ]
+        assert sum("for the padded form of" in note for note in plan.notes) == len(pins)
+    exact(fn, args, plan, donate=())
+
+
+def test_padding_where_pins_clash_without_it():
+    """Every contraction is to be split, also that of a convolution over three rows, which lie whole by the pins."""
+
+    def fn(a, b, kernel, x):
+        numbers = ("NWC", "WIO", "NWC")
+        return jax.lax.conv_general_dilated(((x @ a) @ b)[None], kernel, (1,), "SAME", dimension_numbers=numbers)
+
+    shapes = (64, 128), (128, 64), (3, 64, 64), (3, 64)
+    args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    settings = {"cluster": al.Cluster.parse("1x4:h100-sxm"), "options": al.PlanOptions(costs="slapo-head")}
+    free = al.plan(fn, *args, **settings)
+    assert free.paddings
+    again = al.plan(fn, *args, pins=free.specs_by_path, **settings)
+    assert (again.objective, [p.dim for p in again.paddings]) == (free.objective, [p.dim for p in free.paddings])
+
+
 @pytest.mark.medium
 def test_pin_of_a_result():
     step, args, plan = planned(10, (4,), pins={"out/2/wte": P("x", None)})

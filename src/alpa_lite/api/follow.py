@@ -283,6 +283,12 @@ def counterparts(
                 "the layout of these parameters."
             )
         made[position] = other, dims
+    if not found:
+        raise PinError(
+            f"follow_like={dict(like or {})!r} names no leaf, so that nothing can follow. A path of this function and one of the "
+            f"parameters that are followed is allowed, at least one pair. At {source}. Leave follow_like out where the paths are "
+            "the same, or leave out follow."
+        )
     if not made:
         position, other = next(iter(found.items()))
         raise PinError(

@@ -75,8 +75,10 @@ def check_keywords(fn: Callable[..., Any], given: Iterable[str], settings: Itera
             )
 
 
-def argnums(fn: Callable[..., Any], name: str, value: int | Sequence[int]) -> tuple[int, ...]:
-    """Positions of arguments, counted from the start; as in ``jax.jit`` they may be given counted from the end."""
+def argnums(fn: Callable[..., Any], name: str, value: int | Sequence[int] | None) -> tuple[int, ...]:
+    """Positions of arguments, counted from the start; as in ``jax.jit`` they may be counted from the end, and None is none."""
+    if value is None:
+        return ()
     count = _num_positional(fn)
     listed = tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
     for n in listed:
@@ -91,9 +93,21 @@ def argnums(fn: Callable[..., Any], name: str, value: int | Sequence[int]) -> tu
     return tuple(n + (count or 0) if n < 0 else n for n in listed)
 
 
-def argnames(value: str | Sequence[str]) -> tuple[str, ...]:
-    """Names of arguments."""
-    return (value,) if isinstance(value, str) else tuple(value)
+def argnames(value: str | Sequence[str] | None) -> tuple[str, ...]:
+    """Names of arguments; as in ``jax.jit`` None is none.
+
+    Raises:
+        AlpaLiteError: something is no name.
+    """
+    if value is None:
+        return ()
+    listed = tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
+    if not all(isinstance(name, str) for name in listed):
+        raise AlpaLiteError(
+            f"static_argnames={value!r:.60} was given. Allowed are names of arguments, as one string or a tuple of them. At "
+            f"{user_line()}. Write for example static_argnames='training', or () for none."
+        )
+    return listed
 
 
 def _num_positional(fn: Callable[..., Any]) -> int | None:

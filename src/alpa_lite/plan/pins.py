@@ -64,6 +64,12 @@ class PinnedDims:
         pairs = zip(self.dims, dims, strict=True)
         return all(a is None or b is None or _counted(a, mesh) == _counted(b, mesh) for a, b in pairs)
 
+    def is_uneven(self, mesh: DeviceMesh) -> bool:
+        """Whether it splits a dim that does not divide."""
+        if not set(self.axes) <= set(mesh.axis_names):
+            return False
+        return any(axes and size % mesh.axes_size(axes) for size, axes in zip(self.shape, self.dims, strict=True))
+
     def check(self, mesh: DeviceMesh, source: str) -> None:
         """Refuses a pin that the mesh cannot hold.
 
@@ -122,6 +128,7 @@ class ResolvedPins:
         keys: (key, spec) as the user wrote them, for the plan.
         notes: what was skipped or did not match.
         source: where in the user's code the pins came in.
+        borders: (position, pin) of argument leaves whose own pin holds for their padded form: how they lie themselves.
     """
 
     inputs: tuple[PinnedDims, ...]
@@ -131,6 +138,7 @@ class ResolvedPins:
     keys: tuple[tuple[str, str], ...] = ()
     notes: tuple[str, ...] = ()
     source: str = ""
+    borders: tuple[tuple[int, PinnedDims], ...] = ()
 
     def check(self, mesh: DeviceMesh) -> None:
         """Refuses pins that the mesh cannot hold (``PinError``, the first one); for each mesh that is searched."""
@@ -140,6 +148,8 @@ class ResolvedPins:
     def with_fixed(self, fixed: Mapping[int, tuple[Dims, str]], mesh: DeviceMesh | None = None) -> ResolvedPins:
         """The pins, and beside them layouts that come from elsewhere.
 
+        A pin that splits its leaf unevenly is kept by the leaf's padded form, so that the leaf itself may lie otherwise.
+
         Args:
             fixed: position of an argument leaf -> what is fixed there, and where from, for messages and as its origin.
             mesh: for which it is fixed, where that is known: axes of size 1 make no difference.
@@ -147,13 +157,16 @@ class ResolvedPins:
         Raises:
             PinError: a pin says something else.
         """
-        inputs = list(self.inputs)
+        inputs, borders = list(self.inputs), list(self.borders)
         for position, (dims, origin) in fixed.items():
             pinned = inputs[position]
             if all(axes is None for axes in dims) and dims:
                 continue
             other = replace(pinned, dims=dims, origin=origin)
             joined = pinned.joined(dims, mesh)
+            if joined is None and mesh is not None and pinned.is_uneven(mesh):
+                borders.append((position, other))
+                continue
             if joined is None:
                 raise PinError(
                     f"the pin {pinned.origin!r} and {origin!r} disagree on {pinned.path!r}: {pinned} and {other} (? is free, _ "
@@ -161,4 +174,4 @@ class ResolvedPins:
                     "both the same spec."
                 )
             inputs[position] = replace(other, dims=joined, origin=pinned.origin or origin)
-        return replace(self, inputs=tuple(inputs))
+        return replace(self, inputs=tuple(inputs), borders=tuple(borders))

@@ -343,12 +343,15 @@ def _replicate_ends(
 ) -> None:
     """Arguments but for those ``placed``, and results, lie whole on every device unless a pin says otherwise."""
     aliased = {o for _, o in task.program.aliases}
+    pinned = {
+        n for n, pin in zip(graph.outputs, task.pins.outputs, strict=True) if not pin.is_free
+    }  # maybe arguments' too
     ends = [(n, pin) for i, (n, pin) in enumerate(zip(graph.inputs, task.pins.inputs, strict=True)) if i not in placed]
     ends += [
         (n, pin) for o, (n, pin) in enumerate(zip(graph.outputs, task.pins.outputs, strict=True)) if o not in aliased
     ]
     for port, pin in ends:
-        if pin.is_free:
+        if pin.is_free and port not in pinned:
             node = graph.nodes[port]
             assert node.specs is not None
             specs = graph.conversions.space(node.rank).specs

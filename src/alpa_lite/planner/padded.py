@@ -8,7 +8,7 @@ ops that it would help are worth it; groups that the plan then does not split ar
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from alpa_lite.cluster.cluster import Cluster
@@ -16,7 +16,7 @@ from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.core.program import Op, Program, Value
 from alpa_lite.core.rule_text import NamedRule
 from alpa_lite.core.spec import ShardingSpec
-from alpa_lite.errors import AlpaLiteError, MemoryBudgetError, PinError, UnevenPinError
+from alpa_lite.errors import AlpaLiteError, MemoryBudgetError, PinClashError, PinError, UnevenPinError
 from alpa_lite.plan.pins import PinnedDims, ResolvedPins, parse_dims
 from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.records import OpDecision, Padding
@@ -55,24 +55,22 @@ def plan_with_padding(
         rules: the user's, by primitive.
 
     Raises:
-        AlpaLiteError: what planning without padding raises; uneven pins and budgets only if padding does not help.
+        AlpaLiteError: what planning without padding raises; uneven pins, clashes and budgets only if padding does not help.
     """
     groups: Sequence[PadGroup] = _uneven(traced, cluster.num_devices)
     refusal: AlpaLiteError | None = None
     plain: Plan | None = None
     try:
         plain = plan_program(traced.program, pins)
-    except (UnevenPinError, MemoryBudgetError) as error:
+    except (UnevenPinError, PinClashError, MemoryBudgetError) as error:
         refusal = error
-    moved: dict[int, str] = {}
     if plain is not None:
         shares = _shares(groups, traced, plain) if groups else []
         groups = [g for g, share in zip(groups, shares, strict=True) if share >= WORTH]
-    elif isinstance(refusal, UnevenPinError):
-        moved = _pins_on(groups, traced.program, pins)
-        groups = [g for g in groups if _is_pinned(g, traced.program, pins)]
-    search = _Search(traced, cluster.num_devices, pins, moved, plan_program, rules)
     pinned = isinstance(refusal, UnevenPinError)
+    if pinned:
+        groups = [g for g in groups if _is_pinned(g, traced.program, pins)]
+    search = _Search(traced, cluster.num_devices, pins, pinned, plan_program, rules)
     found: tuple[Padded, Plan] | None = None
     for waste in (1.0,) if pinned else _WASTES:
         if found is None or (plain is not None and not _wins(found[1], plain)):
@@ -160,16 +158,20 @@ def _ends(program: Program, pins: ResolvedPins) -> Iterator[tuple[int, int, Pinn
             yield position, value, pin
 
 
-def _is_pinned(group: PadGroup, program: Program, pins: ResolvedPins) -> bool:
-    """Whether a pin of an argument or result, or an ``al.pin``, splits a dim of the group."""
+def _is_pinned(group: PadGroup, program: Program, pins: ResolvedPins, mesh: DeviceMesh | None = None) -> bool:
+    """Whether a pin of an argument or result, or an ``al.pin``, splits a dim of the group; on a mesh, unevenly."""
+
+    def splits(axes: tuple[str, ...] | None) -> bool:
+        return bool(axes) and (mesh is None or bool(group.size % mesh.axes_size(axes)))
+
     pinned = [(value, pin.dims) for _, value, pin in _ends(program, pins)] if not group.region else []
     for path, _, op in program.walk():
         if op.primitive == "pin" and f"{path.rpartition('.')[0]}.".removeprefix(".") == group.region:
             pinned.append((op.outputs[0], parse_dims(op.pinned)))
-    return any(axes and (value, dim) in group.places for value, dims in pinned for dim, axes in enumerate(dims))
+    return any(splits(axes) and (value, dim) in group.places for value, dims in pinned for dim, axes in enumerate(dims))
 
 
-def _pins_on(groups: Sequence[PadGroup], program: Program, pins: ResolvedPins) -> dict[int, str]:
+def _pins_on(groups: Iterable[PadGroup], program: Program, pins: ResolvedPins) -> dict[int, str]:
     """Pins that split dims of the groups: they hold for the padded form instead."""
     places: set[Place] = {place for g in groups if not g.region for place in g.places}
     return {
@@ -181,23 +183,25 @@ def _pins_on(groups: Sequence[PadGroup], program: Program, pins: ResolvedPins) -
 
 def _freed(pins: ResolvedPins, moved: dict[int, str]) -> ResolvedPins:
     """The pins without those that moved inside; leaves tied to one another stay so."""
+    borders = dict(pins.borders)
 
     def free(first: int, pinned: tuple[PinnedDims, ...]) -> tuple[PinnedDims, ...]:
         return tuple(
-            replace(p, dims=(None,) * len(p.dims), origin="") if first + i in moved else p for i, p in enumerate(pinned)
+            borders.get(first + i, replace(p, dims=(None,) * len(p.dims), origin="")) if first + i in moved else p
+            for i, p in enumerate(pinned)
         )
 
-    return replace(pins, inputs=free(0, pins.inputs), outputs=free(len(pins.inputs), pins.outputs))
+    return replace(pins, inputs=free(0, pins.inputs), outputs=free(len(pins.inputs), pins.outputs), borders=())
 
 
 @dataclass(frozen=True, slots=True)
 class _Search:
-    """Tries groups of dims."""
+    """Tries groups of dims; where ``pinned``, pins that split dims of a group hold for its padded form."""
 
     traced: Traced
     devices: int
     pins: ResolvedPins
-    moved: dict[int, str]
+    pinned: bool
     plan_program: Planned
     rules: tuple[NamedRule, ...]
     tried: set[frozenset[PadGroup]] = field(default_factory=set)
@@ -221,22 +225,31 @@ class _Search:
         return self._recorded(*self._tightened(*found))
 
     def _split(self, groups: Sequence[PadGroup]) -> tuple[Padded, Plan, tuple[PadGroup, ...]] | None:
-        """With these groups, then with those of them that the plan splits; None also if that was tried before."""
+        """With these groups, then with those of them that the plan splits or pins do; None also if that was tried before."""
         while groups and frozenset(groups) not in self.tried:
             self.tried.add(frozenset(groups))
             found = self._planned({g: next_multiple(g.size, self.devices) for g in groups})
             if found is None:
                 return None
-            used = [g for g in groups if _parts(g, *found)]
+            used = [g for g in groups if _parts(g, *found) or self._keeps(g, found[1].mesh)]
             if len(used) == len(groups):
                 return *found, tuple(groups)
             groups = used
         return None
 
+    def _keeps(self, group: PadGroup, mesh: DeviceMesh) -> bool:
+        """Whether a pin needs the group."""
+        return self.pinned and _is_pinned(group, self.traced.program, self.pins, mesh)
+
+    def _moved(self, groups: Iterable[PadGroup]) -> dict[int, str]:
+        """Pins that hold for padded forms; a pin of a group that is left out holds for the leaf itself."""
+        return _pins_on(groups, self.traced.program, self.pins) if self.pinned else {}
+
     def _planned(self, sizes: dict[PadGroup, int]) -> tuple[Padded, Plan] | None:
-        padded = pad_traced(self.traced, tuple(sizes.items()), self.moved, self.rules)
+        moved = self._moved(sizes)
+        padded = pad_traced(self.traced, tuple(sizes.items()), moved, self.rules)
         try:
-            return padded, self.plan_program(padded.traced.program, _freed(self.pins, self.moved))
+            return padded, self.plan_program(padded.traced.program, _freed(self.pins, moved))
         except (PinError, MemoryBudgetError):
             return None
 
@@ -255,7 +268,7 @@ class _Search:
         return *again, tight
 
     def _recorded(self, padded: Padded, plan: Plan, sizes: dict[PadGroup, int]) -> tuple[Padded, Plan]:
-        paddings = []
+        paddings, moved = [], self._moved(sizes)
         for group, size in sizes.items():
             values = {v for v, _ in group.places}
             ends = (*self.traced.program.inputs, *self.traced.program.outputs)
@@ -268,11 +281,11 @@ class _Search:
                     shards=max(_parts(group, padded, plan), default=1),
                     waste_bytes=waste_bytes,
                     waste_s=waste_s,
-                    pins=tuple((i, text) for i, text in self.moved.items() if ends[i] in values),
+                    pins=tuple((i, text) for i, text in moved.items() if ends[i] in values),
                 )
             )
-        moved = [self._moved_note(i, text) for i, text in self.moved.items()]
-        return padded, replace(plan, paddings=tuple(paddings), notes=(*plan.notes, *moved))
+        notes = [self._moved_note(i, text) for i, text in moved.items()]
+        return padded, replace(plan, paddings=tuple(paddings), notes=(*plan.notes, *notes))
 
     def _moved_note(self, position: int, text: str) -> str:
         pin = (*self.pins.inputs, *self.pins.outputs)[position]

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
-import jax.numpy as jnp
+import jax
 
 from alpa_lite.api.request import Request
 from alpa_lite.api.shared import plan_shared
@@ -85,8 +85,11 @@ def plan_graphs(graphs: Mapping[str, Graph], cluster: Cluster | None = None) -> 
     """
     prompts = {name: 1.0 / (len(graphs) - 1) for name in graphs if name != DECODE}
     weights = prompts | {DECODE: _TOKENS_PER_PROMPT}
+    params, cache = graphs[DECODE][1][:2]
+    held = {"0": params, "1": cache}  # a model may have no parameters, or no cache
+    shared = tuple(place for place, tree in held.items() if jax.tree_util.tree_leaves(tree))
     layout = plan_shared(
-        graphs, shared=("0", "1"), cluster=cluster or local_cluster(False), weights=weights, donate_argnums=1
+        graphs, shared=shared, cluster=cluster or local_cluster(False), weights=weights, donate_argnums=1
     )
     return dict(layout.plans)
 
@@ -121,7 +124,7 @@ def check_sizes(graphs: Mapping[str, Graph], plans: Mapping[str, Plan]) -> None:
         if name not in plans:
             continue
         planned = whole_types(plans[name].inputs)
-        here = {path: (tuple(x.shape), str(jnp.dtype(x.dtype))) for path, x in argument_paths(graphs[name][1], {})}
+        here = {path: (tuple(x.shape), str(x.dtype)) for path, x in argument_paths(graphs[name][1], {})}
         if fault := _difference(name, planned, here):
             raise ServeError(
                 f"the layout is of another model or other sizes: {fault}. Parameters, slots, max_length and buckets must be "

@@ -276,7 +276,7 @@ def check_types(graphs: Mapping[str, Graph], plans: Mapping[str, Plan]) -> None:
         )
     for name, (_, args) in graphs.items():
         plan = plans[name]
-        given = [(tuple(x.shape), str(jnp.dtype(x.dtype))) for x in jax.tree_util.tree_leaves(args)]
+        given = [(tuple(x.shape), str(x.dtype)) for x in jax.tree_util.tree_leaves(args)]
         whole = whole_types(plan.inputs)
         planned = list(whole.values())
         if given != planned:

@@ -1,0 +1,83 @@
+"""Models of forms that the examples do not have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import alpa_lite as al
+
+SIZES = {"slots": 2, "max_length": 8, "buckets": (4,)}
+VOCABULARY = 61
+
+
+class Bigrams:
+    """What follows a token depends on that token alone; there is no cache."""
+
+    def init_cache(self, slots: int, max_length: int) -> Any:
+        return ()
+
+    def prefill(self, params: Any, cache: Any, tokens: jax.Array, lengths: jax.Array) -> tuple[jax.Array, Any]:
+        return self.decode(params, cache, tokens[jnp.arange(len(tokens)), lengths - 1])
+
+    def decode(self, params: Any, cache: Any, tokens: jax.Array) -> tuple[jax.Array, Any]:
+        return params["table"][tokens], cache
+
+
+class WithKeys(Bigrams):
+    """With typed keys among parameters and in the cache, as ``nnx.state`` of a model with dropout has them."""
+
+    def init_cache(self, slots: int, max_length: int) -> Any:
+        return jax.random.split(jax.random.key(0), slots)
+
+
+class Sums:
+    """A state per slot: the sum of the rows of a table that does not divide."""
+
+    def init_cache(self, slots: int, max_length: int) -> Any:
+        return jnp.zeros((slots, 16))
+
+    def prefill(self, params: Any, cache: Any, tokens: jax.Array, lengths: jax.Array) -> tuple[jax.Array, Any]:
+        sums = jnp.cumsum(params["table"][tokens], 1)
+        last = jnp.take_along_axis(sums, lengths[:, None, None] - 1, 1)[:, 0]
+        return jnp.tanh(last) @ params["out"], last
+
+    def decode(self, params: Any, cache: Any, tokens: jax.Array) -> tuple[jax.Array, Any]:
+        sums = cache + params["table"][tokens]
+        return jnp.tanh(sums) @ params["out"], sums
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("with_keys", [False, True])
+def test_no_cache_and_typed_keys(with_keys: bool) -> None:
+    following = np.random.default_rng(0).permutation(32)
+    params = {"table": jnp.eye(32)[following]}
+    if with_keys:
+        params["key"] = jax.random.key(1)
+    with al.serve.Engine((WithKeys if with_keys else Bigrams)(), params, **SIZES) as engine:
+        (found,) = engine.generate([[3]], max_tokens=4)
+    expected = [3]
+    for _ in range(4):
+        expected.append(int(following[expected[-1]]))
+    assert list(found) == expected[1:]
+
+
+@pytest.mark.medium
+def test_uneven_pins_hold_in_a_shared_layout() -> None:
+    """Each graph keeps the pin inside, padded; the leaf itself lies as is best for all."""
+    shape = jax.ShapeDtypeStruct
+    params = {"table": shape((VOCABULARY, 16), "float32"), "out": shape((16, VOCABULARY), "float32")}
+    graphs = al.serve.graphs(Sums(), params, slots=4, max_length=16, buckets=(4,))
+    options = al.PlanOptions(mesh_shape=(4,), axis_names=("x",))
+    for pins in ({"0/table": P("x")}, {"0/out": P(None, "x")}, {"0/table": P("x"), "0/out": P(None, "x")}):
+        layout = al.plan_shared(
+            graphs, shared=("0", "1"), pins=pins, donate_argnums=1, cluster=al.Cluster.parse("1x4:cpu"), options=options
+        )
+        for plan in layout.plans.values():
+            assert len(plan.paddings) == len(pins)
+            assert sum("for the padded form of" in note for note in plan.notes) == len(pins)

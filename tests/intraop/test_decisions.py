@@ -96,7 +96,14 @@ def test_the_copy_of_an_argument_keeps_the_argument_as_it_is():
     assert {int(p) for p in pairs[:, 0]} == passed
     assert all((s, s) in {(int(a), int(b)) for a, b in pairs} for s in passed)
     space = graph.conversions.space(2).specs
-    for made, kept in pairs:  # what is handed on is gathered from what is passed
+    assert {(str(space[a]), str(space[b])) for a, b in pairs} >= {("[x,_]", "[_,_]"), ("[x,_]", "[_,x]")}
+
+
+def test_a_stack_with_many_readers_is_handed_on_as_it_is_or_gathered():
+    graph = graph_of(lambda a: [jnp.sin(a[i]) for i in range(10)], struct(10, 8, 8))
+    (link,) = [link for link in graph.links if link.copy >= 0]
+    space = graph.conversions.space(3).specs
+    for made, kept in graph.nodes[link.copy].pairs:
         assert all(m[: len(k)] == k for m, k in zip(space[made].dims, space[kept].dims, strict=True))
 
 

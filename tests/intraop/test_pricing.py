@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import alpa_lite as al
 from alpa_lite.cluster import Calibration
@@ -44,12 +45,33 @@ def test_a_limit_forbids_layouts_that_a_loop_keeps_uncounted() -> None:
         (found,) = (e.costs for e in problem.edges if (e.u, e.v) == (copy, reader))
         return np.isfinite(found)
 
-    slices = np.array([[gathers_to(specs[r], specs[handed]) for r in read] for _, handed in pairs])
+    slices = np.array([[any(gathers_to(specs[r], specs[there]) for there in pair) for r in read] for pair in pairs])
     moved = between(free) & ~slices
     assert moved.any()  # such as an all-to-all, once before the loop
     assert (between(limited) == (between(free) & slices)).all()
     counted = {usage.node: usage.size_bytes for usage in limited.usages}
     assert all((counted[copy][row] > 0) == (made != handed) for row, (made, handed) in enumerate(pairs))
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("cluster", ["1x8:cpu", "1x8:h100-sxm"])
+def test_no_pinned_layout_of_an_argument_is_cheaper_than_the_best(cluster: str) -> None:
+    """Readers want it in three ways: one conversion serves several, whatever it is, and others read what was passed."""
+    row, column = (lambda b: b.sum(1, keepdims=True) + 1), (lambda b: b.sum(0, keepdims=True) + 1)
+    functions = (
+        lambda b: (b.sum(1), b / row(b) / column(b)),
+        lambda b: (b.sum(0), b.sum(1), b / row(b), b / column(b)),
+        lambda b: (jnp.sort(b, 0), jnp.cumsum(b, 0), b / row(b)),
+        lambda b: (jnp.sort(b, 1), jnp.sort(b, 0), b.T @ b),
+    )
+    options = al.PlanOptions(padding="off", mesh_shape=(8,), axis_names=("x",))
+    settings = {"cluster": al.Cluster.parse(cluster), "options": options}
+    for fn in functions:
+        argument = jax.ShapeDtypeStruct((512, 64), jnp.float32)
+        best = al.plan(fn, argument, **settings)
+        for spec in (P(), P("x"), P(None, "x")):
+            pinned = al.plan(fn, argument, pins={"0": spec}, **settings).objective
+            assert best.lower_bound <= best.objective <= pinned * (1 + 1e-9)
 
 
 DIMS = ("NHWC", "HWIO", "NHWC")

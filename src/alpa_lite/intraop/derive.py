@@ -96,9 +96,9 @@ class _Swap:
         )
 
     def edge_slot(self, slot: EdgeSlot) -> EdgeSlot:
-        pairs = None if slot.pairs is None else self.specs[id(slot.pairs)]
+        pairs, copied = (None if rows is None else self.specs[id(rows)] for rows in (slot.pairs, slot.copied))
         ends = tuple(self.end(end) for end in slot.ends)
-        return EdgeSlot(slot.link, self.end(slot.producer), ends, slot.kept, slot.looped, pairs)
+        return EdgeSlot(slot.link, self.end(slot.producer), ends, slot.kept, slot.looped, pairs, copied)
 
 
 def derive(

@@ -13,6 +13,8 @@ from alpa_lite.costs.conversion import numbered_specs
 from alpa_lite.intraop.decision_graph import DecisionGraph, End, Link
 from alpa_lite.intraop.strategies import KnownStrategies, StrategySet
 
+_FLAT, _FEW_READERS = 2, 8  # rank and readers of arguments that may be handed on in any layout
+
 
 class DomainMaker:
     """Makes the domains of one graph, each once; ``known``: strategies found on meshes with the same axes."""
@@ -103,16 +105,21 @@ class DomainMaker:
         return [c for c in link.consumers if c.node in self.loop_reads] if self.loop_reads else []
 
     def argument_pairs(self, link: Link) -> np.ndarray:
-        """(passed, handed on) spec numbers; what nothing divides is handed on as it is passed."""
+        """(passed, handed on) spec numbers; what nothing divides is handed on as it is passed.
+
+        Of stacks with many readers, each of which takes a row, only what all-gathers reach: rows may as well be converted one
+        by one, and all pairs would make joint problems a sixth slower.
+        """
         rank, mesh = len(link.shape), self.conversions.mesh
         axes = tuple(a for a, n in zip(mesh.axis_names, mesh.shape, strict=True) if n > 1)
         looped, valid = self.in_loops(link), self.valid(link.shape)
+        any_pair = rank <= _FLAT or len(link.consumers) <= _FEW_READERS
         shared = sorted({*self.wanted(link), *(s for c in looped for s in c.specs.tolist() if valid[s])})
         rows = []
         for made in sorted(set(link.producer.specs.tolist())):
             reached = _gathered(axes, rank, made)
             rows.append((made, made))
-            rows += [(made, k) for k in shared if k != made and k in reached]
+            rows += [(made, k) for k in shared if k != made and (any_pair or k in reached)]
         return np.array(rows, dtype=np.int64).reshape(-1, 2)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,7 @@ from alpa_lite.core.program import Op, Program
 from alpa_lite.core.spec import ShardingSpec
 from alpa_lite.costs.conversion import Conversions
 from alpa_lite.costs.memory import Timeline
-from alpa_lite.intraop.decision_graph import DecisionGraph, End, Link, Node
+from alpa_lite.intraop.decision_graph import DecisionGraph, Link, Node
 from alpa_lite.intraop.decisions import CONTRACTIONS
 from alpa_lite.intraop.domains import gathers_to
 from alpa_lite.intraop.problem import IntraOpProblem, Usage
@@ -198,37 +198,34 @@ class Pricer:
             return np.where(made == slot.pairs[None, :, 0], 0.0, np.inf)
         if slot.kept:
             return np.where(np.all([made == end.specs[None, :] for end in slot.ends], axis=0), 0.0, np.inf)
-        costs = self.matrix(slot.link, slot.producer, slot.ends) * slot.link.weight
-        return np.where(self.gathered(slot), np.inf, costs) if slot.looped else costs
-
-    def gathered(self, slot: EdgeSlot) -> np.ndarray:
-        """Which (made, read) specs of a slot are joined by all-gathers alone."""
-        return self._pairs(slot, lambda made, read: made != read and gathers_to(made, read))
+        return self.matrix(slot, _gathered if slot.looped else None) * slot.link.weight
 
     def _counted(self, slot: EdgeSlot, costs: np.ndarray) -> np.ndarray:
         """Without second layouts of an argument that a loop keeps and no usage counts: all but slices (gathers are copies)."""
         if not slot.looped:
             return costs
-        return np.where(self._pairs(slot, lambda made, read: gathers_to(read, made)), costs, np.inf)
+        return self.matrix(slot, lambda made, read: not gathers_to(read, made)) * slot.link.weight
 
-    def _pairs(self, slot: EdgeSlot, holds: Callable[[ShardingSpec, ShardingSpec], bool]) -> np.ndarray:
-        """What holds of the (made, read) specs of a slot."""
-        specs = self.graph.conversions.space(len(slot.link.shape)).specs
-        made, u = np.unique(slot.producer.specs, return_inverse=True)
-        read, v = np.unique(slot.ends[0].specs, return_inverse=True)
-        return np.array([[holds(specs[m], specs[r]) for r in read] for m in made])[np.ix_(u, v)]
+    def matrix(self, slot: EdgeSlot, barred: Callable[[ShardingSpec, ShardingSpec], bool] | None = None) -> np.ndarray:
+        """Price of what one consumer reads, of the nearest layout; the same spec in two operand positions is converted once.
 
-    def matrix(self, link: Link, producer: End, ends: Sequence[End]) -> np.ndarray:
-        """Price of what one consumer reads; the same spec in two operand positions is converted once."""
-        table = self.graph.conversions.table(link.shape, link.itemsize)
+        ``barred``: of (made, read) specs that may not be joined.
+        """
+        conversions, link = self.graph.conversions, slot.link
+        table, named = conversions.table(link.shape, link.itemsize), conversions.space(len(link.shape)).specs
+        made = [slot.producer.specs, *([] if slot.copied is None else [slot.copied[:, 0]])]
 
-        def price(specs: np.ndarray) -> np.ndarray:
-            return table[producer.specs[:, None], specs[None, :]]
+        def price(read: np.ndarray) -> np.ndarray:
+            found = [table[source[:, None], read[None, :]] for source in made]
+            if barred is not None:
+                for source, costs in zip(made, found, strict=True):
+                    costs[[[barred(named[m], named[r]) for r in read] for m in source]] = np.inf
+            return found[0] if len(found) == 1 else np.minimum(*found)
 
-        total = price(ends[0].specs)
-        for position, end in enumerate(ends[1:], 1):
+        total = price(slot.ends[0].specs)
+        for position, end in enumerate(slot.ends[1:], 1):
             seen = np.zeros(len(end.specs), dtype=bool)
-            for earlier in ends[:position]:
+            for earlier in slot.ends[:position]:
                 seen |= earlier.specs == end.specs
             extra = price(end.specs)
             total = total + np.where(seen[None, :], np.where(np.isinf(extra), np.inf, 0.0), extra)
@@ -300,3 +297,7 @@ class Pricer:
         if key not in self._size_cache:
             self._size_cache[key] = self.tile_bytes(shape, itemsize, specs).astype(np.int64)
         return Usage(node=node, lo=lo, hi=hi, size_bytes=self._size_cache[key])
+
+
+def _gathered(made: ShardingSpec, read: ShardingSpec) -> bool:
+    return made != read and gathers_to(made, read)

@@ -122,7 +122,7 @@ def table_of(slots: Slots) -> SlotTable:
 
 
 def _is_plain(slot: EdgeSlot) -> bool:
-    return slot.pairs is None and not slot.kept and not slot.looped and len(slot.ends) == 1
+    return slot.pairs is None and slot.copied is None and not slot.kept and not slot.looped and len(slot.ends) == 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -49,7 +49,7 @@ class EdgeSlot:
 
     ``kept``: it may not be converted. ``looped``: it is kept for a loop, and may not be gathered on its way there, because
     the copy can do that and its bytes are counted. ``pairs``: the reader is the copy that chooses from these (made, handed
-    on) layouts.
+    on) layouts. ``copied``: the producer is such a copy, with these; a reader takes what is nearer of the two.
     """
 
     link: Link
@@ -58,6 +58,7 @@ class EdgeSlot:
     kept: bool = False
     looped: bool = False
     pairs: np.ndarray | None = None
+    copied: np.ndarray | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -174,13 +175,21 @@ class _Sorter:
             looped = node.pairs is not None and link.made_at == "in" and reader in self.graph.loop_reads
             # A result that is the argument itself keeps the argument's spec: nothing to price.
             if reader != link.producer.node:
-                self.read(link, handed, reader, ends, looped)
+                self.read(link, handed, reader, ends, looped, node.pairs)
 
-    def read(self, link: Link, producer: End, node: int, ends: list[End], looped: bool = False) -> None:
+    def read(
+        self,
+        link: Link,
+        producer: End,
+        node: int,
+        ends: list[End],
+        looped: bool = False,
+        copied: np.ndarray | None = None,
+    ) -> None:
         if node == producer.node:
             return
         unique = {e.key: e for e in ends}
         kept = (link.region, link.value) in self.placed
         key = (kept, looped, link.shape, link.itemsize, link.weight, producer.key, *unique)
         if self.is_new_edge(producer.node, node, key):
-            self.edge_slots.append(EdgeSlot(link, producer, tuple(unique.values()), kept, looped))
+            self.edge_slots.append(EdgeSlot(link, producer, tuple(unique.values()), kept, looped, copied=copied))

@@ -160,6 +160,34 @@ def test_what_is_followed_decides_the_cut(tmp_path):
     assert stages_of(al.plan(mlp, params, x, cluster=CLUSTER, follow=again), "0/") == stages_of(plan, "0/")
 
 
+def residual(x: Any, params: Any) -> Any:
+    for layer in params[:3]:
+        x = al.layer_boundary(mlp([layer], x))
+    return mlp(params[3:], x)
+
+
+OWN = {
+    "a next value made elsewhere": lambda x, p: (residual(x, p), x.sum()),
+    "without boundaries": lambda x, p: (mlp(p, x), x.sum()),
+    "parameters that are no first argument": lambda x, p: mlp(p, x)[:4] + x[:4],
+    "state that both stages read": lambda x, p: (residual(x, p) + x, x.sum()),
+    "a batch that stages without parameters read": lambda x, p: (residual(x, p[:3]) * x).sum(),
+}
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("name", OWN)
+def test_a_function_follows_its_own_plan(name):
+    """A leaf lies where its next value is made, or where it is read first, and is sent to who else reads it."""
+    fn, args = OWN[name], (jnp.ones((8, 16)), layers(16, 16, 16, 16, 16))
+    plan = al.plan(fn, *args, cluster=CLUSTER, options=al.PlanOptions(num_stages=2, stage_layers=(3, 1)))
+    again = al.plan(fn, *args, cluster=CLUSTER, follow=plan)
+    assert any(t.when == "start" for t in plan.pipeline.transfers)
+    lies, wanted = ([(leaf.path, leaf.stage, leaf.spec) for leaf in made.inputs] for made in (again, plan))
+    assert lies == wanted
+    assert again.pipeline.transfers == plan.pipeline.transfers
+
+
 HOMES = st.integers(2, 7).flatmap(lambda n: st.tuples(st.just(n), st.lists(st.integers(0, 3), min_size=n, max_size=n)))
 
 

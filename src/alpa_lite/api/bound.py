@@ -32,10 +32,13 @@ from alpa_lite.trace.paths import leaf_paths
 from alpa_lite.trace.program import Traced, trace
 from alpa_lite.trace.remat import recomputable
 from alpa_lite.trace.remat_step import RecomputedStages, rematerialised_step
-from alpa_lite.trace.staged import StagedStep, layers_of, staged_step
+from alpa_lite.trace.staged import StagedStep, layers_of, owners_of, staged_step
 from alpa_lite.trace.unstack import unstacked
 
 LAYER_STARTS = "layer_starts"  # in a plan's options: the ops that start layers, where parameters' stages said so
+KEPT_LEAVES = (
+    "kept_leaves"  # in a plan's options: what lies on one stage though it is no array of floats, as shared leaves do
+)
 JIT_SETTINGS = ("static_argnums", "static_argnames", "donate_argnums")
 
 
@@ -172,7 +175,8 @@ def staged_for(plan: Plan, traced: Traced) -> StagedStep:
     other = f"{layered.num_layers} layers, {len(given)} were planned"
     if layered.num_layers == len(given):
         stages = {leaf.path: leaf.stage for leaf in plan.inputs}
-        owners = {i: stages[path] for i, path in enumerate(traced.program.input_paths) if path in stages}
+        kept: Any = dict(plan.options).get(KEPT_LEAVES, ())
+        owners = owners_of(traced.program, traced.layered, stages, kept)
         staged = staged_step(traced.program, traced.layered, layered, given, _rules_of(plan), split, owners=owners)
         if plan.remat is not None:
             whole = replace(plan.remat, layers=recomputable(layered))

@@ -3,7 +3,8 @@
 1. ``followed_plan``: what the user gave -> layouts by path, and the mesh (of each stage) that they are for. Parameters are what
    is trained; of a function that trains nothing all arguments are looked at, and those with one path, shape and dtype follow.
 2. ``following_options``: these meshes are the only ones that are tried; the same axes on other sizes would be another layout.
-3. ``stages_here``: where parameters lie on several stages, which leaf of this function lies on which: its layers are cut so.
+3. ``stages_here``: where parameters lie on several stages, which leaf of this function lies on which: its layers are cut so,
+   but for leaves that stages of a function without a gradient sent each other.
 4. ``counterparts``: which leaf of this function is which parameter of the other.
 5. ``fixed_pins``: those leaves are pinned; a pin of the user's that says something else is refused.
 """
@@ -16,7 +17,7 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
-from alpa_lite.api.bound import Parallelized
+from alpa_lite.api.bound import KEPT_LEAVES, Parallelized
 from alpa_lite.api.shared_layout import SharedLayout
 from alpa_lite.cluster.cluster import Cluster
 from alpa_lite.core.mesh import DeviceMesh
@@ -27,9 +28,25 @@ from alpa_lite.plan.pins import Dims, ResolvedPins
 from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.records import Leaf, LeafRole
 from alpa_lite.planner.options import PlanOptions
+from alpa_lite.schedule import planned_schedule
 from alpa_lite.trace.pins import pinned_dims
 
 ORIGIN = "follow"  # of pins that come from here
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeafHomes:
+    """Where leaves of a function must lie on stages; paths are of its argument leaves, or of rows of them.
+
+    Attributes:
+        stages: path -> stage.
+        readers: of those whose readers lie there, too.
+        kept: paths of what is not copied to other stages, whatever it is.
+    """
+
+    stages: Mapping[str, int] = field(default_factory=dict)
+    readers: Mapping[str, int] = field(default_factory=dict)
+    kept: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +61,8 @@ class Followed:
         cluster: the text of it; "" where only a layout was given.
         stages: path -> stage, where there are several.
         submeshes, meshes: of each of these; empty where only a layout was given.
+        elsewhere: paths of what other stages read as well, or alone: they do not say where readers go.
+        kept: paths of what lies on one stage, whatever it is; None = all.
     """
 
     specs: Mapping[str, Callable[[int], Dims]]
@@ -54,6 +73,8 @@ class Followed:
     stages: Mapping[str, int] = field(default_factory=dict)
     submeshes: tuple[tuple[int, int], ...] = ()
     meshes: tuple[DeviceMesh, ...] = ()
+    elsewhere: frozenset[str] = frozenset()
+    kept: frozenset[str] | None = None
 
 
 def followed_plan(given: Any, source: str) -> Followed:
@@ -71,7 +92,9 @@ def followed_plan(given: Any, source: str) -> Followed:
             f"with parallelize(plan=...). At {source}. Call step.plan(*shapes) first."
         )
     if isinstance(plan, Plan):
-        parameters = [leaf for leaf in plan.inputs if leaf.role is LeafRole.PARAMETER]
+        # State of a function in stages that trains nothing is a cache, or a batch that a result may replace.
+        trained = not _is_forward(plan)
+        parameters = [leaf for leaf in plan.inputs if trained and leaf.role is LeafRole.PARAMETER]
         return _followed_leaves(plan, parameters or plan.inputs, source, trained=bool(parameters))
     if isinstance(plan, Mapping) and not plan:
         raise PinError(
@@ -107,13 +130,24 @@ def _followed_leaves(plan: Plan, leaves: Sequence[Leaf], source: str, *, trained
             f"gradient has one stage on each. At {source}. Plan the followed step without chunks, or with "
             "PlanOptions(num_stages=1)."
         )
+    read: Any = [(leaf.path, n) for n, stage in enumerate(plan.stages) for leaf in stage.inputs]
+    lies = {leaf.path: leaf.stage for leaf in leaves}
+    elsewhere = {path for path, stage in read if lies.get(path, stage) != stage} if _is_forward(plan) else ()
+    kept: Any = dict(plan.options).get(KEPT_LEAVES, ())
     return replace(
         found,
         mesh=None,
-        stages={leaf.path: leaf.stage for leaf in leaves},
+        stages=lies,
+        elsewhere=frozenset(elsewhere),
+        kept=None if trained else frozenset(kept),
         submeshes=tuple(stage.submesh for stage in plan.stages),
         meshes=tuple(stage.mesh for stage in plan.stages),
     )
+
+
+def _is_forward(plan: Plan) -> bool:
+    """Whether it is of a function in stages that takes no gradient."""
+    return plan.pipeline is not None and not planned_schedule(plan.pipeline).is_training
 
 
 def _is_placed(entry: Any) -> bool:
@@ -196,27 +230,32 @@ def _on_same_stages(options: PlanOptions, followed: Followed, source: str) -> Pl
     return replace(options, mesh_shape=None, stage_layers=None, **wanted)
 
 
-def stages_here(program: Program, followed: Any, like: Mapping[str, str] | None, source: str) -> dict[str, int]:
-    """Path of an argument leaf of this function, or of rows of it, -> the stage on which it lies.
+def stages_here(program: Program, followed: Any, like: Mapping[str, str] | None, source: str) -> LeafHomes:
+    """Where the argument leaves of this function, or rows of them, lie on stages.
 
     Args:
         program: of the function as it is, its layers not cut.
         followed, like, source: as of ``counterparts``, which raises what this does.
     """
     if not isinstance(followed, Followed) or not followed.stages:
-        return {}
-    rows: dict[str, list[tuple[tuple[int, int] | None, int]]] = {}
-    for path, stage in followed.stages.items():
+        return LeafHomes()
+    rows: dict[str, list[tuple[tuple[int, int] | None, str]]] = {}
+    for path in followed.stages:
         whole, part = split_path(path)
-        rows.setdefault(whole, []).append((part, stage))
+        rows.setdefault(whole, []).append((part, path))
     whole = replace(
         followed, specs={path: lambda rank: (None,) * rank for path in rows}, values=_whole_values(followed.values)
     )
     found = {}
     for position, (other, _) in counterparts(program, whole, like, source).items():
         path = program.input_paths[position]
-        found |= {path if part is None else rows_path(path, *part): stage for part, stage in rows[other]}
-    return found
+        found |= {path if part is None else rows_path(path, *part): there for part, there in rows[other]}
+    stages = {path: followed.stages[there] for path, there in found.items()}
+    return LeafHomes(
+        stages=stages,
+        readers={path: stage for path, stage in stages.items() if found[path] not in followed.elsewhere},
+        kept=frozenset(path for path in found if followed.kept is None or found[path] in followed.kept),
+    )
 
 
 def _whole_values(values: Mapping[str, Value]) -> dict[str, Value]:

@@ -11,9 +11,10 @@ import jax
 
 from alpa_lite._version import __version__
 from alpa_lite.api.asked import check_cluster, check_stages_asked, check_symbolic
-from alpa_lite.api.bound import JIT_SETTINGS, LAYER_STARTS, Parallelized, Trees, plain
+from alpa_lite.api.bound import JIT_SETTINGS, KEPT_LEAVES, LAYER_STARTS, Parallelized, Trees, plain
 from alpa_lite.api.follow import (
     Followed,
+    LeafHomes,
     check_stages,
     counterparts,
     fixed_pins,
@@ -49,7 +50,14 @@ from alpa_lite.trace.auto_layers import LayerCuts, are_homes
 from alpa_lite.trace.pins import resolve_pins
 from alpa_lite.trace.program import Rules, Traced, trace
 from alpa_lite.trace.remat_step import RecomputedStages, all_recomputed
-from alpa_lite.trace.staged import StagedStep, layers_of, microbatch_loop, staged_step
+from alpa_lite.trace.staged import (
+    StagedStep,
+    layers_of,
+    microbatch_loop,
+    named_to_be_kept,
+    owners_of,
+    staged_step,
+)
 from alpa_lite.trace.unstack import unstacked
 
 
@@ -205,7 +213,8 @@ class Request:
         homes = self.homes(args, kwargs)
         starts: list[Any] = []
 
-        traced, pins, notes = self.layered(args, kwargs, None, homes, starts if homes else None)
+        traced, pins, notes = self.layered(args, kwargs, None, homes.readers, starts if homes.readers else None)
+        assert traced.layered is not None
         cut, again = self._staged(traced, cluster, homes, are_homes(starts))
 
         def planned(step: StagedStep, recompute: RecomputedStages | None) -> Plan:
@@ -222,9 +231,12 @@ class Request:
             )
 
         made = plan_with_remat(planned, again, self.options.remat)
-        check_stages(made, homes, self.source)
-        # Where layers start followed from the stages of parameters; the plan must find the same layers again.
-        return traced, replace(made, options=(*made.options, *([(LAYER_STARTS, tuple(starts))] if starts else [])))
+        check_stages(made, homes.stages, self.source)
+        # Where layers start, and what was not copied, followed from the stages of parameters; the plan must find the same again.
+        training = again.kept.is_training
+        kept = () if training else named_to_be_kept(traced.program, traced.layered, homes.kept)
+        said = [(name, value) for name, value in ((LAYER_STARTS, tuple(starts)), (KEPT_LEAVES, kept)) if value]
+        return traced, replace(made, options=(*made.options, *said))
 
     def layered(
         self,
@@ -248,10 +260,10 @@ class Request:
         assert traced.parts is not None
         return traced, self._with_fixed(pins_of_parts(pins, traced.parts), traced.program), notes
 
-    def homes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, int]:
-        """Path of an argument leaf, or rows of it, -> its stage, where that is known before planning."""
+    def homes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LeafHomes:
+        """Where argument leaves, or rows of them, lie on stages, as far as that is known before planning."""
         if not isinstance(self.follow, Followed) or not self.follow.stages:
-            return {}
+            return LeafHomes()
         whole = replace(self, options=replace(self.options, **ONE_MESH))
         return stages_here(whole.trace(args, kwargs).program, self.follow, self.follow_like, self.source)
 
@@ -343,20 +355,21 @@ class Request:
         return traced, self.finished(made, traced)
 
     def _staged(
-        self, traced: Traced, cluster: ClusterData, homes: Mapping[str, int], at_homes: bool
+        self, traced: Traced, cluster: ClusterData, homes: LeafHomes, at_homes: bool
     ) -> tuple[StageCut, RecomputedStages]:
-        """The step cut into the stages that were asked for, also with layers recomputed; ``homes``: stages of its leaves,
-        ``at_homes``: whether these are its layers."""
+        """The step cut into the stages that were asked for, also with layers recomputed; ``homes``: where its leaves lie,
+        ``at_homes``: whether its layers are the stages of these."""
         flat, options = traced.layered, self.options
         assert flat is not None
         paths = traced.program.input_paths
-        layered = layers_of(flat, [(homes[path], path) if path in homes else None for path in paths] if homes else ())
+        readers = homes.readers
+        layered = layers_of(flat, [(readers[p], p) if p in readers else None for p in paths] if readers else ())
         if at_homes:
             layered = replace(layered, num_layers=options.stage_count or 1)
         body = traced.program.ops[microbatch_loop(traced.flat)].bodies[0]
         cut = given_cut(options, cluster, layered, body, self.source)
         split = asked_schedule(options).split_stages
-        owners = {i: homes[path] for i, path in enumerate(paths) if path in homes}
+        owners = owners_of(traced.program, flat, homes.stages, homes.kept)
         step = staged_step(
             traced.program, flat, layered, cut.stage_of_layer, options.rules, split, known=traced.known, owners=owners
         )

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from alpa_lite.api.bound import LAYER_STARTS
+from alpa_lite.api.bound import KEPT_LEAVES, LAYER_STARTS
 from alpa_lite.api.request import VERSIONS
 from alpa_lite.api.shared_graphs import SharedGraph, named
 from alpa_lite.cluster.cluster import Cluster
@@ -26,7 +26,15 @@ from alpa_lite.trace.jaxprs import HEAVY
 from alpa_lite.trace.layers import BOUNDARY, Layered
 from alpa_lite.trace.program import Traced
 from alpa_lite.trace.stage_pin import PIN_STAGE, StagePin
-from alpa_lite.trace.staged import StagedStep, layers_of, layers_reading, microbatch_loop, staged_step
+from alpa_lite.trace.staged import (
+    StagedStep,
+    layers_of,
+    layers_reading,
+    microbatch_loop,
+    named_to_be_kept,
+    owners_of,
+    staged_step,
+)
 
 _ORIGIN = "the shared layout"
 
@@ -101,18 +109,17 @@ class LayeredGraph:
         self, stage_of_layer: Sequence[int], owner: Mapping[LeafKey, int], homes: Mapping[str, int] | None = None
     ) -> StagedStep:
         """Cut into stages; ``owner``: layer of each shared leaf, ``homes``: stages of leaves that are known, by path."""
-        owners = {i: stage_of_layer[owner[key]] for i, key in self.keys.items() if key in owner}
-        if homes:
-            owners |= {i: homes[path] for i, path in enumerate(self.traced.program.input_paths) if path in homes}
+        program, paths = self.traced.program, self.paths
+        stages = {path: stage_of_layer[owner[key]] for key, path in paths.items() if key in owner} | dict(homes or {})
+        owners = owners_of(program, self.flat, stages, paths.values())
         rules = self.graph.request.options.rules
         known = self.traced.known
-        return staged_step(
-            self.traced.program, self.flat, self.layered, stage_of_layer, rules, known=known, owners=owners
-        )
+        return staged_step(program, self.flat, self.layered, stage_of_layer, rules, known=known, owners=owners)
 
     def stages(self, step: StagedStep) -> GraphStages:
         options = replace(self.graph.request.options, submeshes=None, stage_mesh_shapes=None)
         return GraphStages(
+            name=self.graph.name,
             step=step,
             pins=self.pins,
             options=options,
@@ -149,8 +156,9 @@ class LayeredGraph:
                 step, cut, cluster, pins, options, VERSIONS, notes=self.notes,
                 strategies=self.strategies,
             )  # fmt: skip
-        starts = ((LAYER_STARTS, self.starts),) if self.starts else ()
-        return request.finished(replace(made, options=(*made.options, *starts)), self.traced)
+        kept = () if step.is_training else named_to_be_kept(self.traced.program, self.flat, self.paths.values())
+        said = [(name, value) for name, value in ((LAYER_STARTS, self.starts), (KEPT_LEAVES, kept)) if value]
+        return request.finished(replace(made, options=(*made.options, *said)), self.traced)
 
 
 def _pins_of_makers(flat: FlatJaxpr, layered: Layered) -> list[StagePin]:

@@ -22,7 +22,7 @@ from itertools import combinations
 from typing import Any
 
 from alpa_lite.api.asked import check_stage_count
-from alpa_lite.api.follow import check_stages
+from alpa_lite.api.follow import LeafHomes, check_stages
 from alpa_lite.api.shared_graphs import PINNED_ELSEWHERE, SharedGraph, named
 from alpa_lite.api.shared_layers import (
     LayeredGraph,
@@ -85,7 +85,7 @@ class _StagedSearch:
     ) -> None:
         self.graphs, self.cluster, self.options, self.source = graphs, cluster, options, source
         self.given = homes or {}
-        self.followed: dict[str, Mapping[str, int]] = {}
+        self.followed: dict[str, LeafHomes] = {}
         self.total, self.plans = math.inf, list[Plan]()
         self.refused: AlpaLiteError | None = None
 
@@ -108,7 +108,7 @@ class _StagedSearch:
                     lower, self.total, self.plans, self.layered = bound, other.total, other.plans, other.layered
         for graph, plan in zip(self.graphs, self.plans, strict=True):
             with named(f"the graph {graph.name!r}"):
-                check_stages(plan, self.homes(graph), self.source)
+                check_stages(plan, self.homes(graph).stages, self.source)
         costs = [plan.objective for plan in self.plans]
         order = sorted(self.layered[0].paths, key=lambda key: (key[0], key[1] or (0, 0)))
         return SharedLayout(
@@ -165,10 +165,11 @@ class _StagedSearch:
                     options = replace(options, submeshes=submeshes)
                 yield graph, _StagedSearch(self.graphs, self.cluster, options, self.source, homes)
 
-    def homes(self, graph: SharedGraph) -> Mapping[str, int]:
-        """Path of a shared leaf of a graph, or of rows of it, -> the stage on which it must lie."""
+    def homes(self, graph: SharedGraph) -> LeafHomes:
+        """Where leaves of a graph must lie."""
         if self.given:
-            return {leaf_path(graph, key): stage for key, stage in self.given.items()}
+            stages = {leaf_path(graph, key): stage for key, stage in self.given.items()}
+            return LeafHomes(stages=stages, readers=stages)
         if graph.name not in self.followed:  # it is traced for that
             self.followed[graph.name] = graph.request.homes(graph.args, {})
         return self.followed[graph.name]
@@ -181,7 +182,7 @@ class _StagedSearch:
         self.layered = self.layers()
         self.owner = self.owners()
         cut = self.cut()
-        self.steps = [g.staged(cut.stage_of_layer, self.owner, self.homes(g.graph)) for g in self.layered]
+        self.steps = [g.staged(cut.stage_of_layer, self.owner, self.homes(g.graph).stages) for g in self.layered]
         if own is not None:
             layered = self.layered[self.graphs.index(own)]
             self.offer(cut, layered.layout_of(own.best()), [0.0] * len(self.graphs))
@@ -215,7 +216,7 @@ class _StagedSearch:
             return self.cut_as(order[0], few, every)
         except LayerError as error:
             refused = error
-        if self.homes(order[0]):
+        if self.homes(order[0]).readers:
             raise refused  # layers are stages, where parameters say them
         read = set.intersection(*map(leaves_read, self.graphs))
         for cuts, leaves in ((every_cut, read), (few, every)):
@@ -240,7 +241,7 @@ class _StagedSearch:
         """
         count, given = self.options.stage_count, self.options.stage_layers
         assert count is not None
-        known = self.homes(lead)  # where parameters lie, if they are followed
+        known = self.homes(lead).readers  # where parameters lie, if they are followed
         if given is not None:
             cuts = layer_cuts(sum(given), given)
         elif known:
@@ -349,7 +350,7 @@ class _StagedSearch:
         """
         count, number = self.options.stage_count, layered[0].layered.num_layers
         assert count is not None
-        pins = {graph.graph.name: graph.stage_pins(self.homes(graph.graph)) for graph in layered}
+        pins = {graph.graph.name: graph.stage_pins(self.homes(graph.graph).readers) for graph in layered}
         for name, own in pins.items():
             with named(f"the graph {name!r}"):
                 check_stage_pins(own, number, count)

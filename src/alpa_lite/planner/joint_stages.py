@@ -49,6 +49,7 @@ class GraphStages:
     """One graph, cut.
 
     Attributes:
+        name: of the graph.
         step: its stages.
         pins: of its leaves.
         options: as for one mesh.
@@ -57,6 +58,7 @@ class GraphStages:
         strategies: known of its ops.
     """
 
+    name: str
     step: StagedStep
     pins: ResolvedPins
     options: PlanOptions
@@ -139,12 +141,27 @@ def stage_tasks(
         LayerError: the graphs do not have the same shared leaves there.
     """
     shared = [graph.shared(stage) for graph in graphs]
-    for other in shared:
-        if set(other) != set(shared[0]):
-            raise LayerError(f"stage {stage} has other shared leaves in one graph than in the others.")
+    for graph, other in zip(graphs, shared, strict=True):
+        for key in sorted(set(other) ^ set(shared[0]), key=str):
+            raise LayerError(_elsewhere(key, stage, graphs[0], graph))
     keys = sorted(shared[0], key=str)
     positions = [[own[key] for key in keys] for own in shared]
     return keys, positions, [graph.task(stage, cluster, shape) for graph in graphs]
+
+
+def _elsewhere(key: LeafKey, stage: int, first: GraphStages, other: GraphStages) -> str:
+    """Why two graphs cannot share a leaf that only one of them has on a stage."""
+
+    def lies(graph: GraphStages) -> str:
+        stages = [str(n) for n in range(graph.step.num_stages) if key in graph.shared(n)]
+        return f"on stage {' and '.join(stages) or 'none'} in the graph {graph.name!r}"
+
+    position = next(i for i, k in first.leaves.items() if k == key)
+    return (
+        f"the shared leaf {first.step.whole.input_paths[position]!r} lies {lies(first)} and {lies(other)}, so that stage {stage} "
+        f"has other leaves in one than in the other. At {first.pins.source}. A shared leaf lies on one stage in all graphs. Read "
+        "it in the same layers of both, plan functions without a gradient, or take this leaf out of shared."
+    )
 
 
 def layer_prices(

@@ -151,8 +151,8 @@ class ForwardOps:
         return found
 
     def _units_reading(self, i: int, operand: int, rows: tuple[int, int] | None) -> list[int]:
-        """The ops of an equation that read rows of an operand, or all of it. What is made of parameters alone belongs to the
-        first op that reads it."""
+        """The ops of an equation that read rows of an operand, or all of it. What is no activation, as it is made of parameters
+        alone, or of the batch alone, belongs to the first op that reads it."""
         eqn = self.jaxpr.eqns[i]
         if rows is not None and i in self.row_openings:
             made = eqn.outvars[0]
@@ -161,7 +161,7 @@ class ForwardOps:
             start, stop = eqn.params["start_indices"][0], eqn.params["limit_indices"][0]
             if stop <= rows[0] or rows[1] <= start:
                 return []
-        if not any(v in self.kinds.from_batch for v in eqn.outvars):
+        if not any(v in self.kinds.activations for v in eqn.outvars):
             readers = [
                 unit for v in eqn.outvars for r, k in self._readers[v] for unit in self._units_reading(r, k, None)
             ]

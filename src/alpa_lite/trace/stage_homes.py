@@ -8,7 +8,8 @@ The step is ops before the microbatch loop, the loop, and ops after it. Every op
 - ops after the loop (the update) to the stage of the largest gradient or state that they read.
 
 Without a gradient there is no update that says which arguments are parameters: all floats with dims count as state, and lie with
-the first stage that reads them, or where the caller says.
+the first stage that reads them, or where the caller says. All else may be of the batch, and is copied to the stages that read it,
+unless the caller says where it lies.
 """
 
 from __future__ import annotations
@@ -25,6 +26,11 @@ from alpa_lite.trace.layers import Layered
 from alpa_lite.trace.renumbered import readers_of, values_of
 
 _HEAVY = frozenset({"dot_general", "conv_general_dilated", "scan", "while", "cond", "shard_map", "user_op"})
+
+
+def is_kept(aval: Any) -> bool:
+    """Whether an argument of a function without a gradient lies on one stage, also where nobody says so."""
+    return bool(jnp.issubdtype(aval.dtype, jnp.inexact) and aval.ndim > 0)
 
 
 class StageHomes:
@@ -104,15 +110,17 @@ class StageHomes:
         found = {}
         for position, value in enumerate(self.flat.inputs):
             aval = self.flat.avals[value]
-            is_array = jnp.issubdtype(aval.dtype, jnp.inexact) and aval.ndim > 0
-            if is_array and position not in self.aliases:
+            if (is_kept(aval) or position in self.owners) and position not in self.aliases:
                 stages = [self.body_stage[i] for i in readers[inner[value]]] if value in inner else []
                 found[position] = self.owners.get(position, min(stages, default=0))
         return found
 
     def _made_of_state(self) -> set[Any]:
-        """Outer values that state goes into, before the loop."""
-        found: set[Any] = {self.flat.inputs[i] for i in (*self.aliases, *self.parameters)}
+        """Outer values that state goes into, before the loop. Scalars, and vectors of whole numbers, are not counted: they
+        are sent as cheaply as what is made of them."""
+        avals = {i: self.flat.avals[self.flat.inputs[i]] for i in self.parameters}
+        dear = [i for i, aval in avals.items() if is_kept(aval) or aval.ndim > 1]
+        found: set[Any] = {self.flat.inputs[i] for i in (*self.aliases, *dear)}
         for op in self.flat.ops[: self.loop_index]:
             if any(v in found for v in values_of(op)):
                 found.update(op.outputs)

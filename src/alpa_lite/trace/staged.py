@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from alpa_lite.trace.leaf_stages import LeafReads, pins_of_leaves
 from alpa_lite.trace.microbatch import is_microbatch_loop
 from alpa_lite.trace.program import Rules, build_program, value_of
 from alpa_lite.trace.renumbered import values_of
+from alpa_lite.trace.stage_homes import is_kept
 from alpa_lite.trace.stage_pin import PIN_STAGE, StagePin
 from alpa_lite.trace.stages import Crossing, StageProgram, split_step
 
@@ -102,6 +103,25 @@ def layers_reading(flat: FlatJaxpr, layered: Layered) -> list[tuple[int, ...]]:
     return [tuple(sorted(readers.get(inner.get(value), ()))) for value in flat.inputs]
 
 
+def named_to_be_kept(whole: Program, flat: FlatJaxpr, paths: Iterable[str]) -> tuple[str, ...]:
+    """Those of the arguments with these paths that lie on one stage only if the caller says so."""
+    asked, state = set(paths), {argument for argument, _ in whole.aliases}
+    leaves = enumerate(zip(whole.input_paths, flat.inputs, strict=True))
+    return tuple(p for i, (p, v) in leaves if p in asked and i not in state and not is_kept(flat.avals[v]))
+
+
+def owners_of(whole: Program, flat: FlatJaxpr, stages: Mapping[str, int], kept: Iterable[str] = ()) -> dict[int, int]:
+    """Position of an argument -> the stage on which it lies.
+
+    Args:
+        whole, flat: the step.
+        stages: by path. What may be of the batch (whole numbers, scalars) is left out: stages that read it get copies.
+        kept: paths of what is not copied, whatever it is.
+    """
+    copied = set(named_to_be_kept(whole, flat, stages)).difference(kept)
+    return {i: stages[p] for i, p in enumerate(whole.input_paths) if p in stages and p not in copied}
+
+
 def staged_step(
     whole: Program,
     flat: FlatJaxpr,
@@ -122,8 +142,7 @@ def staged_step(
         rules: the user's, by primitive.
         split: stages whose backward pass is cut in halves.
         known: rules of ops found before, under the same ``rules``; those found here join it.
-        owners: position of an argument of a function without a gradient -> its stage, where several read it; else it lies
-            with the first of them.
+        owners: position of an argument of a function without a gradient -> the stage on which it lies (``owners_of``).
 
     Raises:
         LayerError: the numbers are no such list.

@@ -168,6 +168,48 @@ def test_stacked_layers_scanned_and_written_out():
         assert all(layout.shared[name] == tuple(rows) for name in graphs)
 
 
+ROW_READS: dict[str, Any] = {
+    "index": lambda stack, i: stack[i],
+    "take": lambda stack, i: jnp.take(stack, i, axis=0),
+    "dynamic_index_in_dim": lambda stack, i: jax.lax.dynamic_index_in_dim(stack, i, 0, keepdims=False),
+    "an array's number": lambda stack, i: stack[jnp.int32(i)],
+    "split": lambda stack, i: jnp.split(stack, len(stack))[i].squeeze(0),
+}
+
+
+def stacked_layout(read: Any) -> al.SharedLayout:
+    """Of a prompt that scans over layers, and of a token for which they are written out, each on its row of both stacks."""
+
+    def layer(x: Any, row: Any) -> Any:
+        kernel, old = row
+        new = old + x
+        return jnp.tanh(new @ kernel), new
+
+    def prompt(params: Any, cache: Any, x: Any) -> Any:
+        return jax.lax.scan(layer, x, (params, cache))
+
+    def token(params: Any, cache: Any, x: Any) -> Any:
+        rows = []
+        for i in range(4):
+            x, new = layer(x, (read(params, i), read(cache, i)))
+            rows.append(new)
+        return x, jnp.stack(rows)
+
+    state = shape(4, 256, 256), shape(4, 8, 256)
+    graphs = {name: (f, (*state, shape(8, 256))) for name, f in (("prompt", prompt), ("token", token))}
+    return al.plan_shared(graphs, shared=("0", "1"), cluster=CLUSTER, options=TWO, donate_argnums=1)
+
+
+@pytest.mark.medium
+def test_a_row_is_cut_alike_however_it_is_read():
+    layouts = {name: stacked_layout(read) for name, read in ROW_READS.items()}
+    want = layouts.pop("index")
+    assert {stage for stage, _ in want.parameter_layout.values()} == {0, 1}
+    for found in layouts.values():
+        assert found.parameter_layout == want.parameter_layout
+        assert found.costs == pytest.approx(want.costs, rel=1e-9)
+
+
 @pytest.mark.medium
 @pytest.mark.parametrize("weight", [1e-3, 1e3])
 def test_leaves_that_a_graph_does_not_read(weight):

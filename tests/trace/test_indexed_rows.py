@@ -51,11 +51,16 @@ def added(stack: Any, i: Any, new: Any) -> tuple[Any, Any]:
     return stack[i], stack
 
 
+def taken(stack: Any, i: Any, new: Any) -> tuple[Any, Any]:
+    row = jnp.take(stack, i, axis=0) + new[:, None]
+    return row, stack.at[i].set(row)
+
+
 def called(stack: Any, i: Any, new: Any) -> tuple[Any, Any]:
     return jax.jit(sliced)(stack, i, new)
 
 
-PROVEN: dict[str, Access] = {f.__name__: f for f in (sliced, part, scattered, whole_row, added, called)}
+PROVEN: dict[str, Access] = {f.__name__: f for f in (sliced, part, scattered, whole_row, added, taken, called)}
 
 
 def scan(access: Access, number: Callable[[Any], Any] = lambda i: i, *, reverse: bool = False, also: Any = None) -> Any:

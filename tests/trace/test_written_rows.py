@@ -13,6 +13,7 @@ from jax import lax
 
 from alpa_lite._jax_compat import ClosedJaxpr, evaluate_jaxpr
 from alpa_lite.trace.jaxprs import inlined
+from alpa_lite.trace.read_rows import read_by_slices
 from alpa_lite.trace.written_rows import written_by_rows
 from tests.trace.test_indexed_rows import AT, CACHE, LAYERS, PROVEN, SLOTS, Access, W, X
 
@@ -29,7 +30,7 @@ def layers(access: Access, number: Callable[[int], Any] = lambda i: i) -> Any:
 
 
 def rewritten(f: Any, *args: Any) -> tuple[ClosedJaxpr, ClosedJaxpr]:
-    before = inlined(jax.make_jaxpr(f)(*args))
+    before = read_by_slices(inlined(jax.make_jaxpr(f)(*args)))
     return before, written_by_rows(before)
 
 

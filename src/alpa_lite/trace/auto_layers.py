@@ -33,6 +33,7 @@ from alpa_lite.trace.forward_ops import ForwardOps
 from alpa_lite.trace.indexed_rows import indexed_by_rows
 from alpa_lite.trace.jaxprs import contains, inlined, is_heavy, read, run_part, variables
 from alpa_lite.trace.op_places import gathered
+from alpa_lite.trace.read_rows import read_by_slices
 from alpa_lite.trace.written_rows import written_by_rows
 
 # (FLOPs of each op, bytes of the cut before each op but the first) -> the ops that start a layer, rising. Where ops are
@@ -76,7 +77,8 @@ def with_layers(
     structs = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=getattr(x, "weak_type", False)) for x in leaves]
     closed, shape = jax.make_jaxpr(f, return_shape=True)(*structs)
     tree = jax.tree_util.tree_structure(shape)
-    closed = written_by_rows(inlined(closed)) if forward else inlined(closed)
+    closed = inlined(closed)
+    closed = written_by_rows(read_by_slices(closed)) if forward else closed
     if contains(closed.jaxpr, _BOUNDARY):
         return partial(_evaluated, closed, tree) if forward else f
     closed = gathered(indexed_by_rows(closed), batch) if forward else closed

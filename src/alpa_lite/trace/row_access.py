@@ -61,6 +61,12 @@ class Numbers:
             made = _NUMBERS[name](*given)
         elif name == "convert_element_type":
             made = given[0]
+        elif name == "slice":
+            made = given[0][
+                slice(params["start_indices"][0], params["limit_indices"][0], (params["strides"] or [1])[0])
+            ]
+        elif name == "squeeze":
+            made = given[0].reshape(shape_of(result))
         elif name == "select_n" and len(given) == 3:
             made = np.where(given[0].astype(bool), given[2], given[1])
         if made is not None and np.dtype(result.aval.dtype).kind in "iub":
@@ -149,10 +155,14 @@ def _column(indices: Any, column: int, maker: Mapping[Any, JaxprEqn]) -> Any:
 
 
 def accessed(eqn: JaxprEqn, given: list[Any], operand: int, column: int | None) -> Any:
-    """What an access gives of, or makes of, a stack's only row."""
+    """What an access gives of, or makes of, a stack's only row (or only rows, of a ``dynamic_slice`` of as many)."""
     name, row = eqn.primitive.name, given[0]
     if name == "dynamic_slice" and tuple(eqn.params["slice_sizes"]) == row.shape:
         return row
+    if name == "gather" and given[1].shape == (1,) and tuple(eqn.params["slice_sizes"]) == row.shape:
+        return lax.squeeze(
+            row, eqn.params["dimension_numbers"].collapsed_slice_dims
+        )  # of the one window, all of the row
     if name == "dynamic_update_slice" and given[1].shape == row.shape:
         return given[1]
     if name == "scatter" and given[1].ndim == 1 and given[2].shape == row.shape[1:]:  # the one window is all of the row

@@ -1,9 +1,9 @@
 """Stacks that layers written out one by one index by constants -> their rows.
 
 ``cache.at[3, slot, at].set(new)`` makes a new array of all layers' caches, which each layer would hand to the next, and each
-stage to the next stage. As long as every op on such an array reads or writes one row of which the number is known, or slices
-rows, it is the same function of the rows alone. They are put together for results, and for what reads the last version as a
-whole, if all rows were written by then. Where that is not proven the array stays as it is.
+stage to the next stage. As long as every op on such an array writes one row of which the number is known, or slices rows, it
+is the same function of the rows alone. They are put together for results, and for what reads the last version as a whole, if
+all rows were written by then. Where that is not proven the array stays as it is.
 """
 
 from __future__ import annotations
@@ -20,10 +20,15 @@ from jax import lax
 from alpa_lite._jax_compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, name_scope_of, user_context
 from alpa_lite.trace.jaxprs import read, run_part, variables
 from alpa_lite.trace.row_access import MOST_ROWS, Numbers, RowAccess, accessed, is_write, makers, row_access, shape_of
+from alpa_lite.trace.row_ops import is_slice_of_rows
 
 
 def written_by_rows(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """The same function, its stacks as far as that is proven in rows; ``closed`` is without calls."""
+    """The same function, its stacks as far as that is proven in rows.
+
+    Args:
+        closed: without calls, its reads of known rows as slices (``trace/read_rows.py``).
+    """
     written = dict.fromkeys(v for eqn in closed.jaxpr.eqns if is_write(eqn) for v in variables(eqn.invars[:1]))
     if not any(len(shape_of(v)) > 1 and 1 < shape_of(v)[0] <= MOST_ROWS for v in written):
         return closed
@@ -41,13 +46,13 @@ class _Stack:
 
     Attributes:
         root: before rows of it are written.
-        accesses: number of an op -> how it reads or writes which row.
+        writes: number of an op -> how it writes which row.
         slices: number of an op -> the rows that it takes, from and to.
         whole: number of an op -> versions that it reads as a whole.
     """
 
     root: Any
-    accesses: dict[int, tuple[RowAccess, int]] = field(default_factory=dict)
+    writes: dict[int, tuple[RowAccess, int]] = field(default_factory=dict)
     slices: dict[int, tuple[int, int]] = field(default_factory=dict)
     whole: dict[int, list[Any]] = field(default_factory=dict)
 
@@ -65,11 +70,7 @@ class _Search:
 
     def root(self, var: Any) -> Any:
         """What a version was before single rows were written to it."""
-        while (
-            (eqn := self.maker.get(var)) is not None
-            and is_write(eqn)
-            and self._access(eqn, {*variables(eqn.invars[:1])})
-        ):
+        while (eqn := self.maker.get(var)) is not None and self._write(eqn, {*variables(eqn.invars[:1])}):
             var = eqn.invars[0]
         return var
 
@@ -84,14 +85,13 @@ class _Search:
             eqn = self.jaxpr.eqns[i]
             if rows_of := self._slice(eqn, versions):
                 found.slices[i] = rows_of
-            elif access := self._access(eqn, versions):
-                found.accesses[i] = access
-                if is_write(eqn):
-                    rows.add(access[1])
-                    old.add(eqn.invars[0])
-                    versions.add(eqn.outvars[0])
-                    for reader in self.readers[eqn.outvars[0]]:
-                        heapq.heappush(ahead, reader)
+            elif write := self._write(eqn, versions):
+                found.writes[i] = write
+                rows.add(write[1])
+                old.add(eqn.invars[0])
+                versions.add(eqn.outvars[0])
+                for reader in self.readers[eqn.outvars[0]]:
+                    heapq.heappush(ahead, reader)
             else:
                 found.whole[i] = [v for v in dict.fromkeys(variables(eqn.invars)) if v in versions]
         if any(v in old for read in found.whole.values() for v in read):
@@ -105,9 +105,10 @@ class _Search:
         plain = not params["strides"] or params["strides"][0] == 1
         return (params["start_indices"][0], params["limit_indices"][0]) if plain else None
 
-    def _access(self, eqn: JaxprEqn, versions: set[Any]) -> tuple[RowAccess, int] | None:
+    def _write(self, eqn: JaxprEqn, versions: set[Any]) -> tuple[RowAccess, int] | None:
         if (
-            isinstance(eqn.invars[0], Literal)
+            not is_write(eqn)
+            or isinstance(eqn.invars[0], Literal)
             or eqn.invars[0] not in versions
             or any(v in versions for v in variables(eqn.invars[1:]))
         ):
@@ -124,7 +125,7 @@ class _Evaluation:
 
     def __init__(self, closed: ClosedJaxpr, stacks: Sequence[_Stack], args: Sequence[Any]) -> None:
         self.jaxpr = jaxpr = closed.jaxpr
-        self.accesses = {i: access for stack in stacks for i, access in stack.accesses.items()}
+        self.writes = {i: write for stack in stacks for i, write in stack.writes.items()}
         self.slices = {i: span for stack in stacks for i, span in stack.slices.items()}
         self.whole: defaultdict[int, list[Any]] = defaultdict(list)
         for stack in stacks:
@@ -135,7 +136,7 @@ class _Evaluation:
 
     def run(self) -> list[Any]:
         done = 0
-        for i in sorted({*self.accesses, *self.slices, *self.whole}):
+        for i in sorted({*self.writes, *self.slices, *self.whole}):
             run_part(self.jaxpr, done, i, self.env)
             done, eqn = i, self.jaxpr.eqns[i]
             for version in self.whole.get(i, ()):
@@ -144,8 +145,8 @@ class _Evaluation:
                 if i in self.slices:
                     self.env[eqn.outvars[0]] = _sliced(eqn, self.rows(eqn.invars[0])[slice(*self.slices[i])])
                     done += 1
-                elif i in self.accesses:
-                    self.access(eqn, *self.accesses[i])
+                elif i in self.writes:
+                    self.write(eqn, *self.writes[i])
                     done += 1
         run_part(self.jaxpr, done, len(self.jaxpr.eqns), self.env)
         return [self.joined(v) if self._is_written(v) else read(self.env, v) for v in self.jaxpr.outvars]
@@ -162,19 +163,18 @@ class _Evaluation:
     def joined(self, version: Any) -> Any:
         return self.env[version] if version in self.env else lax.concatenate(self.versions[version], 0)
 
-    def access(self, eqn: JaxprEqn, access: RowAccess, number: int) -> None:
-        stack, result = self.rows(eqn.invars[0]), eqn.outvars[0]
+    def write(self, eqn: JaxprEqn, access: RowAccess, number: int) -> None:
+        stack = self.rows(eqn.invars[0])
         made = accessed(
             eqn, [stack[number], *(read(self.env, a) for a in eqn.invars[1:])], access.operand, access.column
         )
-        if is_write(eqn):
-            self.versions[result] = [*stack[:number], made, *stack[number + 1 :]]
-        else:
-            self.env[result] = made
+        self.versions[eqn.outvars[0]] = [*stack[:number], made, *stack[number + 1 :]]
 
 
 def _sliced(eqn: JaxprEqn, rows: Sequence[Any]) -> Any:
     """What a slice takes of its rows."""
     low, high, strides = (eqn.params[k] for k in ("start_indices", "limit_indices", "strides"))
     own = rows[0] if len(rows) == 1 else lax.concatenate(rows, 0)
+    if is_slice_of_rows(eqn.primitive.name, eqn.params, shape_of(eqn.invars[0])):
+        return own
     return lax.slice(own, (0, *low[1:]), (len(rows), *high[1:]), strides)

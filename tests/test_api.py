@@ -300,6 +300,7 @@ def test_al_pin_is_dropped_under_vmap():
     assert not any(d.op.startswith("pin(") for d in plan.stages[0].decisions)
 
 
+@pytest.mark.medium
 def test_annotations_are_reported_or_binding():
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     state, (x, y) = init(jax.random.key(0)), batch()
@@ -381,6 +382,7 @@ def by_structure(p, x):
     return y, y + 1.0
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("settings", [{}, {"donate_argnums": 0}, {"options": al.PlanOptions(num_stages=2)}])
 def test_arguments_of_another_structure_are_another_step(settings):
     parallel = al.parallelize(by_structure, **settings)

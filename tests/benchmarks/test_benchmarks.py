@@ -32,6 +32,7 @@ SMALL = {
 }
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("name", "millions"), [("gpt2-124m", 124.5), ("gpt-350m", 355.8), ("gpt-1.3b", 1315.6), ("llama3-8b", 8030.3)]
 )

@@ -13,6 +13,7 @@ from alpa_lite.core.formula import Formula, total, upper_envelope
 COEFFICIENTS = st.dictionaries(st.integers(-2, 1), st.fractions(-50, 50, max_denominator=6), max_size=4)
 
 
+@pytest.mark.medium
 @given(COEFFICIENTS, COEFFICIENTS, st.integers(1, 100))
 def test_sums_and_products_are_exact(a, b, n):
     left, right = Formula.of(a), Formula.of(b)

@@ -107,6 +107,7 @@ def test_random_programs_become_runnable(place, seed):
     assert len({(c.value, c.target) for c in placement.conversions}) == len(placement.conversions)
 
 
+@pytest.mark.medium
 def test_the_cheaper_way_is_never_dearer_than_the_forced_ones():
     """Op by op: with several ops, the copies left for later readers differ."""
     specs = [s for s in Conversions(mesh=MESH, costs=RandomCosts(0)).space(2).specs if not s.unreduced]

@@ -42,6 +42,7 @@ def test_every_kind_of_leaf_comes_back_exactly_in_another_layout(whole):
     assert got["w"].sharding.spec == P("z") and got["keys"].sharding.spec == P("z")
 
 
+@pytest.mark.medium
 def test_one_device_restores_all(whole):
     arrays = leaves(mesh())
     got = read_leaves(whole.path(), whole.read(), structs(arrays, None))

@@ -274,6 +274,7 @@ def test_with_all_strategies_the_optimum_is_never_above(case, shape):
     assert plan.objective <= case.number * (1 + 1e-9)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("case", "shape"), [p for p in ON_MESHES if p.values[0].layout])
 def test_the_layout_of_the_number_is_scored_at_the_number(case, shape):
     mesh = DeviceMesh(shape=shape, axis_names=_names(shape))

@@ -88,6 +88,7 @@ def test_files_plain_and_packed(tmp_path: Path, packed: bool) -> None:
     assert read_iopddl(path).num_nodes == 3
 
 
+@pytest.mark.medium
 def test_written_problems_read_back_with_the_same_optimum() -> None:
     for seed in range(30):
         problem = random_problem(seed, limited=True)

@@ -63,6 +63,7 @@ def test_restriction_keeps_costs_and_memory_of_what_is_left() -> None:
             assert small.memory.profile(np.array(picks)).tolist() == core.memory.profile(np.array(full)).tolist()
 
 
+@pytest.mark.medium
 def test_shifted_core_has_the_same_costs_and_the_bound_as_its_constant() -> None:
     compared = 0
     for core in cores(30, limited=False):

@@ -156,6 +156,7 @@ def test_edge_rests_keep_the_sides_of_the_core() -> None:
                     assert total + core.constant == pytest.approx(cost), seed
 
 
+@pytest.mark.medium
 def test_shares_of_the_tied_core_are_a_valid_start():
     problem = layered(4)
     graph = CostGraph(problem, memory=False)

@@ -13,6 +13,7 @@ from alpa_lite.intraop.narrow import solve_narrow
 from tests.intraop.problems import brute_force, random_problem
 
 
+@pytest.mark.medium
 def test_equals_brute_force():
     solved = 0
     for seed in range(120):

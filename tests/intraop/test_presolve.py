@@ -23,6 +23,7 @@ def graph_of(problem: IntraOpProblem, *, memory: bool = True) -> CostGraph:
     return graph
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("block", range(4))
 def test_core_and_problem_have_the_same_optimum(block: int) -> None:
     for seed in range(block, 160, 4):

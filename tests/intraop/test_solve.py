@@ -24,6 +24,7 @@ from tests.intraop.problems import brute_force, random_problem
 NUM_PROBLEMS = 240
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("block", range(8))
 def test_optimum_equals_brute_force(block: int) -> None:
     for seed in range(block, NUM_PROBLEMS, 8):
@@ -111,6 +112,7 @@ def test_same_answer_again_and_in_another_process() -> None:
     assert run.stdout.splitlines() == expected
 
 
+@pytest.mark.medium
 def test_a_given_incumbent_is_taken_if_it_is_better() -> None:
     problem = layered(3)
     best = solve(problem)

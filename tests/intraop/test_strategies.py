@@ -138,6 +138,7 @@ def test_a_group_of_operands_is_unreduced_together():
     assert texts(rule, (4,), made)[-1] == "[_]+{x} [_]+{x} [_]+{x}"
 
 
+@pytest.mark.medium
 @settings(max_examples=60)
 @given(
     st.tuples(*[st.sampled_from([1, 2, 3, 4, 6, 8, 12, 16])] * 3),
@@ -207,6 +208,7 @@ RULES = [
 ]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     "shapes",
     [

@@ -101,6 +101,7 @@ def test_layouts_that_do_not_fit_are_passed_over(
     assert all(price >= 0 for price in layout.price.values())
 
 
+@pytest.mark.medium
 def test_own_optimum_under_a_budget_is_no_dearer_than_its_layout() -> None:
     """Alone the graph is found dearer than with its own layout pinned: under a budget the search is no proof."""
     args = shapes((1024, 2050), (2050, 1024)), *shapes((1024, 1024))

@@ -45,6 +45,7 @@ def all_layouts(count: int) -> list[tuple[Any, dict[str, float]]]:
     return [(specs, cost_with(graphs, specs, ONE_AXIS)) for specs in itertools.product(choices, choices)]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("count", [65536, 256])
 @pytest.mark.parametrize("counts", [(1, 1, 1), (1000, 1, 1), (1, 100, 1), (1, 1, 5000), (300, 1, 300)])
 def test_joint_optimum_is_that_of_brute_force(count: int, counts: tuple[int, int, int]) -> None:
@@ -149,6 +150,7 @@ def test_weights_decide_where_parameters_lie() -> None:
     assert len(set(found.values())) == 3
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("weights", [{"product": 100.0}, {"columns": 2000.0, "rows": 3.0}, {}])
 def test_never_dearer_than_the_own_optimum_of_one_graph_for_all(weights: dict[str, float]) -> None:
     graphs = three_graphs()
@@ -179,6 +181,7 @@ def test_weights_of_numpy() -> None:
     assert layout.weights == {"product": 3.0, "rows": 0.5, "columns": 1.0}
 
 
+@pytest.mark.medium
 def test_shared_leaves_are_no_ends_of_graphs_where_they_are_no_weights() -> None:
     """What slapo wants whole at the ends may be split where another graph reads it as a weight."""
     params = shapes((1024, 96), (96, 1024))

@@ -30,6 +30,7 @@ from tests.plan_shared.stages import (
 )
 
 
+@pytest.mark.medium
 @given(st.data())
 def test_the_best_cut_is_that_of_brute_force(data):
     layers, kinds = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 3))
@@ -70,6 +71,7 @@ def test_the_best_cut_is_that_of_brute_force(data):
         assert sum(sizes[m] for m in on) == devices and cost(cut, on) == best
 
 
+@pytest.mark.medium
 def test_the_cut_is_for_all_graphs(monkeypatch):
     """The last layers are dear in one graph alone, which is called most; with equal layers stages are halves."""
     monkeypatch.setattr(shared_stages._StagedSearch, "own_cuts", lambda self: ())
@@ -329,6 +331,7 @@ def test_followed_leaves_stay_on_their_stages(shared):
         }
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("submeshes", [None, "auto"])
 def test_layers_without_ops_go_with_others(submeshes):
     """A boundary after the last layer, or two in a row, mark layers that compute nothing."""

@@ -54,6 +54,7 @@ def as_a_whole(params: Any, x: Any) -> Any:
 STACKED = KERNELS, shape(4, 256)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("graphs", "options", "error", "message"),
     [

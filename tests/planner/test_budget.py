@@ -73,6 +73,7 @@ class Table:
 PLANS = st.lists(st.tuples(st.integers(1, 50), st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=8)
 
 
+@pytest.mark.medium
 @given(plans=PLANS, budget=st.integers(1, 40), rents=st.booleans())
 @example(plans=[(5, 30, 20)], budget=20, rents=False)
 @example(plans=[(5, 40, 30), (7, 30, 20), (9, 28, 18)], budget=20, rents=False)

@@ -149,6 +149,7 @@ def test_pin_moves_inside():
     assert any("holds as [x,_] for the padded form of 0/0/wte" in note for note in plan.notes)
 
 
+@pytest.mark.medium
 def test_every_uneven_pin_is_kept():
     """Without one of two the plan would be cheaper."""
 
@@ -234,6 +235,7 @@ def test_a_plan_without_uneven_dims_says_nothing_of_padding():
     assert plan.paddings == () and not any("padding" in note for note in plan.notes)
 
 
+@pytest.mark.medium
 def test_padding_of_one_dim_that_costs_more_than_it_saves_is_left_out():
     """With both dims padded the step is cheaper than with none, and 4.5 % dearer than with one: no layout of the parameters
     that is pinned may be cheaper than the best of all."""

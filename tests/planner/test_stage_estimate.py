@@ -36,6 +36,7 @@ def test_as_the_simulator_says(schedule: str):
         assert found == pytest.approx(simulated(schedule, times, trips), rel=0.05)
 
 
+@pytest.mark.medium
 def test_transfers_set_the_pace_under_1f1b():
     # Eight equal stages: microbatches are nearly a stage and a round trip apart, not a stage.
     found = estimate_s([1.0] * 8, [0.2] * 7, [0.0] * 8, in_flight_of("1f1b", 8, COUNT)[::-1], COUNT)

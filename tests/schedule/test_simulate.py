@@ -191,6 +191,7 @@ class ByEvents:
             self.later(now + self.transfer_s[posted[0]], "arrived", posted.pop(0))
 
 
+@pytest.mark.medium
 @settings(max_examples=80, deadline=None)
 @given(seeds)
 def test_times_and_memory_are_those_of_a_queue_of_events(seed):

@@ -62,6 +62,7 @@ def test_a_row_that_is_written_whole_needs_no_scatter() -> None:
     assert not any(eqn.primitive.name.startswith("scatter") for eqn in made.jaxpr.eqns)
 
 
+@pytest.mark.medium
 def test_old_versions_and_slices_of_several_rows() -> None:
     def f(stack: Any) -> Any:
         new = stack.at[1].set(2 * stack[3])
@@ -109,6 +110,7 @@ def test_what_is_not_proven_stays(what: str) -> None:
     assert made is before
 
 
+@pytest.mark.medium
 def test_two_stacks_of_which_one_is_rows() -> None:
     def f(first: Any, second: Any) -> Any:
         for i in range(LAYERS):

@@ -256,6 +256,16 @@ def test_the_same_input_gives_the_same_bytes_also_in_another_process(tmp_path):
     assert out.read_bytes() == texts[0]
 
 
+def test_a_plan_does_not_depend_on_the_line_that_asks_for_it():
+    """Also where meshes are ruled out by a pin, whose refusal names that line."""
+    x, options = jax.ShapeDtypeStruct((8, 6), "float32"), al.PlanOptions(padding="off", axis_names=("x", "y"))
+    fn, settings = jnp.sin, {"cluster": CLUSTER, "pins": {"0": P(None, "y")}, "options": options}
+    one = al.plan(fn, x, **settings)
+    other = al.plan(fn, x, **settings)
+    assert encode_plan(one) == encode_plan(other)
+    assert any(candidate.status == "ruled out" for candidate in one.mesh_table)
+
+
 @pytest.mark.medium
 def test_planning_touches_no_device(tmp_path):
     """64 H100 are planned for in a process whose backends are never started."""

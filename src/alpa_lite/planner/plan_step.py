@@ -107,7 +107,8 @@ def plan_step(
             result = plan_on_mesh(task, cluster, mesh, cutoff=_MARGIN * cheapest, dearest=dearest)
         except PinError as error:
             refused.append(error)
-            tried[mesh] = MeshCandidate(mesh=mesh, status="ruled out", reason=str(error))
+            reason = str(error).replace(f" At {pins.source}.", "")  # a plan does not depend on where it was asked for
+            tried[mesh] = MeshCandidate(mesh=mesh, status="ruled out", reason=reason)
             tell(f"mesh {mesh}: ruled out by a pin")
             continue
         results.append(result)

@@ -81,6 +81,11 @@ class SpecSpace:
     def _axes(self) -> tuple[str, ...]:
         return tuple(a for a, n in zip(self.mesh.axis_names, self.mesh.shape, strict=True) if n > 1)
 
+    @property
+    def gathered(self) -> np.ndarray:
+        """bool ``[before, after]``: whether the dims after follow from those before by all-gathers, and are no partial sums."""
+        return _gathered(self._axes, self.rank)
+
     def valid(self, shape: Sequence[int] | Sequence[tuple[int, ...]]) -> np.ndarray:
         """Which specs divide a shape evenly, or each of several (``[shape, spec]``); a dim of size 0 is never split."""
         sizes = np.array(shape, dtype=np.int64)[..., None, :]
@@ -131,6 +136,18 @@ def _changed_dims(
     before, after = (_layouts(axes, rank)[0][number].dims for number in (a, b))
     changed = sorted(pair for pair in zip(before, after, strict=True) if pair[0] != pair[1])
     return () if all(new[: len(old)] == old for old, new in changed) else tuple(changed)
+
+
+@lru_cache(maxsize=64)
+def _gathered(axes: tuple[str, ...], rank: int) -> np.ndarray:
+    specs = _layouts(axes, rank)[0]
+    dims = {dim: number for number, dim in enumerate(dict.fromkeys(d for spec in specs for d in spec.dims))}
+    begins = np.array([[old[: len(new)] == new for new in dims] for old in dims], dtype=bool)
+    found = np.repeat([[not spec.unreduced for spec in specs]], len(specs), axis=0)
+    for dim in range(rank):
+        of = np.array([dims[spec.dims[dim]] for spec in specs])
+        found &= begins[of[:, None], of[None, :]]
+    return found
 
 
 def _all_specs(axes: tuple[str, ...], rank: int) -> Iterator[ShardingSpec]:

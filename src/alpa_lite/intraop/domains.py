@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from functools import lru_cache
 
 import numpy as np
 
 from alpa_lite.core.rule import OpShardingRule
 from alpa_lite.core.spec import ShardingSpec
-from alpa_lite.costs.conversion import numbered_specs
 from alpa_lite.intraop.decision_graph import DecisionGraph, End, Link
 from alpa_lite.intraop.strategies import KnownStrategies, StrategySet
 
@@ -110,16 +108,13 @@ class DomainMaker:
         Of stacks with many readers, each of which takes a row, only what all-gathers reach: rows may as well be converted one
         by one, and all pairs would make joint problems a sixth slower.
         """
-        rank, mesh = len(link.shape), self.conversions.mesh
-        axes = tuple(a for a, n in zip(mesh.axis_names, mesh.shape, strict=True) if n > 1)
-        looped, valid = self.in_loops(link), self.valid(link.shape)
+        rank, looped, valid = len(link.shape), self.in_loops(link), self.valid(link.shape)
         any_pair = rank <= _FLAT or len(link.consumers) <= _FEW_READERS
         shared = sorted({*self.wanted(link), *(s for c in looped for s in c.specs.tolist() if valid[s])})
-        rows = []
+        gathered, rows = self.conversions.space(rank).gathered, []
         for made in sorted(set(link.producer.specs.tolist())):
-            reached = _gathered(axes, rank, made)
             rows.append((made, made))
-            rows += [(made, k) for k in shared if k != made and (any_pair or k in reached)]
+            rows += [(made, k) for k in shared if k != made and (any_pair or gathered[made, k])]
         return np.array(rows, dtype=np.int64).reshape(-1, 2)
 
 
@@ -128,15 +123,3 @@ def _reduces_to(made: ShardingSpec, spec: ShardingSpec) -> bool:
     added = [s[len(m) :] for m, s in zip(made.dims, spec.dims, strict=True) if s[: len(m)] == m]
     scattered = {axis for dim in added for axis in dim}
     return len(added) == made.rank and not spec.unreduced and scattered <= set(made.unreduced)
-
-
-def gathers_to(made: ShardingSpec, kept: ShardingSpec) -> bool:
-    """Whether ``kept`` follows from ``made`` by all-gathers alone."""
-    return not kept.unreduced and all(m[: len(k)] == k for m, k in zip(made.dims, kept.dims, strict=True))
-
-
-@lru_cache(maxsize=4096)
-def _gathered(axes: tuple[str, ...], rank: int, made: int) -> frozenset[int]:
-    """The numbers of the specs that follow from one by all-gathers alone; ``axes`` are those of more than one device."""
-    specs = list(numbered_specs(axes, rank))
-    return frozenset(k for k, spec in enumerate(specs) if gathers_to(specs[made], spec))

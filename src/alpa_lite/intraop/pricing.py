@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -16,12 +16,10 @@ import numpy as np
 
 from alpa_lite.core.collective import CollectiveKind
 from alpa_lite.core.program import Op, Program
-from alpa_lite.core.spec import ShardingSpec
 from alpa_lite.costs.conversion import Conversions
 from alpa_lite.costs.memory import Timeline
 from alpa_lite.intraop.decision_graph import DecisionGraph, Link, Node
 from alpa_lite.intraop.decisions import CONTRACTIONS
-from alpa_lite.intraop.domains import gathers_to
 from alpa_lite.intraop.problem import IntraOpProblem, Usage
 from alpa_lite.intraop.repeated import Repeated, RepeatedEdges
 from alpa_lite.intraop.slot_arrays import EdgeArrays, OpArrays, table_of
@@ -198,28 +196,32 @@ class Pricer:
             return np.where(made == slot.pairs[None, :, 0], 0.0, np.inf)
         if slot.kept:
             return np.where(np.all([made == end.specs[None, :] for end in slot.ends], axis=0), 0.0, np.inf)
-        return self.matrix(slot, _gathered if slot.looped else None) * slot.link.weight
+        return self.matrix(slot, self._made_in_loops(slot) if slot.looped else None) * slot.link.weight
+
+    def _made_in_loops(self, slot: EdgeSlot) -> np.ndarray:
+        """What is gathered would be a second layout that the loop keeps: its copy node says so."""
+        gathered = self.graph.conversions.space(len(slot.link.shape)).gathered
+        return gathered & ~np.eye(len(gathered), dtype=bool)
 
     def _counted(self, slot: EdgeSlot, costs: np.ndarray) -> np.ndarray:
         """Without second layouts of an argument that a loop keeps and no usage counts: all but slices (gathers are copies)."""
         if not slot.looped:
             return costs
-        return self.matrix(slot, lambda made, read: not gathers_to(read, made)) * slot.link.weight
+        return self.matrix(slot, ~self.graph.conversions.space(len(slot.link.shape)).gathered.T) * slot.link.weight
 
-    def matrix(self, slot: EdgeSlot, barred: Callable[[ShardingSpec, ShardingSpec], bool] | None = None) -> np.ndarray:
+    def matrix(self, slot: EdgeSlot, barred: np.ndarray | None = None) -> np.ndarray:
         """Price of what one consumer reads, of the nearest layout; the same spec in two operand positions is converted once.
 
-        ``barred``: of (made, read) specs that may not be joined.
+        ``barred``: bool ``[made, read]`` of specs that may not be joined.
         """
-        conversions, link = self.graph.conversions, slot.link
-        table, named = conversions.table(link.shape, link.itemsize), conversions.space(len(link.shape)).specs
+        link = slot.link
+        table = self.graph.conversions.table(link.shape, link.itemsize)
+        if barred is not None:
+            table = np.where(barred, np.inf, table)
         made = [slot.producer.specs, *([] if slot.copied is None else [slot.copied[:, 0]])]
 
         def price(read: np.ndarray) -> np.ndarray:
             found = [table[source[:, None], read[None, :]] for source in made]
-            if barred is not None:
-                for source, costs in zip(made, found, strict=True):
-                    costs[[[barred(named[m], named[r]) for r in read] for m in source]] = np.inf
             return found[0] if len(found) == 1 else np.minimum(*found)
 
         total = price(slot.ends[0].specs)
@@ -297,7 +299,3 @@ class Pricer:
         if key not in self._size_cache:
             self._size_cache[key] = self.tile_bytes(shape, itemsize, specs).astype(np.int64)
         return Usage(node=node, lo=lo, hi=hi, size_bytes=self._size_cache[key])
-
-
-def _gathered(made: ShardingSpec, read: ShardingSpec) -> bool:
-    return made != read and gathers_to(made, read)

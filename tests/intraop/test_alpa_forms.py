@@ -29,7 +29,7 @@ from alpa_lite.intraop.decisions import build_graph
 from alpa_lite.intraop.pricing import Pricer
 from alpa_lite.intraop.solve import solve
 from alpa_lite.plan.records import LeafRole
-from alpa_lite.planner.one_mesh import allowed_choices, pin_ops
+from alpa_lite.planner.posing import allowed_choices, pin_ops
 from alpa_lite.trace.pins import resolve_pins
 from alpa_lite.trace.program import trace
 from tests.intraop.alpa_models import bert, mlp

@@ -29,7 +29,7 @@ from alpa_lite.intraop.pricing import Pricer
 from alpa_lite.intraop.problem import Usage
 from alpa_lite.intraop.solve import solve
 from alpa_lite.plan.pins import PinnedDims, ResolvedPins
-from alpa_lite.planner.one_mesh import allowed_choices, pin_ops
+from alpa_lite.planner.posing import allowed_choices, pin_ops
 from alpa_lite.trace.program import trace
 
 NUM_PROGRAMS = 210

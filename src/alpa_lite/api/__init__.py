@@ -21,8 +21,9 @@ from alpa_lite.api.given import (
     checked_options,
     checked_plan,
 )
-from alpa_lite.api.request import Request, SymbolicPlan
+from alpa_lite.api.request import Request
 from alpa_lite.api.step import ParallelStep
+from alpa_lite.api.symbolic import SymbolicPlan
 from alpa_lite.cluster.cluster import Cluster as ClusterData
 from alpa_lite.cluster.symbolic import SymbolicCluster
 from alpa_lite.costs.roles import roles_of

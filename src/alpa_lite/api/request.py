@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from os import PathLike
 from typing import Any
 
 import jax
@@ -24,6 +23,7 @@ from alpa_lite.api.follow import (
 )
 from alpa_lite.api.given import argnames, argnums, checked_options
 from alpa_lite.api.progress import Progress, told
+from alpa_lite.api.symbolic import SymbolicPlan
 from alpa_lite.cluster.cluster import Cluster as ClusterData
 from alpa_lite.cluster.symbolic import SymbolicCluster
 from alpa_lite.core.mesh import DeviceMesh
@@ -43,7 +43,6 @@ from alpa_lite.planner.stage_cut import StageCut, asked_schedule, given_cut, one
 from alpa_lite.planner.stage_layers import layers_asked, searched_layers
 from alpa_lite.planner.stage_pins import pins_of_parts
 from alpa_lite.planner.stage_remat import plan_with_remat
-from alpa_lite.planner.symbolic import SymbolicPlan as PlansByNumber
 from alpa_lite.planner.symbolic import SymbolicTask
 from alpa_lite.trace.annotations import annotation_note, annotations_from_args
 from alpa_lite.trace.auto_layers import LayerCuts, are_homes
@@ -59,22 +58,6 @@ from alpa_lite.trace.staged import (
     staged_step,
 )
 from alpa_lite.trace.unstack import unstacked
-
-
-class SymbolicPlan(PlansByNumber):
-    __doc__ = PlansByNumber.__doc__
-
-    def plot(self, path: str | PathLike[str], **budgets: float) -> None:
-        """Draws memory and traffic per device over the number of workers, as PNG, SVG or PDF by the name's ending.
-
-        Args:
-            path: of the picture.
-            budgets: lines of memory to compare with, e.g. ``budget_bytes=16e9``.
-        """
-        from alpa_lite.report.symbolic import draw_symbolic
-
-        draw_symbolic(self, path, **budgets)
-
 
 _MAX_DOUBLINGS = 12  # of the number of microbatches, where it is searched
 ONE_MESH: dict[str, Any] = {"num_stages": "auto", "submeshes": None, "stage_layers": None, "stage_mesh_shapes": None}

@@ -20,9 +20,9 @@ from alpa_lite.numeric import real
 from alpa_lite.plan.identity import close_matches, some
 from alpa_lite.plan.pins import Dims, PinnedDims
 from alpa_lite.plan.plan import Plan
-from alpa_lite.planner.one_mesh import MeshTask, task_costs
 from alpa_lite.planner.options import PlanOptions
 from alpa_lite.planner.plan_step import LIMITED, KnownTasks, axis_names_of
+from alpa_lite.planner.posing import MeshTask, task_costs
 from alpa_lite.trace.paths import below, is_glob, select
 from alpa_lite.trace.program import Rules, Traced
 

@@ -17,8 +17,10 @@ from alpa_lite.errors import AlpaLiteError, MemoryBudgetError, PinClashError
 from alpa_lite.intraop.clash import minimal_clash
 from alpa_lite.intraop.solve import minimum_peak
 from alpa_lite.plan.pins import PinnedDims, parse_dims
+from alpa_lite.planner.budget import MeshResult
 from alpa_lite.planner.joint import solve_jointly
-from alpa_lite.planner.one_mesh import MeshResult, MeshTask, plan_on_mesh
+from alpa_lite.planner.one_mesh import plan_on_mesh
+from alpa_lite.planner.posing import MeshTask
 from alpa_lite.units import format_bytes
 
 _PIN, _TIE, _PIN_OP, _BUDGET, _FORBID, _CONTRACTIONS = "pin", "pin_like", "al.pin", "budget", "forbid", "contractions"

@@ -31,9 +31,9 @@ from alpa_lite.interop import slice_stages
 from alpa_lite.intraop.strategies import KnownStrategies
 from alpa_lite.plan.pins import ResolvedPins
 from alpa_lite.planner.joint import JointAnswer, solve_jointly
-from alpa_lite.planner.one_mesh import MeshTask
 from alpa_lite.planner.options import PlanOptions
 from alpa_lite.planner.plan_step import mesh_candidates, mesh_task
+from alpa_lite.planner.posing import MeshTask
 from alpa_lite.planner.stage_pins import stage_pins
 from alpa_lite.planner.stage_reuse import content_key
 from alpa_lite.trace.staged import StagedStep

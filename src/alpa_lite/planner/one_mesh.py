@@ -7,66 +7,26 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from alpa_lite._jax_compat import CPU_KEEPS_BARRIERS
 from alpa_lite.cluster.cluster import Cluster
 from alpa_lite.core.mesh import DeviceMesh
-from alpa_lite.core.program import Op, Program
-from alpa_lite.core.spec import ShardingSpec
-from alpa_lite.costs.conventions import cost_model
-from alpa_lite.costs.conversion import TIE, Conversions
-from alpa_lite.costs.late_order import has_barriers
-from alpa_lite.costs.memory import Timeline
 from alpa_lite.costs.model import CostModel
-from alpa_lite.costs.overlap_order import overlap_order
-from alpa_lite.costs.profile import memory_profile
-from alpa_lite.intraop.decision_graph import DecisionGraph
 from alpa_lite.intraop.graph import CostGraph
 from alpa_lite.intraop.in_step import reduced_together
-from alpa_lite.intraop.known_shape import KnownShape
 from alpa_lite.intraop.pricing import Pricer
-from alpa_lite.intraop.problem import IntraOpProblem, Solution, check_problem, evaluate, scaled
-from alpa_lite.intraop.repeated import repeated
+from alpa_lite.intraop.problem import IntraOpProblem, check_problem, evaluate, scaled
 from alpa_lite.intraop.repeats import node_classes
-from alpa_lite.intraop.solve import greedy_step, solve
-from alpa_lite.intraop.state import LARGE_GAP
-from alpa_lite.plan.pins import PinnedDims, ResolvedPins, parse_dims
-from alpa_lite.plan.records import LeafRole, SearchStep
+from alpa_lite.intraop.solve import greedy_step
+from alpa_lite.plan.records import SearchStep
 from alpa_lite.planner.budget import MeshResult, within_budget
-from alpa_lite.planner.options import PlanOptions
-from alpa_lite.planner.realise import Realised, realise
+from alpa_lite.planner.posing import MeshTask, Posed, pose, task_costs
 from alpa_lite.planner.rent import bytes_at, with_rent
-from alpa_lite.planner.shared import Shared
-
-Posed = tuple[CostModel, Pricer, Callable[[int | None], IntraOpProblem]]
-"""Prices, what prices the decisions, and what is to be solved under a limit of the solver's own count of memory."""
-Rent = Callable[[Pricer, IntraOpProblem], Sequence[np.ndarray]]
-"""Costs of all nodes with what they are charged beside their prices."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MeshTask:
-    """What is to be planned: everything but the mesh and its prices.
-
-    ``ignored_pin_ops`` are paths of ``al.pin`` ops that do not count (when a clash is explained). ``shared`` is of the program.
-    Without ``proof`` a price is enough, some percent too dear at most times. ``rent`` gives costs to be added to those of nodes
-    when plans are compared; prices of the plan are without it.
-    """
-
-    program: Program
-    line: Timeline
-    roles: tuple[LeafRole, ...]
-    pins: ResolvedPins
-    options: PlanOptions
-    budget: float
-    shared: Shared
-    ignored_pin_ops: frozenset[str] = frozenset()
-    proof: bool = True
-    rent: Rent | None = None
+from alpa_lite.planner.units import in_ties, scale_of, solve_in_units
+from alpa_lite.planner.write_out import write_out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +46,7 @@ def begin_together(tasks: Sequence[tuple[MeshTask, Cluster, DeviceMesh]]) -> lis
     posed = [pose(*task) for task in tasks]
     problems = [problem_within(None) for _, _, problem_within in posed]
     check_problem(problems[0])  # what is reduced together has the same shapes
-    in_units = [scaled(problem, _units(costs)) for (costs, _, _), problem in zip(posed, problems, strict=True)]
+    in_units = [scaled(problem, scale_of(costs)) for (costs, _, _), problem in zip(posed, problems, strict=True)]
     of_each = zip(posed, problems, reduced_together(in_units), strict=True)
     return [Begun(posed=p, problem=problem, reduced=graph) for p, problem, graph in of_each]
 
@@ -205,7 +165,7 @@ def _found(
             unit=costs.unit,
             budgeted=costs.rules.budget,
         )
-    return _write_out(task, costs, pricer.graph, problem, solution, begin)
+    return write_out(task, costs, pricer.graph, problem, solution, begin)
 
 
 def _choices(results: Sequence[MeshResult]) -> list[np.ndarray]:
@@ -241,228 +201,3 @@ def greedy_first(task: MeshTask, cluster: Cluster, result: MeshResult) -> Search
     if step is None or not in_ties(task_costs(task, cluster, result.mesh)):
         return step
     return replace(step, objective=float(math.floor(step.objective)))
-
-
-def pose(task: MeshTask, cluster: Cluster, mesh: DeviceMesh, shared: Sequence[int] = ()) -> Posed:
-    """The problem of one mesh; ``shared``: arguments that will be fixed where several programs want them (``joint.py``)."""
-    task.pins.check(mesh)
-    costs = task_costs(task, cluster, mesh)
-    rules = costs.rules
-    posed = task.shared.posed(Conversions(mesh=mesh, costs=costs), rules, task.pins.ties)
-    program, graph, weights = posed.program, posed.graph, posed.weights
-    pricer = Pricer(program=program, graph=graph, costs=costs, slots=posed.slots)
-    pinned = task.shared.facts.of(pin_ops, program)
-    allowed = allowed_choices(pinned, graph, task.pins, task.ignored_pin_ops)
-    if rules.replicated_ends:
-        _replicate_ends(task, graph, weights | frozenset(shared), allowed)
-
-    def problem_within(limit: int | None) -> IntraOpProblem:
-        line = task.line if limit is not None and rules.budget == "peak" else None
-        problem = pricer.problem(allowed=allowed, timeline=line, usage_limit=limit)
-        if rules.budget == "weights":
-            problem = replace(problem, usages=tuple(pricer.weight_usages(weights)), num_times=1)
-        return replace(problem, classes=node_classes(problem) if allowed else posed.classes)
-
-    return costs, pricer, problem_within
-
-
-def task_costs(task: MeshTask, cluster: Cluster, mesh: DeviceMesh) -> CostModel:
-    """The prices that the options ask for, on one mesh."""
-    options = task.options
-    return cost_model(
-        options.costs,
-        cluster,
-        mesh,
-        forbid=options.forbid,
-        replication_penalty=options.replication_penalty,
-        require_sharded_contractions=options.require_sharded_contractions,
-        compute=options.compute,
-    )
-
-
-def solve_in_units(
-    problem: IntraOpProblem,
-    costs: CostModel,
-    options: PlanOptions,
-    cutoff: float,
-    *,
-    proof: bool = True,
-    shape: KnownShape | None = None,
-    reduced: CostGraph | None = None,
-    large_gap: float = LARGE_GAP,
-) -> Solution:
-    """Solve; where slices are free and prices whole, of equally dear choices the one with the fewest slices.
-
-    Each slice then has the price ``TIE``. All prices are brought to whole numbers, which the solver proves to the
-    convention's unit, and the answer is brought back to it. (Where a search is needed, it stops at a proof of the price:
-    there may be a plan of that price with fewer slices.)
-    """
-    scale = _units(costs)
-    solution = solve(
-        scaled(problem, scale),
-        time_limit_s=options.time_limit_s,
-        seed=options.seed,
-        cutoff=cutoff * scale,
-        unit=scale,
-        proof=proof,
-        shape=shape,
-        reduced=reduced,
-        large_gap=large_gap,
-    )
-    if scale == 1.0:
-        return solution
-
-    def own(value: float) -> float:
-        return float(math.floor(value * TIE)) if math.isfinite(value) else value
-
-    # True prices are whole, so the bound without the slices may be rounded up.
-    slices = math.fsum(_largest_fraction(edge.costs) for edge in problem.edges)
-    bound = solution.lower_bound * TIE - slices
-    bound = float(math.ceil(bound)) if math.isfinite(bound) else bound
-    trace = tuple(replace(s, objective=own(s.objective), lower_bound=own(s.lower_bound)) for s in solution.trace)
-    return replace(solution, objective=own(solution.objective), lower_bound=bound, trace=trace)
-
-
-def _units(costs: CostModel) -> float:
-    """By which prices are brought to whole numbers; 1 where that is not done."""
-    return 1.0 / TIE if in_ties(costs) else 1.0
-
-
-def in_ties(costs: CostModel) -> bool:
-    """Whether prices are whole but for those of slices."""
-    return costs.rules.whole and not costs.slice_price
-
-
-def _largest_fraction(costs: np.ndarray) -> float:
-    finite = costs[np.isfinite(costs)]
-    return float((finite - np.floor(finite)).max(initial=0.0))
-
-
-def _replicate_ends(
-    task: MeshTask, graph: DecisionGraph, placed: frozenset[int], allowed: dict[int, np.ndarray]
-) -> None:
-    """Arguments but for those ``placed``, and results, lie whole on every device unless a pin says otherwise."""
-    aliased = {o for _, o in task.program.aliases}
-    pinned = {
-        n for n, pin in zip(graph.outputs, task.pins.outputs, strict=True) if not pin.is_free
-    }  # maybe arguments' too
-    ends = [(n, pin) for i, (n, pin) in enumerate(zip(graph.inputs, task.pins.inputs, strict=True)) if i not in placed]
-    ends += [
-        (n, pin) for o, (n, pin) in enumerate(zip(graph.outputs, task.pins.outputs, strict=True)) if o not in aliased
-    ]
-    for port, pin in ends:
-        if pin.is_free and port not in pinned:
-            node = graph.nodes[port]
-            assert node.specs is not None
-            specs = graph.conversions.space(node.rank).specs
-            whole = np.array([specs[i].is_replicated for i in node.specs])
-            allowed[port] = allowed[port] & whole if port in allowed else whole
-
-
-def pin_ops(program: Program) -> list[tuple[str, Op]]:
-    """Every ``al.pin`` inside a program, with its path."""
-    return [(path, op) for path, _, op in program.walk() if op.primitive == "pin"]
-
-
-def allowed_choices(
-    pinned: Sequence[tuple[str, Op]],
-    graph: DecisionGraph,
-    pins: ResolvedPins,
-    ignored_pin_ops: frozenset[str] = frozenset(),
-) -> dict[int, np.ndarray]:
-    """Per pinned node, the mask of choices that keep to its pins; ``pinned``: as of ``pin_ops``."""
-    masks: dict[int, np.ndarray] = {}
-    mesh = graph.conversions.mesh
-
-    def restrict(node: int, mask: np.ndarray) -> None:
-        masks[node] = masks[node] & mask if node in masks else mask
-
-    for ports, given in ((graph.inputs, pins.inputs), (graph.outputs, pins.outputs)):
-        for node, pin in zip(ports, given, strict=True):
-            if not pin.is_free:
-                n = graph.nodes[node]
-                assert n.specs is not None
-                space = graph.conversions.space(n.rank)
-                restrict(node, _mask(pin, mesh, lambda i, s=space: s.specs[i], n.specs))
-    for path, op in pinned:
-        if path not in ignored_pin_ops:
-            node = graph.op_nodes[path]
-            strategies = graph.nodes[node].strategies
-            assert strategies is not None
-            shape = graph.nodes[node].program.values[op.inputs[0]].shape  # type: ignore[union-attr]
-            pin = PinnedDims(path=path, shape=shape, dims=parse_dims(op.pinned), origin=f"al.pin at {op.source}")
-            pin.check(mesh, op.source)
-            space = graph.conversions.space(len(shape))
-            restrict(node, _mask(pin, mesh, lambda i, s=space: s.specs[i], strategies.results[0]))
-    return masks
-
-
-def _mask(pin: PinnedDims, mesh: DeviceMesh, spec_of: Callable[[int], ShardingSpec], numbers: np.ndarray) -> np.ndarray:
-    return np.array([pin.allows(spec_of(int(i)), mesh) for i in numbers])
-
-
-def _write_out(
-    task: MeshTask, costs: CostModel, graph: DecisionGraph, problem: IntraOpProblem, solution: Solution, begin: float
-) -> MeshResult:
-    mesh = graph.conversions.mesh
-    facts = task.shared.facts
-    written = realise(task.program, graph, solution.choice, costs, facts)
-    order = run_order(task, mesh, written)
-    peak = memory_profile(
-        task.program,
-        order,
-        mesh,
-        in_specs=written.in_specs,
-        out_specs=written.out_specs,
-        decisions=written.decisions,
-        conversions=written.conversions,
-        roles=task.roles,
-        facts=facts,
-        barriers_copy=not CPU_KEEPS_BARRIERS,
-    )
-    node_prices = _node_prices(graph, problem, solution.choice)
-    compute = math.fsum(node_prices.values())
-    ends = sorted({*graph.inputs, *graph.outputs})
-    penalty = math.fsum(float(problem.node_costs[n][solution.choice[n]]) for n in ends)
-    # All-reduces inside ops are part of the ops' own prices.
-    objective = math.fsum([*node_prices.values(), *(c.cost for c in written.conversions), penalty])
-    return MeshResult(
-        mesh=mesh,
-        status=solution.status,
-        objective=objective,
-        lower_bound=min(solution.lower_bound, objective),
-        realised=written,
-        peak=peak,
-        compute=compute,
-        penalty=penalty,
-        op_times=tuple(node_prices.items()),
-        solution=solution,
-        problem=problem,
-        seconds=time.perf_counter() - begin,
-        unit=costs.unit,
-        budgeted=costs.rules.budget,
-        fullest=_same_time(order, task.line, peak.time) if peak.profile.peak > task.budget else -1,
-        used_bytes=solution.peak_bytes if costs.rules.budget == "weights" else peak.profile.peak,
-    )
-
-
-def run_order(task: MeshTask, mesh: DeviceMesh, written: Realised) -> Timeline:
-    """When a written-out plan runs its ops: XLA:GPU moves them where there are collectives to hide."""
-    if task.line.order.on_cpu or (written.collectives and task.shared.facts.of(has_barriers, task.program)):
-        return task.line
-    schedule = overlap_order(task.program, mesh, written.decisions, written.conversions, task.shared.facts)
-    return task.shared.line(schedule)
-
-
-def _same_time(order: Timeline, line: Timeline, time: int) -> int:
-    """When ``line`` runs the op that ``order`` runs at a time; -1 on CPU, where times are those of instructions."""
-    if line.order.on_cpu:
-        return -1
-    begun = [(start, path) for path, start in order.start.items() if start <= time]
-    return line.start[max(begun)[1]] if begun else 0
-
-
-def _node_prices(graph: DecisionGraph, problem: IntraOpProblem, choice: np.ndarray) -> Mapping[str, float]:
-    """Price of every op (all-reduces inside an op included)."""
-    costs = np.array(repeated(problem.node_costs).entries(choice))
-    return dict(zip(graph.op_nodes, costs[graph.op_choices.node].tolist(), strict=True))

@@ -26,9 +26,11 @@ from alpa_lite.plan.identity import fingerprint, op_text
 from alpa_lite.plan.pins import ResolvedPins
 from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.records import Leaf, LeafRole, MeshCandidate, OpDecision, PlanIdentity, SearchStep, StagePlan
+from alpa_lite.planner.budget import MeshResult
 from alpa_lite.planner.explain import explain_infeasible
-from alpa_lite.planner.one_mesh import MeshResult, MeshTask, greedy_first, plan_on_mesh
+from alpa_lite.planner.one_mesh import greedy_first, plan_on_mesh
 from alpa_lite.planner.options import DEFAULT_AXIS_NAMES, PlanOptions
+from alpa_lite.planner.posing import MeshTask
 from alpa_lite.planner.shared import Shared
 from alpa_lite.units import format_cost
 

@@ -27,7 +27,8 @@ from alpa_lite.costs.profile import step_totals
 from alpa_lite.costs.tensors import Stored
 from alpa_lite.errors import AlpaLiteError
 from alpa_lite.plan.records import MemoryProfile
-from alpa_lite.planner.one_mesh import MeshResult, MeshTask
+from alpa_lite.planner.budget import MeshResult
+from alpa_lite.planner.posing import MeshTask
 from alpa_lite.planner.realise import Decided, Realised
 
 _TEMPORARY = ("gradients", "activations", "temporaries")

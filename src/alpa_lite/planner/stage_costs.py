@@ -11,7 +11,7 @@ from alpa_lite.costs.cuts import Pair
 from alpa_lite.costs.stage_cut import StageCut
 from alpa_lite.costs.stage_memory import SubmeshPeak
 from alpa_lite.plan.records import MemoryProfile
-from alpa_lite.planner.one_mesh import MeshResult
+from alpa_lite.planner.budget import MeshResult
 from alpa_lite.planner.part_memory import KnownParts, cut_stage, programs_own_bytes, stage_peak
 from alpa_lite.schedule import InFlight
 from alpa_lite.trace.stages import StageProgram

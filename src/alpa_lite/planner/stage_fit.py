@@ -33,7 +33,8 @@ from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.intraop.pricing import Pricer
 from alpa_lite.intraop.problem import IntraOpProblem
 from alpa_lite.planner.budget import MeshResult, as_found
-from alpa_lite.planner.one_mesh import MeshTask, counted_bytes, plan_once
+from alpa_lite.planner.one_mesh import counted_bytes, plan_once
+from alpa_lite.planner.posing import MeshTask
 from alpa_lite.planner.rent import Held, with_rent
 from alpa_lite.planner.stage_costs import StageCosts
 

@@ -32,9 +32,10 @@ from alpa_lite.intraop.pricing import Pricer
 from alpa_lite.intraop.problem import IntraOpProblem
 from alpa_lite.intraop.strategies import KnownStrategies
 from alpa_lite.plan.pins import ResolvedPins
-from alpa_lite.planner.one_mesh import MeshTask, plan_on_mesh
+from alpa_lite.planner.one_mesh import plan_on_mesh
 from alpa_lite.planner.options import PlanOptions
 from alpa_lite.planner.plan_step import budget_bytes, mesh_candidates, mesh_task
+from alpa_lite.planner.posing import MeshTask
 from alpa_lite.planner.rent import with_rent
 from alpa_lite.planner.stage_costs import stage_costs
 from alpa_lite.planner.stage_pins import stage_pins

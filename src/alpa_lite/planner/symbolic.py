@@ -23,9 +23,11 @@ from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.errors import AlpaLiteError, MemoryBudgetError
 from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.records import MemoryProfile
+from alpa_lite.planner.budget import MeshResult
 from alpa_lite.planner.collector import collector_paused
-from alpa_lite.planner.one_mesh import Begun, MeshResult, MeshTask, begin_together, plan_on_mesh, task_costs
+from alpa_lite.planner.one_mesh import Begun, begin_together, plan_on_mesh
 from alpa_lite.planner.plan_step import Versions, axis_names_of, plan_of_result
+from alpa_lite.planner.posing import MeshTask, task_costs
 from alpa_lite.planner.regime import Regime, ranges, regime_of
 
 if TYPE_CHECKING:

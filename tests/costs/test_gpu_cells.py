@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from dataclasses import replace
 
+import jax
 import pytest
 from jax.sharding import PartitionSpec as P
 
@@ -15,6 +16,10 @@ from examples.registry import EXAMPLES
 NO_COMPILER = any(importlib.util.find_spec(module) is None for module in ("jax_cuda12_plugin", "flatbuffers"))
 needs_compiler = pytest.mark.skipif(NO_COMPILER, reason="XLA:GPU is not installed: pip install 'alpa-lite[aot]'")
 MEMORY_BOUNDS = (0.95, 1.10)
+# Strict: once the model knows what XLA of JAX 0.12 does there, this mark must go.
+BEFORE_JAX_12 = pytest.mark.xfail(
+    jax.__version_info__ >= (0, 12), reason="XLA of JAX 0.12 packs its heap closer: 1.17 (docs/memory.md)", strict=True
+)
 
 
 @needs_compiler
@@ -25,7 +30,7 @@ MEMORY_BOUNDS = (0.95, 1.10)
         ("lstm", "small", (2, 4)),
         ("mlp", "base", (8,)),
         ("mlp", "base", (2, 4)),
-        ("lstm", "base", (2, 2, 2)),
+        pytest.param("lstm", "base", (2, 2, 2), marks=BEFORE_JAX_12),
         pytest.param("gpt_linen", "base", (2, 4), marks=pytest.mark.slow),
         pytest.param("gpt_linen", "base", (4, 2), marks=pytest.mark.slow),
     ],

@@ -210,6 +210,10 @@ def test_manual_sharding(spec, local, side):
     np.testing.assert_array_equal(found, x * 2)
 
 
+SHORT = {
+    "up": {"kernel": jax.ShapeDtypeStruct((16, 30), jnp.float32), "bias": jax.ShapeDtypeStruct((30,), jnp.float32)},
+    "down": {"kernel": jax.ShapeDtypeStruct((30, 8), jnp.float32)},
+}
 OTHER = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), made_state()["params"])
 
 
@@ -242,6 +246,13 @@ OTHER = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), made
         ({"follow": "plan", "follow_like": "0"}, r"follow_like='0' was given"),
         ({"follow": "plan", "cluster": al.Cluster.parse("2x2:cpu")}, r"plan for 1x4:cpu, and this one is for 2x2:cpu"),
         ({"follow": "plan", "options": al.PlanOptions(mesh_shape=(4,))}, r"plan on the mesh .*mesh_shape=\(4,\)"),
+        ({"follow": {0: (0, P())}, "options": MESH}, r"follow=\{0: .* paths as in a plan \('0/w'\) and stages from 0"),
+        ({"follow": {"0": (-1, P())}, "options": MESH}, r"follow=\{'0': \(-1, .* and stages from 0"),
+        ({"follow": {"0": (True, P())}, "options": MESH}, r"follow=\{'0': \(True, .* and stages from 0"),
+        (
+            {"follow": {"0/up/bias": (0, P(("data", "model")))}, "options": MESH, "params": SHORT},
+            r"'follow 0/up/bias' says that '0/up/bias' of shape \(30,\) lies as \[data\.model\], and no array does on the mesh",
+        ),
     ],
 )
 def test_what_cannot_be_followed(settings, message):
@@ -259,6 +270,33 @@ def test_an_axis_of_one_device_does_not_contradict():
     plan = al.plan(forward, shapes(made_state()["params"]), batch, cluster=CLUSTER, pins=pins, options=options)
     found = forward_plan(follow=plan, pins=pins)
     assert found.specs_by_path["0/up/kernel"] == plan.specs_by_path["0/up/kernel"] == P(None, "y")
+
+
+@pytest.mark.parametrize("as_layout", [False, True])
+def test_what_lies_otherwise_than_its_uneven_pin_is_followed(as_layout):
+    """The pin holds for the padded form, inside; the leaf itself lies as it is followed, in plans of several functions too."""
+
+    def matmul(w, x):
+        return x @ w
+
+    def row_sums(w, x):
+        return (x @ w).sum(1)
+
+    options = al.PlanOptions(mesh_shape=(4,), axis_names=("x",))
+    w, x = jax.ShapeDtypeStruct((10, 16), jnp.float32), jax.ShapeDtypeStruct((8, 10), jnp.float32)
+    followed = al.plan(matmul, w, x, cluster=CLUSTER, pins={"0": P(None, "x")}, options=options)
+    follow = {"0": (0, P(None, "x"))} if as_layout else followed
+    settings = {
+        "cluster": CLUSTER,
+        "follow": follow,
+        "follow_like": {"0": "0"},
+        "pins": {"0": P("x")},
+        "options": options,
+    }
+    graphs = {"matmul": (matmul, (w, x)), "row_sums": (row_sums, (w, x))}
+    for plan in (al.plan(row_sums, w, x, **settings), *al.plan_shared(graphs, shared="0", **settings).plans.values()):
+        assert plan.specs_by_path["0"] == P(None, "x")
+        assert [padding.pins for padding in plan.paddings] == [((0, "[x,_]"),)]
 
 
 def test_a_plan_of_which_nothing_fits_is_refused():

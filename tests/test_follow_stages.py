@@ -188,6 +188,50 @@ def test_a_function_follows_its_own_plan(name):
     assert again.pipeline.transfers == plan.pipeline.transfers
 
 
+def test_rows_that_other_stages_read_too_are_followed():
+    """They say nothing of where their readers go, and still the leaf is cut so; of a layout, and of a plan in it."""
+
+    def update(params, x):
+        h = x
+        for i in range(4):
+            h = jnp.tanh(h @ params["w"][i])
+        return h, params["w"] * h.sum()
+
+    args = {n: ({"w": jnp.ones((4, 16, 16))}, jnp.ones((n, 16))) for n in (4, 2)}
+    graphs = {"four": (update, args[4]), "two": (update, args[2])}
+    layout = al.plan_shared(graphs, shared="0", cluster=CLUSTER, options=al.PlanOptions(num_stages=2))
+    lies = {path: stage for path, (stage, _) in layout.parameter_layout.items()}
+    assert set(lies.values()) == {0, 1}
+    for follow in (layout, layout.plans["four"], layout.plans["two"]):
+        plan = al.plan(update, *args[2], cluster=CLUSTER, follow=follow)
+        assert lies.items() <= {leaf.path: leaf.stage for leaf in plan.inputs}.items()
+
+
+@pytest.mark.parametrize("names", [*itertools.permutations(("early", "late", "both"))])
+def test_a_layout_is_followed_whatever_the_order_of_its_graphs(names):
+    """Where a leaf is read is known of all graphs, not of the first alone."""
+
+    def of(early: bool, late: bool):
+        def fn(params, x):
+            x = al.layer_boundary(jnp.tanh((x * params["s"] if early else x) @ params["a"]))
+            return jnp.tanh(x @ params["b"]) * (params["s"] if late else 1)
+
+        return fn
+
+    fns = {"early": of(True, False), "late": of(False, True), "both": of(True, True)}
+    args = {"a": jnp.ones((64, 64)), "b": jnp.ones((64, 64)), "s": jnp.ones(64)}, jnp.ones((8, 64))
+    layout = al.plan_shared(
+        {name: (fns[name], args) for name in names},
+        shared="0",
+        weights={"both": 10},
+        cluster=CLUSTER,
+        options=al.PlanOptions(num_stages=2),
+    )
+    for name in names:
+        plan = al.plan(fns[name], *args, cluster=CLUSTER, follow=layout)
+        assert plan.specs_by_path["0/s"] == layout.plans[name].specs_by_path["0/s"]
+
+
 HOMES = st.integers(2, 7).flatmap(lambda n: st.tuples(st.just(n), st.lists(st.integers(0, 3), min_size=n, max_size=n)))
 
 

@@ -1,4 +1,4 @@
-"""Bytes and seconds as people read them. Vendor numbers are decimal; memory of a device is shown in binary units."""
+"""Bytes and seconds as people read them, and sizes. Vendor numbers are decimal; memory of a device is shown in binary units."""
 
 from __future__ import annotations
 
@@ -53,3 +53,8 @@ def numbers_text(numbers: Sequence[int]) -> str:
         else:
             runs.append([n])
     return ", ".join(str(r[0]) if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in runs)
+
+
+def next_multiple(size: int, factor: int) -> int:
+    """The least multiple of ``factor`` that is not below ``size``."""
+    return -(-size // factor) * factor

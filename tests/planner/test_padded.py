@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import alpa_lite as al
-from alpa_lite.errors import AlpaLiteError, MemoryBudgetError, UnevenPinError
+from alpa_lite.errors import AlpaLiteError, MemoryBudgetError, PinError, UnevenPinError
 from alpa_lite.plan.check import check_plan
 from alpa_lite.planner.padded import padded_like
 from alpa_lite.trace.program import trace
@@ -223,6 +223,24 @@ def test_uneven_pin_where_nothing_can_be_padded():
     """A sort does not tie its dim to anything, so there is nothing to pad."""
     with pytest.raises(UnevenPinError, match=r"does not divide.*'auto', and there is no way to"):
         al.plan(jnp.sort, np.ones(10, np.float32), cluster=al.Cluster.parse("1x4:cpu"), pins={"0": P("x")})
+
+
+@pytest.mark.parametrize(
+    ("pins", "message"),
+    [
+        ({"0": P("x"), "1": P("zz")}, "the pin '1' uses the axis 'zz'"),
+        ({"0": P("x"), "out/0": P("x")}, "the pin 'out/0' cannot split.*no way to"),
+    ],
+)
+def test_a_pin_that_is_kept_is_not_blamed_for_another(pins, message):
+    def fn(w, x):
+        return jnp.linalg.qr(x.T @ x)[0], x @ w
+
+    args, cluster = (np.ones((10, 16), np.float32), np.ones((8, 10), np.float32)), al.Cluster.parse("1x4:cpu")
+    options = al.PlanOptions(mesh_shape=(4,), axis_names=("x",))
+    assert al.plan(fn, *args, cluster=cluster, options=options, pins={"0": P("x")}).paddings
+    with pytest.raises(PinError, match=message):
+        al.plan(fn, *args, cluster=cluster, options=options, pins=pins)
 
 
 def test_padding_must_be_auto_or_off():

@@ -48,6 +48,11 @@ class LeafHomes:
     readers: Mapping[str, int] = field(default_factory=dict)
     kept: frozenset[str] = frozenset()
 
+    @property
+    def cuts(self) -> dict[str, int | None]:
+        """What layers must be cut at: path -> the stage of its readers; None = anywhere, as only its rows are said."""
+        return {path: self.readers.get(path) for path in self.stages}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Followed:
@@ -84,7 +89,13 @@ def followed_plan(given: Any, source: str) -> Followed:
         PinError: it is none of what is allowed, a step without a plan yet, or a plan with several stages on one submesh.
     """
     if isinstance(given, SharedLayout):
-        return _followed_leaves(given.plans[next(iter(given.plans))], given.shared_leaves, source)
+        first = next(iter(given.plans))
+        found = _followed_leaves(given.plans[first], given.shared_leaves, source)
+        elsewhere = set(found.elsewhere)
+        for name, made in given.plans.items():
+            names = dict(zip(given.shared[name], given.shared[first], strict=True))
+            elsewhere |= {names[path] for path in _read_elsewhere(made) if path in names}
+        return replace(found, elsewhere=frozenset(elsewhere))
     plan = given.known_plan() if isinstance(given, Parallelized) else given
     if plan is None:
         raise PinError(
@@ -102,11 +113,12 @@ def followed_plan(given: Any, source: str) -> Followed:
             f"nothing says which arguments are parameters. At {source}. Give follow=plan, of which all arguments are looked at, "
             "or path -> (stage, PartitionSpec)."
         )
-    entries = plan.values() if isinstance(plan, Mapping) else ()
-    if not entries or not all(_is_placed(entry) for entry in entries):
+    entries = plan.items() if isinstance(plan, Mapping) else ()
+    if not entries or not all(isinstance(path, str) and _is_placed(entry) for path, entry in entries):
         raise PinError(
             f"follow={plan!r:.80} was given. Allowed are a parallelized step, a plan, a SharedLayout, or a parameter_layout: "
-            f"path -> (stage, PartitionSpec). At {source}. Write for example follow=train_step."
+            "path -> (stage, PartitionSpec), with paths as in a plan ('0/w') and stages from 0. "
+            f"At {source}. Write for example follow=train_step."
         )
     stages = {path: stage for path, (stage, _) in plan.items()}
     several = stages if any(stages.values()) else {}
@@ -130,19 +142,25 @@ def _followed_leaves(plan: Plan, leaves: Sequence[Leaf], source: str, *, trained
             f"gradient has one stage on each. At {source}. Plan the followed step without chunks, or with "
             "PlanOptions(num_stages=1)."
         )
-    read: Any = [(leaf.path, n) for n, stage in enumerate(plan.stages) for leaf in stage.inputs]
-    lies = {leaf.path: leaf.stage for leaf in leaves}
-    elsewhere = {path for path, stage in read if lies.get(path, stage) != stage} if _is_forward(plan) else ()
     kept: Any = dict(plan.options).get(KEPT_LEAVES, ())
     return replace(
         found,
         mesh=None,
-        stages=lies,
-        elsewhere=frozenset(elsewhere),
+        stages={leaf.path: leaf.stage for leaf in leaves},
+        elsewhere=_read_elsewhere(plan),
         kept=None if trained else frozenset(kept),
         submeshes=tuple(stage.submesh for stage in plan.stages),
         meshes=tuple(stage.mesh for stage in plan.stages),
     )
+
+
+def _read_elsewhere(plan: Plan) -> frozenset[str]:
+    """Paths of arguments that a function without a gradient also reads on other stages than theirs, or there alone."""
+    if not _is_forward(plan):
+        return frozenset()
+    lies = {leaf.path: leaf.stage for leaf in plan.inputs}
+    read = [(leaf.path, n) for n, stage in enumerate(plan.stages) for leaf in stage.inputs]
+    return frozenset(path for path, stage in read if lies.get(path, stage) != stage)
 
 
 def _is_forward(plan: Plan) -> bool:
@@ -151,8 +169,9 @@ def _is_forward(plan: Plan) -> bool:
 
 
 def _is_placed(entry: Any) -> bool:
-    pair = isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], int)
-    return pair and isinstance(entry[1], PartitionSpec)
+    if not (isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[1], PartitionSpec)):
+        return False
+    return isinstance(entry[0], int) and not isinstance(entry[0], bool) and entry[0] >= 0
 
 
 def _always(dims: Dims) -> Callable[[int], Dims]:
@@ -198,6 +217,14 @@ def following_options(options: PlanOptions, followed: Followed, cluster: Cluster
             "options out."
         )
     return replace(options, mesh_shape=mesh.shape, axis_names=mesh.axis_names)
+
+
+def on_mesh_of(followed: Followed, options: PlanOptions) -> Followed:
+    """With the mesh of the options (``following_options``), where only a layout was given."""
+    shape, names = options.mesh_shape, options.axis_names
+    if followed.mesh is not None or followed.stages or shape is None or names is None or options.symbol is not None:
+        return followed
+    return replace(followed, mesh=DeviceMesh(shape=tuple(map(int, shape)), axis_names=names))
 
 
 def _on_same_stages(options: PlanOptions, followed: Followed, source: str) -> PlanOptions:

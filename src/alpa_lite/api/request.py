@@ -19,6 +19,7 @@ from alpa_lite.api.follow import (
     fixed_pins,
     followed_plan,
     following_options,
+    on_mesh_of,
     stages_here,
 )
 from alpa_lite.api.given import argnames, argnums, checked_options
@@ -142,7 +143,7 @@ class Request:
         layers: LayerCuts | None = None,
         *,
         forward: bool = False,
-        homes: Mapping[str, int] | None = None,
+        homes: Mapping[str, int | None] | None = None,
         starts: list[Any] | None = None,
         known: Rules | None = None,
     ) -> Traced:
@@ -188,7 +189,8 @@ class Request:
         if self.follow is None or isinstance(self.follow, Followed):
             return self
         followed = followed_plan(self.follow, self.source)
-        return replace(self, follow=followed, options=following_options(self.options, followed, cluster, self.source))
+        options = following_options(self.options, followed, cluster, self.source)
+        return replace(self, follow=on_mesh_of(followed, options), options=options)
 
     def _on_stages(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], cluster: ClusterData, progress: Progress
@@ -196,7 +198,7 @@ class Request:
         homes = self.homes(args, kwargs)
         starts: list[Any] = []
 
-        traced, pins, notes = self.layered(args, kwargs, None, homes.readers, starts if homes.readers else None)
+        traced, pins, notes = self.layered(args, kwargs, None, homes.cuts, starts if homes.stages else None)
         assert traced.layered is not None
         cut, again = self._staged(traced, cluster, homes, are_homes(starts))
 
@@ -226,7 +228,7 @@ class Request:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         layers: LayerCuts | None,
-        homes: Mapping[str, int],
+        homes: Mapping[str, int | None],
         starts: list[Any] | None = None,
     ) -> tuple[Traced, ResolvedPins, tuple[str, ...]]:
         """The step with layers, as a function of parts of leaves, its pins, and what there is to say about these.
@@ -234,7 +236,7 @@ class Request:
         Args:
             args, kwargs: of the step.
             layers: chooses cuts where it has no boundaries; None = as the options ask.
-            homes: path of a leaf, or of rows of it, -> the stage on which it lies.
+            homes: path of a leaf, or of rows of it, -> the stage on which its readers lie; None = anywhere.
             starts: is filled with the ops that start layers of a function without boundaries.
         """
         traced = self.trace(args, kwargs, layers, forward=True, homes=homes, starts=starts)

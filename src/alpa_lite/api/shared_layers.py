@@ -61,7 +61,7 @@ class LayeredGraph:
     strategies: KnownStrategies = field(default_factory=KnownStrategies)
 
     @classmethod
-    def of(cls, graph: SharedGraph, layers: LayerCuts, homes: Mapping[str, int]) -> LayeredGraph:
+    def of(cls, graph: SharedGraph, layers: LayerCuts, homes: Mapping[str, int | None]) -> LayeredGraph:
         starts: list[Any] = []
         traced, pins, notes = graph.request.layered(graph.args, {}, layers, homes, starts)
         assert traced.layered is not None

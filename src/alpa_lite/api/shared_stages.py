@@ -246,7 +246,7 @@ class _StagedSearch:
             cuts = layer_cuts(sum(given), given)
         elif known:
             cuts = layer_cuts(count)
-        first = LayeredGraph.of(lead, cuts, known if given is None else {})
+        first = LayeredGraph.of(lead, cuts, self.homes(lead).cuts if given is None else {})
         if not (bounded or first.starts):
             raise LayerError(f"the graph {lead.name!r} has boundaries of its own.")
         homes = first.told_apart(leaves)

@@ -6,7 +6,6 @@ choose, so what it says is what a plan would do.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,7 +15,7 @@ from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.core.spec import ShardingSpec
 from alpa_lite.costs.conversion import Conversions, step_price, step_size_bytes
 from alpa_lite.errors import SpecError
-from alpa_lite.units import format_bytes, format_cost
+from alpa_lite.units import format_bytes, format_cost, next_multiple
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,7 +215,7 @@ def read_spec(
             over = " and ".join(f"axis {a!r} (n={mesh.axis_size(a)})" for a in axes)
             raise SpecError(
                 f"{given}: dim {d} of size {size} does not divide over {over}, {parts} parts. Only even splits are "
-                f"carried out. It was given to {where}; pad the dim to {_next_multiple(size, parts)}, split another "
+                f"carried out. It was given to {where}; pad the dim to {next_multiple(max(size, 1), parts)}, split another "
                 f"dim, or leave this one whole."
             )
     return ShardingSpec(full, tuple(unreduced))
@@ -232,10 +231,6 @@ def read_mesh(mesh: Mapping[str, int], where: str) -> DeviceMesh:
             f"correct it there."
         )
     return DeviceMesh(shape=tuple(mesh.values()), axis_names=tuple(mesh))
-
-
-def _next_multiple(size: int, parts: int) -> int:
-    return max(1, math.ceil(size / parts)) * parts
 
 
 def _text(dims: Sequence[Sequence[str]], unreduced: Sequence[str]) -> str:

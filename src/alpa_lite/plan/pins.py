@@ -13,6 +13,7 @@ from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.core.spec import ShardingSpec
 from alpa_lite.errors import PinError, UnevenPinError
 from alpa_lite.plan.identity import close_matches
+from alpa_lite.units import next_multiple
 
 Dims = tuple[tuple[str, ...] | None, ...]
 
@@ -26,12 +27,14 @@ class PinnedDims:
         shape: global shape.
         dims: per dim the axes that split it, () for whole, None for free.
         origin: the key as the user wrote it; "" if nothing was said about the tensor.
+        border: of an argument leaf whose dims hold for its padded form: how it lies itself, where that is fixed.
     """
 
     path: str
     shape: tuple[int, ...]
     dims: Dims
     origin: str = ""
+    border: PinnedDims | None = None
 
     def __post_init__(self) -> None:
         assert len(self.dims) == len(self.shape), f"{self.path}: pin {self.dims} for shape {self.shape}"
@@ -90,7 +93,7 @@ class PinnedDims:
                     f"the pin {self.origin!r} cannot split {self.path!r} of shape {self.shape}: dim {dim} of size"
                     f" {size} does not divide over {over} of {mesh.axes_size(axes)} devices. Only even splits are"
                     f" possible without padding. At {source}. Pad dim {dim} to"
-                    f" {_next_multiple(size, mesh.axes_size(axes))}, pin another dim, use a mesh on which it divides, or"
+                    f" {next_multiple(size, mesh.axes_size(axes))}, pin another dim, use a mesh on which it divides, or"
                     " let PlanOptions(padding='auto') pad it."
                 )
 
@@ -113,10 +116,6 @@ def parse_dims(text: str) -> Dims:
     return tuple(None if e == "?" else () if e == "_" else tuple(e.split(".")) for e in entries)
 
 
-def _next_multiple(size: int, factor: int) -> int:
-    return -(-size // factor) * factor
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedPins:
     """All pins of one step.
@@ -128,7 +127,6 @@ class ResolvedPins:
         keys: (key, spec) as the user wrote them, for the plan.
         notes: what was skipped or did not match.
         source: where in the user's code the pins came in.
-        borders: (position, pin) of argument leaves whose own pin holds for their padded form: how they lie themselves.
     """
 
     inputs: tuple[PinnedDims, ...]
@@ -138,7 +136,6 @@ class ResolvedPins:
     keys: tuple[tuple[str, str], ...] = ()
     notes: tuple[str, ...] = ()
     source: str = ""
-    borders: tuple[tuple[int, PinnedDims], ...] = ()
 
     def check(self, mesh: DeviceMesh) -> None:
         """Refuses pins that the mesh cannot hold (``PinError``, the first one); for each mesh that is searched."""
@@ -157,21 +154,31 @@ class ResolvedPins:
         Raises:
             PinError: a pin says something else.
         """
-        inputs, borders = list(self.inputs), list(self.borders)
+        inputs = list(self.inputs)
         for position, (dims, origin) in fixed.items():
             pinned = inputs[position]
             if all(axes is None for axes in dims) and dims:
                 continue
-            other = replace(pinned, dims=dims, origin=origin)
-            joined = pinned.joined(dims, mesh)
-            if joined is None and mesh is not None and pinned.is_uneven(mesh):
-                borders.append((position, other))
-                continue
-            if joined is None:
+            other = PinnedDims(path=pinned.path, shape=pinned.shape, dims=dims, origin=origin)
+            if mesh is not None and other.is_uneven(mesh):
                 raise PinError(
-                    f"the pin {pinned.origin!r} and {origin!r} disagree on {pinned.path!r}: {pinned} and {other} (? is free, _ "
-                    f"whole). A leaf has one layout, or it would have to be moved. At {self.source}. Take the pin away, or give "
-                    "both the same spec."
+                    f"{origin!r} says that {pinned.path!r} of shape {pinned.shape} lies as {other}, and no array does on the "
+                    f"mesh {mesh}: it does not divide. At {self.source}. Give a layout that divides; only a pin may split "
+                    "unevenly, and holds for the padded form."
                 )
-            inputs[position] = replace(other, dims=joined, origin=pinned.origin or origin)
-        return replace(self, inputs=tuple(inputs), borders=tuple(borders))
+            if mesh is not None and pinned.is_uneven(mesh) and pinned.joined(dims, mesh) is None:
+                border = other if pinned.border is None else self._joined(pinned.border, other, mesh)
+                inputs[position] = replace(pinned, border=border)
+            else:
+                inputs[position] = self._joined(pinned, other, mesh)
+        return replace(self, inputs=tuple(inputs))
+
+    def _joined(self, pinned: PinnedDims, other: PinnedDims, mesh: DeviceMesh | None) -> PinnedDims:
+        joined = pinned.joined(other.dims, mesh)
+        if joined is None:
+            raise PinError(
+                f"the pin {pinned.origin!r} and {other.origin!r} disagree on {pinned.path!r}: {pinned} and {other} (? is free, _ "
+                f"whole). A leaf has one layout, or it would have to be moved. At {self.source}. Take the pin away, or give "
+                "both the same spec."
+            )
+        return replace(pinned, dims=joined, origin=pinned.origin or other.origin)

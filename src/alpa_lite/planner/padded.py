@@ -24,7 +24,7 @@ from alpa_lite.trace.flatten import FlatJaxpr
 from alpa_lite.trace.pad_groups import PadGroup, Place, pad_groups, places_of, tied_ops
 from alpa_lite.trace.pad_program import Padded, pad_traced
 from alpa_lite.trace.program import Traced
-from alpa_lite.units import format_cost
+from alpa_lite.units import format_cost, next_multiple
 
 WORTH = 0.01  # of the plan's objective: groups whose ops and conversions cost less together are not tried
 _WASTES = (0.25, 0.05)  # groups of which more is padding are left out; the second is tried where the first loses
@@ -78,9 +78,12 @@ def plan_with_padding(
     if found is None:
         if plain is None:
             assert refusal is not None
-            if pinned:
-                raise UnevenPinError(f"{refusal} {_NO_WAY}") from refusal
-            raise refusal
+            found_out = search.refused[-1] if search.refused else refusal
+            if not pinned:
+                raise refusal
+            if isinstance(found_out, UnevenPinError):  # the first pin that padding does not help
+                raise UnevenPinError(f"{found_out} {_NO_WAY}") from refusal
+            raise found_out
         return traced, plain
     padded, plan = found
     if plain is not None and not _wins(plan, plain):
@@ -108,10 +111,6 @@ def padded_like(traced: Traced, paddings: Sequence[Padding], rules: tuple[NamedR
 def _uneven(traced: Traced, devices: int) -> tuple[PadGroup, ...]:
     """Groups that do not divide over the devices and are large enough to give most of them something."""
     return pad_groups(traced.flat, traced.program, lambda size: bool(size % devices) and 2 * size > devices)
-
-
-def next_multiple(size: int, factor: int) -> int:
-    return -(-size // factor) * factor
 
 
 def _shares(groups: Sequence[PadGroup], traced: Traced, plan: Plan) -> list[float]:
@@ -183,15 +182,14 @@ def _pins_on(groups: Iterable[PadGroup], program: Program, pins: ResolvedPins) -
 
 def _freed(pins: ResolvedPins, moved: dict[int, str]) -> ResolvedPins:
     """The pins without those that moved inside; leaves tied to one another stay so."""
-    borders = dict(pins.borders)
 
     def free(first: int, pinned: tuple[PinnedDims, ...]) -> tuple[PinnedDims, ...]:
         return tuple(
-            borders.get(first + i, replace(p, dims=(None,) * len(p.dims), origin="")) if first + i in moved else p
+            (p.border or replace(p, dims=(None,) * len(p.dims), origin="")) if first + i in moved else p
             for i, p in enumerate(pinned)
         )
 
-    return replace(pins, inputs=free(0, pins.inputs), outputs=free(len(pins.inputs), pins.outputs), borders=())
+    return replace(pins, inputs=free(0, pins.inputs), outputs=free(len(pins.inputs), pins.outputs))
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +203,7 @@ class _Search:
     plan_program: Planned
     rules: tuple[NamedRule, ...]
     tried: set[frozenset[PadGroup]] = field(default_factory=set)
+    refused: list[AlpaLiteError] = field(default_factory=list)  # what was said of those that cannot be planned
 
     def waste(self, group: PadGroup) -> float:
         """The part of the padded dim that is padding."""
@@ -250,7 +249,8 @@ class _Search:
         padded = pad_traced(self.traced, tuple(sizes.items()), moved, self.rules)
         try:
             return padded, self.plan_program(padded.traced.program, _freed(self.pins, moved))
-        except (PinError, MemoryBudgetError):
+        except (PinError, MemoryBudgetError) as error:
+            self.refused.append(error)
             return None
 
     def _tightened(

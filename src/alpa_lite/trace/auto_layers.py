@@ -29,7 +29,7 @@ from alpa_lite._jax_compat import (
 from alpa_lite.errors import LayerError
 from alpa_lite.trace.boundary import layer_boundary_p
 from alpa_lite.trace.flatten import source_of
-from alpa_lite.trace.forward_ops import ForwardOps
+from alpa_lite.trace.forward_ops import ForwardOps, Homes, LeafRows
 from alpa_lite.trace.indexed_rows import indexed_by_rows
 from alpa_lite.trace.jaxprs import contains, inlined, is_heavy, read, run_part, variables
 from alpa_lite.trace.op_places import gathered
@@ -39,9 +39,6 @@ from alpa_lite.trace.written_rows import written_by_rows
 # (FLOPs of each op, bytes of the cut before each op but the first) -> the ops that start a layer, rising. Where ops are
 # pinned to stages, their ``StagePin``s are a third argument. ``forward=True`` is given for a function without a gradient.
 LayerCuts = Callable[..., Sequence[int]]
-
-# Position of a leaf and rows of it, or None for all of it -> (stage on which it lies, its path).
-Homes = Mapping[tuple[int, tuple[int, int] | None], tuple[int, str]]
 
 SLICES = "al_layer_slices"  # name scope of the slices of stacked parameters
 _BOUNDARY = frozenset({"layer_boundary"})
@@ -66,7 +63,7 @@ def with_layers(
         batch: positions of the leaves that are split in microbatches.
         differentiated: positions of the leaves whose gradient is taken.
         layers: chooses the cuts; not asked if ``f`` has boundaries of its own.
-        homes: position of a leaf, or of rows of it, -> the stage on which it lies, and its path.
+        homes: position of a leaf, or of rows of it, -> the stage on which its readers lie, and its path; None = anywhere.
         forward: ``f`` is differentiated by nobody: all its results count as the first one does, and what a result alone needs
             (a cache) is done where its values are.
         starts: is filled with the cuts; with paths and stages where ``f`` has no matmul, so that its layers are where leaves lie.
@@ -82,10 +79,11 @@ def with_layers(
     if contains(closed.jaxpr, _BOUNDARY):
         return partial(_evaluated, closed, tree) if forward else f
     closed = gathered(indexed_by_rows(closed), batch) if forward else closed
-    if forward and homes and not any(map(is_heavy, closed.jaxpr.eqns)):
+    known = {leaf: (stage, path) for leaf, (stage, path) in (homes or {}).items() if stage is not None}
+    if forward and known and not any(map(is_heavy, closed.jaxpr.eqns)):
         if starts is not None:
-            starts[:] = [(path, stage) for stage, path in homes.values()]
-        return partial(_at_homes, closed, tree, homes)
+            starts[:] = [(path, stage) for stage, path in known.values()]
+        return partial(_at_homes, closed, tree, known)
     ops = ForwardOps(closed, batch, differentiated, forward=forward)
     pins = (*ops.stage_pins, *ops.home_pins(homes or {}))
     given = (ops.flops, ops.cut_bytes, pins) if pins else (ops.flops, ops.cut_bytes)
@@ -110,7 +108,7 @@ def are_homes(starts: Sequence[Any]) -> bool:
     return bool(starts) and not isinstance(starts[0], int)
 
 
-def _at_homes(closed: ClosedJaxpr, tree: Any, homes: Homes, *args: Any) -> Any:
+def _at_homes(closed: ClosedJaxpr, tree: Any, homes: Mapping[LeafRows, tuple[int, str]], *args: Any) -> Any:
     """A function without layers of its own, as one that copies slots of a cache: leaves, or rows of them, pass as many boundaries
     as there are stages before theirs, so that what is done with them is done there."""
     jaxpr = closed.jaxpr

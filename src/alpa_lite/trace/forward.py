@@ -17,8 +17,9 @@ from jax import lax
 
 from alpa_lite._jax_compat import is_tracer
 from alpa_lite.plan.leaf_rows import split_path
-from alpa_lite.trace.auto_layers import Homes, LayerCuts, with_layers
+from alpa_lite.trace.auto_layers import LayerCuts, with_layers
 from alpa_lite.trace.flatten import FlatJaxpr, FlatOp
+from alpa_lite.trace.forward_ops import Homes
 from alpa_lite.trace.microbatch import is_microbatch_loop
 from alpa_lite.trace.microbatch_loop import SCOPE
 
@@ -35,7 +36,7 @@ def _walk(flat: FlatJaxpr) -> Iterator[FlatOp]:
             yield from _walk(body)
 
 
-def homes_of_leaves(paths: Sequence[str], homes: Mapping[str, int]) -> Homes:
+def homes_of_leaves(paths: Sequence[str], homes: Mapping[str, int | None]) -> Homes:
     """Stages by path, which may be of rows of a leaf, -> by the leaf's position and rows; other paths are left out."""
     position = {path: i for i, path in enumerate(paths)}
     found = {}
@@ -54,7 +55,8 @@ class Forward:
         layers: chooses the cuts, where the function has no boundaries of its own.
         kept: positions, among the array leaves of the arguments, of what stays from call to call.
         state: position of such a leaf -> position of the result that is its next value, if it has one.
-        homes: position of such a leaf, or of rows of it (from, to), -> its stage, and its path for messages.
+        homes: position of such a leaf, or of rows of it (from, to), -> the stage of its readers, and its path for messages;
+            None = readers may be anywhere.
         starts: is filled with the cuts.
     """
 

@@ -39,6 +39,11 @@ from alpa_lite.trace.openings import row_openings
 from alpa_lite.trace.row_ops import joins_rows, rows_joined
 from alpa_lite.trace.stage_pin import StagePin, pin_stage_p
 
+# Position of a leaf, and rows of it, or None for all of it.
+LeafRows = tuple[int, tuple[int, int] | None]
+# Of leaves that lie on stages: the stage of their readers, None = anywhere, and the path.
+Homes = Mapping[LeafRows, tuple[int | None, str]]
+
 
 def _pins_inside(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
     """The equation itself, or those in the functions that it calls, if they pin a stage."""
@@ -113,17 +118,17 @@ class ForwardOps:
                 found |= {(self.first[k], pin.params["stage"]): source_of(pin) for k in made}
         return tuple(StagePin(place=place, stage=stage, source=source) for (place, stage), source in found.items())
 
-    def home_pins(self, homes: Mapping[tuple[int, tuple[int, int] | None], tuple[int, str]]) -> list[StagePin]:
-        """Of ops that read leaves which lie on stages; ``homes``: position and rows -> stage and path."""
+    def home_pins(self, homes: Homes) -> list[StagePin]:
+        """Of ops that read leaves which lie on stages."""
         reads: list[LeafReads] = []
         for (position, rows), (stage, path) in homes.items():
+            if stage is None:
+                continue
             units = {n for i, k in self._readers[self.jaxpr.invars[position]] for n in self._units_reading(i, k, rows)}
             reads.append(LeafReads(path=path, stage=stage, places=tuple(sorted(units))))
         return pins_of_leaves([leaf for leaf in reads if leaf.places])
 
-    def row_cuts(
-        self, homes: Mapping[tuple[int, tuple[int, int] | None], tuple[int, str]], chosen: Collection[int]
-    ) -> list[int]:
+    def row_cuts(self, homes: Homes, chosen: Collection[int]) -> list[int]:
         """Where further layers must start so that stacked parameters lie in these rows: before the first op that reads some of
         them, unless a ``chosen`` cut lies between the ops that read rows of a parameter and those that read the rows before."""
         first: dict[tuple[int, int], int] = {}

@@ -72,7 +72,7 @@ def trace(
     num_microbatches: int = 1,
     layers: LayerCuts | None = None,
     forward: bool = False,
-    homes: Mapping[str, int] | None = None,
+    homes: Mapping[str, int | None] | None = None,
     starts: list[Any] | None = None,
     known: Rules | None = None,
 ) -> Traced:
@@ -81,9 +81,10 @@ def trace(
     ``rules`` are the user's, by primitive; ops of ``al.register_rule`` bring their own. ``num_microbatches`` is for what
     ``al.value_and_grad`` marks. ``layers`` chooses where the function under it is cut into layers, if it has no boundaries of
     its own: (FLOPs per op, bytes per cut) -> the ops that start layers. ``forward``: it may be a function without gradients
-    (see ``forward``). ``homes``: path of an argument leaf, or of rows of one, -> the stage on which it lies: layers are cut so
-    that they can lie there too. ``starts`` is filled with the ops that start layers of such a function. ``known``: rules that
-    were found for other functions under the same ``rules``; those that are found here join them.
+    (see ``forward``). ``homes``: path of an argument leaf, or of rows of one, -> the stage on which its readers lie: layers are
+    cut so that they can lie there too; None = anywhere, with these rows. ``starts`` is filled with the ops that start layers of
+    such a function. ``known``: rules that were found for other functions under the same ``rules``; those that are found here
+    join them.
 
     Raises:
         TraceError: the function cannot be traced, with the user's line.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -74,6 +76,37 @@ def test_no_pinned_layout_of_an_argument_is_cheaper_than_the_best(cluster: str) 
         for spec in (P(), P("x"), P(None, "x")):
             pinned = al.plan(fn, argument, pins={"0": spec}, **settings).objective
             assert best.lower_bound <= best.objective <= pinned * (1 + 1e-9)
+
+
+def test_no_pinned_layout_of_a_value_inside_is_cheaper_than_the_best() -> None:
+    """Three readers want it converted, and the others as it was made, which is dear to come back to."""
+
+    def fn(a: jax.Array) -> tuple[jax.Array, ...]:
+        b = a @ jnp.ones((64, 64))
+        rows = b / (b.sum(1, keepdims=True) + 1)
+        return (rows, jnp.cumsum(b, 0), jnp.cumsum(b, 0), jnp.tanh(b), 2 * rows, jnp.cumsum(b, 0))
+
+    options = al.PlanOptions(padding="off", mesh_shape=(8,), axis_names=("x",))
+    settings = {"cluster": al.Cluster.parse("1x8:cpu"), "options": options}
+    argument = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    best = al.plan(fn, argument, **settings)
+    for spec in (P(), P("x"), P(None, "x")):
+        pinned = al.plan(fn, argument, pins={"0": spec}, **settings).objective
+        assert best.lower_bound <= best.objective <= pinned * (1 + 1e-9)
+
+
+def test_nine_readers_of_a_tensor_get_it_converted_for_all() -> None:
+    """They take no rows of it: it is no stack, whatever its rank."""
+
+    def fn(pin: bool, b: jax.Array) -> tuple[jax.Array, ...]:
+        b = al.pin(b, P(None, "x")) if pin else b
+        return tuple(jnp.sort(b + i, axis=0).sum(0) for i in range(9))
+
+    options = al.PlanOptions(mesh_shape=(8,), axis_names=("x",))
+    settings = {"cluster": al.Cluster.parse("1x8:h100-sxm"), "options": options, "pins": {"0": P("x")}}
+    argument = jax.ShapeDtypeStruct((4096, 512, 64), jnp.float32)
+    free, pinned = (al.plan(partial(fn, pin), argument, **settings).objective for pin in (False, True))
+    assert free == pytest.approx(pinned, rel=1e-6)
 
 
 DIMS = ("NHWC", "HWIO", "NHWC")

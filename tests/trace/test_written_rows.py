@@ -74,6 +74,17 @@ def test_old_versions_and_slices_of_several_rows() -> None:
     same_values(f, made, CACHE)
 
 
+def test_slices_of_no_rows() -> None:
+    def f(stack: Any) -> Any:
+        new = stack.at[0].set(2 * stack[1]).at[1].set(1)
+        none, some, _ = jnp.split(new, [0, 2])
+        return new, new[2:2], none, new[1:1, 1:], some, jnp.concatenate([none, stack])
+
+    _, made = rewritten(f, CACHE)
+    assert [v.aval.shape[0] for v in made.jaxpr.outvars] == [CACHE.shape[0], 0, 0, 0, 2, CACHE.shape[0]]
+    same_values(f, made, CACHE)
+
+
 @pytest.mark.medium
 def test_a_stack_made_inside_is_put_together_for_what_reads_all_of_it() -> None:
     """As a prompt's caches are made, and written into a slot of all."""

@@ -71,6 +71,11 @@ class Link:
     copy: int = -1
     made_at: str = ""
 
+    @property
+    def is_argument(self) -> bool:
+        """Of the whole program: its buffer stays, whatever is made of it."""
+        return self.made_at == "in" and not self.region
+
 
 @dataclass(eq=False, slots=True)
 class Domains:

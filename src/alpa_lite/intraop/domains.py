@@ -11,8 +11,6 @@ from alpa_lite.core.spec import ShardingSpec
 from alpa_lite.intraop.decision_graph import DecisionGraph, End, Link
 from alpa_lite.intraop.strategies import KnownStrategies, StrategySet
 
-_FLAT, _FEW_READERS = 2, 8  # rank and readers of arguments that may be handed on in any layout
-
 
 class DomainMaker:
     """Makes the domains of one graph, each once; ``known``: strategies found on meshes with the same axes."""
@@ -59,8 +57,9 @@ class DomainMaker:
         return found[2]
 
     def new_copy_domain(self, kind: str, link: Link) -> np.ndarray:
-        find = {"handed on": self.handed_on, "pairs": self.argument_pairs, "reduced": self.reductions}[kind]
-        return find(link)
+        if kind in ("pairs", "rows"):
+            return self.all_pairs(link, by_gathers=kind == "rows")
+        return self.handed_on(link) if kind == "handed on" else self.reductions(link)
 
     def valid(self, shape: tuple[int, ...]) -> np.ndarray:
         """bool per spec, whether it divides a shape."""
@@ -102,19 +101,15 @@ class DomainMaker:
         """Consumers that read the value in every iteration: a second layout of it is kept while the loop runs."""
         return [c for c in link.consumers if c.node in self.loop_reads] if self.loop_reads else []
 
-    def argument_pairs(self, link: Link) -> np.ndarray:
-        """(passed, handed on) spec numbers; what nothing divides is handed on as it is passed.
-
-        Of stacks with many readers, each of which takes a row, only what all-gathers reach: rows may as well be converted one
-        by one, and all pairs would make joint problems a sixth slower.
-        """
+    def all_pairs(self, link: Link, *, by_gathers: bool) -> np.ndarray:
+        """(made, handed on) spec numbers; what nothing divides is handed on as it is made. ``by_gathers``: only what all-gathers
+        reach."""
         rank, looped, valid = len(link.shape), self.in_loops(link), self.valid(link.shape)
-        any_pair = rank <= _FLAT or len(link.consumers) <= _FEW_READERS
         shared = sorted({*self.wanted(link), *(s for c in looped for s in c.specs.tolist() if valid[s])})
         gathered, rows = self.conversions.space(rank).gathered, []
         for made in sorted(set(link.producer.specs.tolist())):
             rows.append((made, made))
-            rows += [(made, k) for k in shared if k != made and (any_pair or gathered[made, k])]
+            rows += [(made, k) for k in shared if k != made and (gathered[made, k] or not by_gathers)]
         return np.array(rows, dtype=np.int64).reshape(-1, 2)
 
 

@@ -259,14 +259,13 @@ class Pricer:
             end, lo, hi = link.producer, interval.lo, interval.hi
             if link.copy >= 0:
                 # Handed on in the copy's layout; as it was made it lives for a moment.
-                node = self.graph.nodes[link.copy]
-                assert node.specs is not None
                 if hi > lo + 1:
-                    out.append(self.usage(link.copy, lo + 1, hi, link.shape, link.itemsize, node.specs))
+                    handed = self.graph.handed_on(link.copy)
+                    out.append(self.usage(link.copy, lo + 1, hi, link.shape, link.itemsize, handed))
                 hi = lo + 1
             out.append(self.usage(end.node, lo, hi, link.shape, link.itemsize, end.specs))
         for link in self.graph.links:
-            if link.copy >= 0 and self.graph.nodes[link.copy].specs is None:
+            if link.copy >= 0 and link.is_argument and self.graph.nodes[link.copy].pairs is not None:
                 out.append(self.argument_copy_usage(link, timeline))
         return out
 

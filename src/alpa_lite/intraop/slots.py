@@ -172,7 +172,7 @@ class _Sorter:
             handed = End(link.copy, node.specs, ("copy", id(node.specs)))
             self.read(link, link.producer, link.copy, [handed])
         for reader, ends in by_node.items():
-            looped = node.pairs is not None and link.made_at == "in" and reader in self.graph.loop_reads
+            looped = link.is_argument and reader in self.graph.loop_reads
             # A result that is the argument itself keeps the argument's spec: nothing to price.
             if reader != link.producer.node:
                 self.read(link, handed, reader, ends, looped, node.pairs)

@@ -104,7 +104,10 @@ class Plan:
 
     @property
     def gap(self) -> float:
-        """(objective - lower bound) / objective; 0 when they meet but for rounding."""
+        """(objective - lower bound) / objective; 0 when they meet but for rounding.
+
+        The bound holds for plans in which conversions are shared as the ILP knows it (``docs/design/0004-*.md``).
+        """
         difference = self.objective - self.lower_bound
         return difference / abs(self.objective) if difference > _ROUNDING * abs(self.objective) else 0.0
 

@@ -143,7 +143,7 @@ class _Evaluation:
                 self.env[version] = self.joined(version)
             with user_context(eqn.source_info.traceback), jax.named_scope(name_scope_of(eqn) or "row"):
                 if i in self.slices:
-                    self.env[eqn.outvars[0]] = _sliced(eqn, self.rows(eqn.invars[0])[slice(*self.slices[i])])
+                    self.env[eqn.outvars[0]] = _sliced(eqn, self.rows(eqn.invars[0]), *self.slices[i])
                     done += 1
                 elif i in self.writes:
                     self.write(eqn, *self.writes[i])
@@ -171,10 +171,11 @@ class _Evaluation:
         self.versions[eqn.outvars[0]] = [*stack[:number], made, *stack[number + 1 :]]
 
 
-def _sliced(eqn: JaxprEqn, rows: Sequence[Any]) -> Any:
-    """What a slice takes of its rows."""
+def _sliced(eqn: JaxprEqn, stack: Sequence[Any], first: int, stop: int) -> Any:
+    """What a slice takes of its rows, from ``first`` to ``stop``; there may be none."""
     low, high, strides = (eqn.params[k] for k in ("start_indices", "limit_indices", "strides"))
+    rows = stack[first:stop] or [lax.slice_in_dim(stack[0], 0, 0)]
     own = rows[0] if len(rows) == 1 else lax.concatenate(rows, 0)
     if is_slice_of_rows(eqn.primitive.name, eqn.params, shape_of(eqn.invars[0])):
         return own
-    return lax.slice(own, (0, *low[1:]), (len(rows), *high[1:]), strides)
+    return lax.slice(own, (0, *low[1:]), (stop - first, *high[1:]), strides)

@@ -78,10 +78,10 @@ def test_slices_of_no_rows() -> None:
     def f(stack: Any) -> Any:
         new = stack.at[0].set(2 * stack[1]).at[1].set(1)
         none, some, _ = jnp.split(new, [0, 2])
-        return new, new[2:2], none, new[1:1, 1:], some, jnp.concatenate([none, stack])
+        return new, new[2:2], none, new[1:1, 1:], some
 
     _, made = rewritten(f, CACHE)
-    assert [v.aval.shape[0] for v in made.jaxpr.outvars] == [CACHE.shape[0], 0, 0, 0, 2, CACHE.shape[0]]
+    assert passed_on(made, CACHE) == ["concatenate"]
     same_values(f, made, CACHE)
 
 

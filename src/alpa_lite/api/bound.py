@@ -35,10 +35,9 @@ from alpa_lite.trace.remat_step import RecomputedStages, rematerialised_step
 from alpa_lite.trace.staged import StagedStep, layers_of, owners_of, staged_step
 from alpa_lite.trace.unstack import unstacked
 
-LAYER_STARTS = "layer_starts"  # in a plan's options: the ops that start layers, where parameters' stages said so
-KEPT_LEAVES = (
-    "kept_leaves"  # in a plan's options: what lies on one stage though it is no array of floats, as shared leaves do
-)
+# In a plan's options: the ops that start layers, where parameters' stages said so; and what lies on one stage though it is no
+# array of floats, as shared leaves do.
+LAYER_STARTS, KEPT_LEAVES = "layer_starts", "kept_leaves"
 JIT_SETTINGS = ("static_argnums", "static_argnames", "donate_argnums")
 
 
@@ -143,6 +142,12 @@ def traced_for(
         traced = padded_like(traced, plan.paddings, rules)
     _check_identity(plan, traced)
     return traced
+
+
+def with_layers_said(plan: Plan, starts: Sequence[Any], kept: Sequence[str]) -> Plan:
+    """A plan on stages that says what started its layers, and which leaves were not copied (``traced_for``, ``staged_for``)."""
+    said = ((name, tuple(value)) for name, value in ((LAYER_STARTS, starts), (KEPT_LEAVES, kept)) if value)
+    return replace(plan, options=(*plan.options, *said))
 
 
 def _starts_of(plan: Plan) -> tuple[Any, ...]:

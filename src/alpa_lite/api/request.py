@@ -10,7 +10,7 @@ import jax
 
 from alpa_lite._version import __version__
 from alpa_lite.api.asked import check_cluster, check_stages_asked, check_symbolic
-from alpa_lite.api.bound import JIT_SETTINGS, KEPT_LEAVES, LAYER_STARTS, Parallelized, Trees, plain
+from alpa_lite.api.bound import JIT_SETTINGS, Parallelized, Trees, plain, with_layers_said
 from alpa_lite.api.follow import (
     Followed,
     LeafHomes,
@@ -220,8 +220,7 @@ class Request:
         # Where layers start, and what was not copied, followed from the stages of parameters; the plan must find the same again.
         training = again.kept.is_training
         kept = () if training else named_to_be_kept(traced.program, traced.layered, homes.kept)
-        said = [(name, value) for name, value in ((LAYER_STARTS, tuple(starts)), (KEPT_LEAVES, kept)) if value]
-        return traced, replace(made, options=(*made.options, *said))
+        return traced, with_layers_said(made, starts, kept)
 
     def layered(
         self,

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from alpa_lite.api.bound import KEPT_LEAVES, LAYER_STARTS
+from alpa_lite.api.bound import with_layers_said
 from alpa_lite.api.request import VERSIONS
 from alpa_lite.api.shared_graphs import SharedGraph, named
 from alpa_lite.cluster.cluster import Cluster
@@ -157,8 +157,7 @@ class LayeredGraph:
                 strategies=self.strategies,
             )  # fmt: skip
         kept = () if step.is_training else named_to_be_kept(self.traced.program, self.flat, self.paths.values())
-        said = [(name, value) for name, value in ((LAYER_STARTS, self.starts), (KEPT_LEAVES, kept)) if value]
-        return request.finished(replace(made, options=(*made.options, *said)), self.traced)
+        return request.finished(with_layers_said(made, self.starts, kept), self.traced)
 
 
 def _pins_of_makers(flat: FlatJaxpr, layered: Layered) -> list[StagePin]:

@@ -5,10 +5,11 @@ for a moment, too much where XLA never stores a tensor. What counts is the profi
 
 - what fits without the rows is taken first;
 - else the ILP's limit is the budget;
-- if its answer is dearer than the cheapest plan, or too large when written out: a price on every byte at the fullest times (a
-  rent), which rises until a plan fits, and limits lowered by what the answers exceed the budget, the first by what the nearest
-  of all does; then mixtures of all these plans, under limits between one that fits and one that does not;
-- if the ILP finds nothing at the budget itself, its limit is raised, from the smallest that any choice can keep.
+- if it finds nothing, or what is dearer than the cheapest plan, or too large when written out: a price on every byte at the
+  fullest times (a rent), which rises until a plan fits;
+- if still nothing fits: limits lowered by what the answers exceed the budget, the first by what the nearest of all does; or, if
+  the ILP found nothing at the budget itself, limits raised from the smallest that any choice can keep;
+- then mixtures of all these plans, under limits between one that fits and one that does not.
 
 Under a limit nothing is proven but where the limit is not a count: proofs took most of the time, up to 20 s each for a step of
 six matmuls, and say nothing of what a plan takes when it is written out.
@@ -33,9 +34,8 @@ _ROUNDS = 4  # with the limit lowered, or raised
 _NEAR, _TIMES = 0.1, 2
 _RENTS = (0.03, 0.3, 3.0, 30.0)  # of all bytes of the cheapest plan together, as shares of its price
 _MIXED, _AGAIN = 8, 3  # limits of mixtures, and how many of their plans may have been found before
-_MIXED_NODES = (
-    1000  # of a problem up to which mixtures find more than they take: of Llama-3 8B they took a third of the time
-)
+# Nodes of a problem up to which mixtures find more than they take: of Llama-3 8B they took a third of the time.
+_MIXED_NODES = 1000
 _TIE = 1e-3  # rent of mixtures, as those above: of equally dear ones the leaner is taken
 _CLOSE = 0.01  # above the cheapest plan's price, which is close enough
 
@@ -88,7 +88,7 @@ class MeshResult:
 
 
 Solved = Callable[[int | None, bool], MeshResult]
-"""The best plan by the solver's count of memory under a limit or none, with a proof or some percent too dear at most times."""
+"""The best plan by the solver's count of memory, under a limit or none; with a proof, or else mostly some percent too dear."""
 Rented = Callable[[float, Sequence[MeshResult]], MeshResult]
 """The cheapest plan, without a limit, where every byte costs so much that lies there when one of some plans is fullest."""
 Mixed = Callable[[int, Sequence[MeshResult], float], MeshResult]

@@ -93,9 +93,8 @@ def _replicate_ends(
 ) -> None:
     """Arguments but for those ``placed``, and results, lie whole on every device unless a pin says otherwise."""
     aliased = {o for _, o in task.program.aliases}
-    pinned = {
-        n for n, pin in zip(graph.outputs, task.pins.outputs, strict=True) if not pin.is_free
-    }  # maybe arguments' too
+    # Nodes of results that are pinned; a result that is an argument has the argument's.
+    pinned = {n for n, pin in zip(graph.outputs, task.pins.outputs, strict=True) if not pin.is_free}
     ends = [(n, pin) for i, (n, pin) in enumerate(zip(graph.inputs, task.pins.inputs, strict=True)) if i not in placed]
     ends += [
         (n, pin) for o, (n, pin) in enumerate(zip(graph.outputs, task.pins.outputs, strict=True)) if o not in aliased

@@ -160,9 +160,8 @@ def accessed(eqn: JaxprEqn, given: list[Any], operand: int, column: int | None) 
     if name == "dynamic_slice" and tuple(eqn.params["slice_sizes"]) == row.shape:
         return row
     if name == "gather" and given[1].shape == (1,) and tuple(eqn.params["slice_sizes"]) == row.shape:
-        return lax.squeeze(
-            row, eqn.params["dimension_numbers"].collapsed_slice_dims
-        )  # of the one window, all of the row
+        # Of the one window, all of the row.
+        return lax.squeeze(row, eqn.params["dimension_numbers"].collapsed_slice_dims)
     if name == "dynamic_update_slice" and given[1].shape == row.shape:
         return given[1]
     if name == "scatter" and given[1].ndim == 1 and given[2].shape == row.shape[1:]:  # the one window is all of the row

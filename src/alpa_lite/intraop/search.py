@@ -56,8 +56,8 @@ def search_core(
 ) -> None:
     """An answer and a bound.
 
-    Without ``proof`` a gap of ``_ROUGH_GAP`` will do; what sweeps leave is not closed, but under a limit of memory a better choice
-    is looked for (``look_near``). ``wide``: as ``is_wide`` found.
+    Without ``proof`` a gap of ``_ROUGH_GAP`` will do; what sweeps leave is not closed, but under a limit of memory something
+    better is looked for (``look_near``). ``wide``: as ``is_wide`` found.
     """
     core, rel_gap = search.core, rel_gap if proof else max(rel_gap, _ROUGH_GAP)
     if not core.num_nodes:

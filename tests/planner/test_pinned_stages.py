@@ -229,3 +229,17 @@ def test_where_it_cannot_stand():
         planned(in_update)
     with pytest.raises(LayerError, match=r"pin to a stage inside a scan body: al.pin_stage at .*test_pinned_stages"):
         planned(in_scan)
+
+
+@pytest.mark.parametrize(
+    ("places", "advice"),
+    [
+        ((1, 1), r"both are in layer 1.*Read each in a layer of its own stage"),
+        ((1, 0), r"Read what lies on the earlier"),
+    ],
+)
+def test_where_parameters_say_the_stages_there_is_no_pin_to_drop(places, advice):
+    pins = [StagePin(place=place, stage=stage, source="", leaf=f"0/{stage}") for stage, place in enumerate(places)]
+    with pytest.raises(LayerError, match=advice) as caught:
+        check_stage_pins(pins, 2, 2)
+    assert "drop one" not in str(caught.value).lower()

@@ -48,7 +48,7 @@ def check_stage_pins(pins: Sequence[StagePin], num_layers: int, num_stages: int,
                 f"{second.reason} contradicts the flow of data: it puts {what} {second.place} on stage "
                 f"{second.stage}, and {first.reason} puts {what} {first.place}, which comes before it, on stage "
                 f"{first.stage}. Values would flow from stage {first.stage} back to stage {second.stage}{_cycle(first, second)}. "
-                "Stages must rise with the layers. Swap the two stages, or drop one of the pins."
+                f"Stages must rise with the layers. {_in_order(first, second)}"
             )
         if second.place - first.place < second.stage - first.stage:
             raise _too_few(
@@ -71,7 +71,18 @@ def _apart(first: StagePin, second: StagePin) -> str:
     whole = split_path(first.leaf)[0]
     if first.leaf and whole == split_path(second.leaf)[0]:
         return f"It reads rows of {whole!r} that other layers have: read it by layers here too, or make it a leaf per layer."
+    if first.leaf and second.leaf:
+        return (
+            "Read each in a layer of its own stage: put al.layer_boundary between what reads the two, or move it there."
+        )
     return "Drop one of the two, or put al.layer_boundary between them."
+
+
+def _in_order(first: StagePin, second: StagePin) -> str:
+    """What to do about two pins that data would pass in the wrong order."""
+    if first.leaf and second.leaf:
+        return "Read what lies on the earlier stage first, or let one of the two not follow."
+    return "Swap the two stages, or drop one of the pins."
 
 
 def _cycle(first: StagePin, second: StagePin) -> str:

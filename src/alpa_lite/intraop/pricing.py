@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -204,9 +204,11 @@ class Pricer:
         return gathered & ~np.eye(len(gathered), dtype=bool)
 
     def _counted(self, slot: EdgeSlot, costs: np.ndarray) -> np.ndarray:
-        """Without second layouts of an argument that a loop keeps and no usage counts: all but slices (gathers are copies)."""
+        """Without second layouts that no usage counts: of an argument that a loop keeps, all but slices (gathers are copies); and
+        of a value inside, what was made is gone once it is copied."""
         if not slot.looped:
-            return costs
+            inside = slot.copied is not None and not slot.link.is_argument
+            return self.matrix(replace(slot, copied=None)) * slot.link.weight if inside else costs
         return self.matrix(slot, ~self.graph.conversions.space(len(slot.link.shape)).gathered.T) * slot.link.weight
 
     def matrix(self, slot: EdgeSlot, barred: np.ndarray | None = None) -> np.ndarray:

@@ -22,11 +22,11 @@ from alpa_lite.executor.state_bytes import state_bytes
 from tests.executor.elastic_driver import NUM_STEPS
 from tests.executor.ray_nodes import ROOT, Nodes, ray_nodes, session_processes
 from tests.executor.test_fit import batch, state
-from tests.executor.test_ray import steps
+from tests.executor.test_ray import local_step
 
 
 def found_for(elastic: Elastic, cluster: str = "1x4:cpu") -> list[Any]:
-    local, _ = steps(cluster="2x4:cpu")
+    local = local_step(cluster="2x4:cpu")
     args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (state(), batch(0)))
     return candidates(local, args, al.Cluster.parse(cluster), local.plan(*args), elastic)
 
@@ -46,13 +46,13 @@ def test_a_long_horizon_takes_the_faster_plan_and_a_short_one_that_moves_less() 
 @pytest.mark.medium
 def test_bytes_of_a_state_count_each_tile_once_per_process() -> None:
     """One process on a mesh holds everything once, replicated or split; two processes hold what is replicated twice."""
-    local, _ = steps(cluster="1x4:cpu", options=al.PlanOptions(num_stages=1, num_microbatches=4))
+    local = local_step(cluster="1x4:cpu", options=al.PlanOptions(num_stages=1, num_microbatches=4))
     plan = local.plan(state(), batch(0))
     whole = sum(np.asarray(x).nbytes for x in jax.tree.leaves(state()))
     assert state_bytes(plan, dict.fromkeys(range(4), 0)) == whole
     halves = state_bytes(plan, {0: 0, 1: 0, 2: 1, 3: 1})
     assert whole <= halves <= 2 * whole
-    stages, _ = steps(cluster="1x4:cpu")
+    stages = local_step(cluster="1x4:cpu")
     plan = stages.plan(state(), batch(0))
     assert state_bytes(plan, {d: s.number for s in sites_of(plan) for d in s.devices}) == whole
 
@@ -94,7 +94,7 @@ def losing_a_node(nodes: Nodes, folder: Path, mode: str) -> tuple[int, str, str]
 @pytest.mark.ray
 @pytest.mark.slow
 def test_a_host_that_is_gone_for_good(tmp_path: Path) -> None:
-    step, _ = steps(cluster="2x2:cpu")
+    step = local_step(cluster="2x2:cpu")
     made, expected = state(), []
     for position in range(NUM_STEPS):
         made, loss = step(made, batch(position))

@@ -16,7 +16,7 @@ import alpa_lite as al
 from alpa_lite.errors import ArgumentsError, CheckpointError, NotFiniteError
 from alpa_lite.executor.batches import Batches
 from tests.executor import pipeline_steps
-from tests.executor.test_ray import WATCHED, assert_equal, is_gone, run, steps, workers
+from tests.executor.test_ray import WATCHED, assert_equal, is_gone, local_step, run, steps, workers
 
 NUM_STEPS = 12
 ON_RAY = [pytest.mark.ray, pytest.mark.medium, pytest.mark.usefixtures("ray_session")]
@@ -35,7 +35,7 @@ def state() -> Any:
 
 def plain(count: int = NUM_STEPS, skipped: tuple[int, ...] = ()) -> tuple[Any, float]:
     """The local executor, step by step."""
-    step, _ = steps()
+    step = local_step()
     made, loss = state(), None
     for position in range(count):
         if position not in skipped:
@@ -77,7 +77,7 @@ def kill(pid: int) -> None:
 
 @pytest.mark.medium
 def test_the_local_executor_and_a_second_run_that_goes_on(tmp_path: Path, expected: tuple[Any, float]) -> None:
-    local, _ = steps()
+    local = local_step()
     kept = al.Checkpoint(tmp_path / "run", every=4, keep=2)
     first = al.fit(local, init=state, data=batch, num_steps=7, checkpoint=kept)
     assert (first.position, first.restarts, first.checkpoint.name) == (7, 0, "step_00000007")
@@ -200,7 +200,7 @@ def test_hosts_read_their_own_parts(remote: Any, tmp_path: Path, expected: tuple
 
 @pytest.mark.medium
 def test_the_local_executor_reads_all_parts(expected: tuple[Any, float]) -> None:
-    local, _ = steps()
+    local = local_step()
     data = al.HostData(read_part, shapes_of(batch(0)))
     assert_equal(al.fit(local, init=state, data=data, num_steps=NUM_STEPS).state, expected[0])
     with pytest.raises(ArgumentsError, match=r"to read with\. It must be a function"):
@@ -261,7 +261,7 @@ def spoiled(at: int, times: list[int]) -> Callable[[int], Any]:
 
 @pytest.mark.slow
 def test_what_is_not_finite_stops_is_left_out_or_is_tried_again(tmp_path: Path, expected: tuple[Any, float]) -> None:
-    local, _ = steps()
+    local = local_step()
 
     def fitted(name: str, count: int, **kwargs: Any) -> al.FitResult:
         kept = al.Checkpoint(tmp_path / name, every=3)
@@ -283,7 +283,7 @@ def test_what_is_not_finite_stops_is_left_out_or_is_tried_again(tmp_path: Path, 
 
 
 def test_arguments_that_cannot_be(tmp_path: Path) -> None:
-    local, _ = steps()
+    local = local_step()
     given: dict[str, Any] = {"init": state, "data": batch, "num_steps": 1}
     with pytest.raises(ArgumentsError, match=r"It must be what al\.parallelize returns"):
         al.fit(batch, **given)

@@ -29,12 +29,17 @@ TWO_STAGES = {
 WATCHED = RayExecutor(heartbeat_s=0.5, hang_timeout_s=6.0)
 
 
+def local_step(loss: Callable[..., Any] = pipeline_steps.loss_fn, **settings: Any) -> Any:
+    """A step on two stages unless ``settings`` say otherwise; needs no Ray."""
+    given = TWO_STAGES | settings
+    return al.parallelize(
+        pipeline_steps.step_of(loss), **given | {"cluster": al.Cluster.parse(given["cluster"]), "donate_argnums": 0}
+    )
+
+
 def steps(loss: Callable[..., Any] = pipeline_steps.loss_fn, executor: Any = "ray", **settings: Any) -> tuple[Any, Any]:
     """The local executor's step and the Ray executor's, with one plan."""
-    given = TWO_STAGES | settings
-    kwargs = given | {"cluster": al.Cluster.parse(given["cluster"]), "donate_argnums": 0}
-    fn = pipeline_steps.step_of(loss)
-    return al.parallelize(fn, **kwargs), al.parallelize(fn, executor=executor, **kwargs)
+    return local_step(loss, **settings), local_step(loss, executor=executor, **settings)
 
 
 @pytest.fixture

@@ -41,17 +41,24 @@ class LeafHomes:
     Attributes:
         stages: path -> stage.
         readers: of those whose readers lie there, too.
+        sometimes: paths of readers that lie there in some of the graphs that are followed, and elsewhere in others.
         kept: paths of what is not copied to other stages, whatever it is.
     """
 
     stages: Mapping[str, int] = field(default_factory=dict)
     readers: Mapping[str, int] = field(default_factory=dict)
+    sometimes: frozenset[str] = frozenset()
     kept: frozenset[str] = frozenset()
 
     @property
     def cuts(self) -> dict[str, int | None]:
         """What layers must be cut at: path -> the stage of its readers; None = anywhere, as only its rows are said."""
         return {path: self.readers.get(path) for path in self.stages}
+
+    def loosened(self) -> LeafHomes:
+        """Where layers cannot be cut so that all ``readers`` lie there."""
+        readers = {path: stage for path, stage in self.readers.items() if path not in self.sometimes}
+        return replace(self, readers=readers, sometimes=frozenset())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +74,7 @@ class Followed:
         stages: path -> stage, where there are several.
         submeshes, meshes: of each of these; empty where only a layout was given.
         elsewhere: paths of what other stages read as well, or alone: they do not say where readers go.
+        sometimes: those of them that are read at home alone by some of several graphs.
         kept: paths of what lies on one stage, whatever it is; None = all.
     """
 
@@ -79,6 +87,7 @@ class Followed:
     submeshes: tuple[tuple[int, int], ...] = ()
     meshes: tuple[DeviceMesh, ...] = ()
     elsewhere: frozenset[str] = frozenset()
+    sometimes: frozenset[str] = frozenset()
     kept: frozenset[str] | None = None
 
 
@@ -91,11 +100,15 @@ def followed_plan(given: Any, source: str) -> Followed:
     if isinstance(given, SharedLayout):
         first = next(iter(given.plans))
         found = _followed_leaves(given.plans[first], given.shared_leaves, source)
-        elsewhere = set(found.elsewhere)
+        home, elsewhere = set[str](), set(found.elsewhere)
         for name, made in given.plans.items():
             names = dict(zip(given.shared[name], given.shared[first], strict=True))
-            elsewhere |= {names[path] for path in _read_elsewhere(made) if path in names}
-        return replace(found, elsewhere=frozenset(elsewhere))
+            away = _read_elsewhere(made)
+            elsewhere |= {names[path] for path in away if path in names}
+            home |= {
+                names[leaf.path] for stage in made.stages for leaf in stage.inputs if leaf.path in names.keys() - away
+            }
+        return replace(found, elsewhere=frozenset(elsewhere), sometimes=frozenset(elsewhere & home))
     plan = given.known_plan() if isinstance(given, Parallelized) else given
     if plan is None:
         raise PinError(
@@ -220,11 +233,15 @@ def following_options(options: PlanOptions, followed: Followed, cluster: Cluster
 
 
 def on_mesh_of(followed: Followed, options: PlanOptions) -> Followed:
-    """With the mesh of the options (``following_options``), where only a layout was given."""
-    shape, names = options.mesh_shape, options.axis_names
-    if followed.mesh is not None or followed.stages or shape is None or names is None or options.symbol is not None:
+    """With the mesh of the options (``following_options``), or those of all stages, where only a layout was given."""
+    names = options.axis_names
+    if followed.mesh is not None or followed.meshes or names is None or options.symbol is not None:
         return followed
-    return replace(followed, mesh=DeviceMesh(shape=tuple(map(int, shape)), axis_names=names))
+    shapes = options.stage_mesh_shapes or (options.mesh_shape,) * max(1, options.stage_count or 1)
+    meshes = tuple(DeviceMesh(shape=tuple(map(int, s)), axis_names=names) for s in shapes if s is not None)
+    if followed.stages:
+        return replace(followed, meshes=meshes)
+    return replace(followed, mesh=meshes[0]) if meshes else followed
 
 
 def _on_same_stages(options: PlanOptions, followed: Followed, source: str) -> PlanOptions:
@@ -280,7 +297,10 @@ def stages_here(program: Program, followed: Any, like: Mapping[str, str] | None,
     stages = {path: followed.stages[there] for path, there in found.items()}
     return LeafHomes(
         stages=stages,
-        readers={path: stage for path, stage in stages.items() if found[path] not in followed.elsewhere},
+        readers={
+            path: stage for path, stage in stages.items() if found[path] not in followed.elsewhere - followed.sometimes
+        },
+        sometimes=frozenset(path for path in stages if found[path] in followed.sometimes),
         kept=frozenset(path for path in found if followed.kept is None or found[path] in followed.kept),
     )
 

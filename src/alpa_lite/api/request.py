@@ -29,7 +29,7 @@ from alpa_lite.cluster.cluster import Cluster as ClusterData
 from alpa_lite.cluster.symbolic import SymbolicCluster
 from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.core.program import Program
-from alpa_lite.errors import MemoryBudgetError, MicrobatchError, PinError, user_line
+from alpa_lite.errors import LayerError, MemoryBudgetError, MicrobatchError, PinError, user_line
 from alpa_lite.plan.leaf_rows import split_path
 from alpa_lite.plan.pins import Dims, ResolvedPins
 from alpa_lite.plan.plan import Plan
@@ -37,7 +37,7 @@ from alpa_lite.planner.collector import collector_paused
 from alpa_lite.planner.options import PlanOptions
 from alpa_lite.planner.padded import plan_with_padding
 from alpa_lite.planner.pipeline import plan_pipeline
-from alpa_lite.planner.plan_step import KnownTasks, Versions, mesh_task, plan_step
+from alpa_lite.planner.plan_step import KnownTasks, Versions, mesh_candidates, mesh_task, plan_step
 from alpa_lite.planner.remat import plan_recomputing
 from alpa_lite.planner.searched import SearchTask, is_searched, plan_with_stages_searched
 from alpa_lite.planner.stage_cut import StageCut, asked_schedule, given_cut, one_stage
@@ -196,8 +196,23 @@ class Request:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], cluster: ClusterData, progress: Progress
     ) -> tuple[Traced, Plan]:
         homes = self.homes(args, kwargs)
-        starts: list[Any] = []
+        try:
+            return self._at_homes(args, kwargs, cluster, progress, homes)
+        except LayerError:
+            if not homes.sometimes:
+                raise
+        return self._at_homes(args, kwargs, cluster, progress, homes.loosened())
 
+    def _at_homes(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        cluster: ClusterData,
+        progress: Progress,
+        homes: LeafHomes,
+    ) -> tuple[Traced, Plan]:
+        """On the stages that were asked for, the leaves where they lie."""
+        starts: list[Any] = []
         traced, pins, notes = self.layered(args, kwargs, None, homes.cuts, starts if homes.stages else None)
         assert traced.layered is not None
         cut, again = self._staged(traced, cluster, homes, are_homes(starts))
@@ -277,7 +292,8 @@ class Request:
 
             if self.options.padding == "off":
                 return traced, plan_program(traced.program, pins)
-            return plan_with_padding(traced, cluster, pins, plan_program, self.options.rules)
+            meshes = tuple(mesh_candidates(cluster, pins, options))
+            return plan_with_padding(traced, cluster, pins, meshes, plan_program, self.options.rules)
 
         def trace_with(layers: LayerCuts | None) -> Traced:
             return known if layers is None and known is not None else self.trace(args, kwargs, layers)
@@ -295,8 +311,8 @@ class Request:
         return found, self.finished(made, found)
 
     def pins_of(self, traced: Traced, args: tuple[Any, ...]) -> ResolvedPins:
-        """What is fixed of a step."""
-        return self._pins_and_notes(traced, args, {})[0]
+        """What the user pinned of a step, without what is followed and fixed beside it."""
+        return self._pins_and_notes(traced, args, {}, fixed=False)[0]
 
     def _searched(
         self,
@@ -437,10 +453,11 @@ class Request:
 
     def _with_fixed(self, pins: ResolvedPins, program: Program) -> ResolvedPins:
         """The pins of a program, its leaves maybe in parts, with what is followed and fixed."""
-        if self.follow is not None:
-            pins = fixed_pins(pins, counterparts(program, self.follow, self.follow_like, self.source), self.follow)
         fixed, origin, mesh = self.fixed
         whole = [path if path in fixed else split_path(path)[0] for path in program.input_paths]
         origins = dict.fromkeys(fixed, origin) if isinstance(origin, str) else origin
         found = {i: (fixed[path], origins[path]) for i, path in enumerate(whole) if fixed.get(path)}
-        return pins.with_fixed(found, mesh)
+        pins = pins.with_fixed(found, mesh)  # first, as pins of other graphs are among it
+        if self.follow is None:
+            return pins
+        return fixed_pins(pins, counterparts(program, self.follow, self.follow_like, self.source), self.follow)

@@ -216,6 +216,9 @@ class _StagedSearch:
             return self.cut_as(order[0], few, every)
         except LayerError as error:
             refused = error
+        if any(self.homes(graph).sometimes for graph in self.graphs):
+            self.followed = {graph.name: self.homes(graph).loosened() for graph in self.graphs}
+            return self.layers()
         if self.homes(order[0]).readers:
             raise refused  # layers are stages, where parameters say them
         read = set.intersection(*map(leaves_read, self.graphs))
@@ -246,7 +249,8 @@ class _StagedSearch:
             cuts = layer_cuts(sum(given), given)
         elif known:
             cuts = layer_cuts(count)
-        first = LayeredGraph.of(lead, cuts, self.homes(lead).cuts if given is None else {})
+        rows = self.homes(lead).cuts if given is None else {}
+        first = LayeredGraph.of(lead, cuts, rows)
         if not (bounded or first.starts):
             raise LayerError(f"the graph {lead.name!r} has boundaries of its own.")
         homes = first.told_apart(leaves)
@@ -254,7 +258,7 @@ class _StagedSearch:
         kept = sorted({*first.beginning(homes), *homes.values()})
         if first.starts and count <= len(kept) < first.layered.num_layers and given is None and not known:
             starts = [first.starts[layer - 1] for layer in kept[1:]]
-            first = LayeredGraph.of(lead, lambda *given, **settings: starts, {})
+            first = LayeredGraph.of(lead, lambda *given, **settings: starts, rows)
             homes = first.told_apart(leaves)
         number = first.layered.num_layers
         if number < count:

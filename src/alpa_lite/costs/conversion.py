@@ -147,6 +147,7 @@ def _gathered(axes: tuple[str, ...], rank: int) -> np.ndarray:
     for dim in range(rank):
         of = np.array([dims[spec.dims[dim]] for spec in specs])
         found &= begins[of[:, None], of[None, :]]
+    found.setflags(write=False)  # it is cached
     return found
 
 

@@ -25,7 +25,7 @@ class Node:
         weight: executions per step.
         op, program, strategies: of an op node (``program``: the region that holds it).
         specs: of a port or copy: the spec number per choice, at rank ``rank`` (of a copy: the spec handed on).
-        pairs: of the copy of an argument or a partial sum: (spec as made, spec handed on) numbers per choice.
+        pairs: of copies that know how the value was made (``decisions.py``): (spec as made, spec handed on) numbers per choice.
         shape: of a port or copy: global shape of its tensor.
     """
 

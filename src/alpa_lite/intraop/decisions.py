@@ -7,8 +7,9 @@ Decisions (nodes):
 - *copy*: for a value with several consumers, the spec in which it is handed to all of them. The conversion to it is paid
   once; a consumer that wants another spec pays from there. For arguments, which stay in memory as they are, the choice is
   the pair (spec as passed, spec handed on), so that the bytes of the second layout can be counted, and a consumer pays from
-  the nearer of the two; so it is for other values of small programs. Where a convention has
-  partial sums reduced at once, copies exist for that alone: the pair (spec as made, spec after the reduction).
+  the nearer of the two; so it is in small programs for other values with three and more readers, but that under a memory
+  limit readers pay from the copy alone, as what was made is gone. Where a convention has partial sums reduced at once, copies
+  exist for that alone: the pair (spec as made, spec after the reduction).
 
 A value links its producer to its consumers; the price of a disagreement is the cheapest conversion. Inside loops
 everything counts times the trip count.
@@ -53,8 +54,9 @@ def build_graph(
         per_reader: every consumer pays its own conversion, and partial sums are reduced once before they are read.
         known: strategies found on meshes with the same axes, and where those found here go.
     """
-    builder = _Builder(conversions, sharded_contractions, per_reader, KnownStrategies() if known is None else known)
-    builder.exact = sum(1 for _ in program.walk()) <= _EXACT_OPS
+    known = KnownStrategies() if known is None else known
+    exact = sum(1 for _ in program.walk()) <= _EXACT_OPS
+    builder = _Builder(conversions, sharded_contractions, per_reader, exact, known)
     builder.outer(program, input_ties)
     return builder.graph
 
@@ -63,14 +65,19 @@ class _Builder(DomainMaker):
     """Makes nodes."""
 
     def __init__(
-        self, conversions: Conversions, sharded_contractions: bool, per_reader: bool, known: KnownStrategies
+        self,
+        conversions: Conversions,
+        sharded_contractions: bool,
+        per_reader: bool,
+        exact: bool,
+        known: KnownStrategies,
     ) -> None:
         self.nodes: list[Node] = []
         self.links: list[Link] = []
         super().__init__(DecisionGraph(conversions=conversions, nodes=self.nodes, links=self.links), known)
         self.sharded_contractions = sharded_contractions
         self.per_reader = per_reader
-        self.exact = False  # whether copies of all values know what they were made as
+        self.exact = exact  # whether copies of all values know what they were made as
         self.partial: dict[tuple[object, ...], bool] = {}
         self.partial_ports: set[int] = set()  # that may hold partial sums where an axis has more than one device
         self.known_ends: dict[int, tuple[list[_EndKind], list[_EndKind]]] = {}

@@ -69,18 +69,20 @@ class Pricer:
         allowed: Mapping[int, np.ndarray] | None = None,
         timeline: Timeline | None = None,
         usage_limit: int | None = None,
+        counted: bool = False,
         classes: np.ndarray | None = None,
     ) -> IntraOpProblem:
         """The ILP.
 
         Args:
             allowed: per node, a mask of choices that pins permit.
-            timeline: with it, memory usages are added, and what they would not see is forbidden.
+            timeline: with it, memory usages are added.
             usage_limit: bytes per device.
+            counted: without memory that usages would not see; so it always is with a timeline.
             classes: see ``IntraOpProblem``.
         """
         nodes, edges = self.priced()
-        if timeline:
+        if timeline or counted:
             edges = [self._counted(slot, costs) for slot, costs in zip(self.slots.edge_slots, edges, strict=True)]
         numbers, (u, v, edge_numbers) = self.slots.columns()
         if allowed:
@@ -206,6 +208,8 @@ class Pricer:
     def _counted(self, slot: EdgeSlot, costs: np.ndarray) -> np.ndarray:
         """Without second layouts that no usage counts: of an argument that a loop keeps, all but slices (gathers are copies); and
         of a value inside, what was made is gone once it is copied."""
+        if slot.kept:
+            return costs
         if not slot.looped:
             inside = slot.copied is not None and not slot.link.is_argument
             return self.matrix(replace(slot, copied=None)) * slot.link.weight if inside else costs

@@ -190,6 +190,6 @@ class _Sorter:
             return
         unique = {e.key: e for e in ends}
         kept = (link.region, link.value) in self.placed
-        key = (kept, looped, link.shape, link.itemsize, link.weight, producer.key, *unique)
+        key = (kept, looped, link.is_argument, link.shape, link.itemsize, link.weight, producer.key, *unique)
         if self.is_new_edge(producer.node, node, key):
             self.edge_slots.append(EdgeSlot(link, producer, tuple(unique.values()), kept, looped, copied=copied))

@@ -166,7 +166,7 @@ class ResolvedPins:
                     f"mesh {mesh}: it does not divide. At {self.source}. Give a layout that divides; only a pin may split "
                     "unevenly, and holds for the padded form."
                 )
-            if mesh is not None and pinned.is_uneven(mesh) and pinned.joined(dims, mesh) is None:
+            if mesh is not None and pinned.is_uneven(mesh):
                 border = other if pinned.border is None else self._joined(pinned.border, other, mesh)
                 inputs[position] = replace(pinned, border=border)
             else:
@@ -175,10 +175,11 @@ class ResolvedPins:
 
     def _joined(self, pinned: PinnedDims, other: PinnedDims, mesh: DeviceMesh | None) -> PinnedDims:
         joined = pinned.joined(other.dims, mesh)
-        if joined is None:
+        axes = [axis for part in joined or () for axis in part or ()]
+        if joined is None or len(set(axes)) < len(axes):
             raise PinError(
                 f"the pin {pinned.origin!r} and {other.origin!r} disagree on {pinned.path!r}: {pinned} and {other} (? is free, _ "
-                f"whole). A leaf has one layout, or it would have to be moved. At {self.source}. Take the pin away, or give "
-                "both the same spec."
+                f"whole). A leaf has one layout, in which an axis splits one dim, or it would have to be moved. At "
+                f"{self.source}. Take the pin away, or give both the same spec."
             )
         return replace(pinned, dims=joined, origin=pinned.origin or other.origin)

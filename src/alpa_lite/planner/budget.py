@@ -7,8 +7,9 @@ for a moment, too much where XLA never stores a tensor. What counts is the profi
 - else the ILP's limit is the budget;
 - if it finds nothing, or what is dearer than the cheapest plan, or too large when written out: a price on every byte at the
   fullest times (a rent), which rises until a plan fits;
-- if still nothing fits: limits lowered by what the answers exceed the budget, the first by what the nearest of all does; or, if
-  the ILP found nothing at the budget itself, limits raised from the smallest that any choice can keep;
+- if still nothing that fits is close to the cheapest plan: limits lowered by what the answers exceed the budget, the first by
+  what the nearest of all does; or, if the ILP found nothing at the budget itself, limits raised from the smallest that any choice
+  can keep;
 - then mixtures of all these plans, under limits between one that fits and one that does not.
 
 Under a limit nothing is proven but where the limit is not a count: proofs took most of the time, up to 20 s each for a step of

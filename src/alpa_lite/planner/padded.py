@@ -31,10 +31,7 @@ _WASTES = (0.25, 0.05)  # groups of which more is padding are left out; the seco
 _FEW = 4  # groups up to which fewer are tried
 _OVERHEAD = ("pad", "slice", "pad_mask")
 
-_NO_WAY = (
-    "(It is 'auto', and there is no way to: no op at this tensor can run padded in this dim, or the pins clash even so; "
-    "docs/uneven.md lists the ops.)"
-)
+_NO_WAY = "(It is 'auto', and there is no way to: no op at this tensor can run padded in this dim; docs/uneven.md lists the ops.)"
 
 Planned = Callable[[Program, ResolvedPins], Plan]
 
@@ -43,6 +40,7 @@ def plan_with_padding(
     traced: Traced,
     cluster: Cluster,
     pins: ResolvedPins,
+    meshes: tuple[DeviceMesh, ...],
     plan_program: Planned,
     rules: tuple[NamedRule, ...] = (),
 ) -> tuple[Traced, Plan]:
@@ -51,6 +49,7 @@ def plan_with_padding(
     Args:
         traced, pins: of the user's function.
         cluster: its number of devices is what padded sizes are multiples of, so that any split of the mesh divides them.
+        meshes: those that ``plan_program`` tries.
         plan_program: plans a program, e.g. ``plan_step`` with the other arguments filled in.
         rules: the user's, by primitive.
 
@@ -69,8 +68,8 @@ def plan_with_padding(
         groups = [g for g, share in zip(groups, shares, strict=True) if share >= WORTH]
     pinned = isinstance(refusal, UnevenPinError)
     if pinned:
-        groups = [g for g in groups if _is_pinned(g, traced.program, pins)]
-    search = _Search(traced, cluster.num_devices, pins, pinned, plan_program, rules)
+        groups = [g for g in groups if _is_pinned(g, traced.program, pins, meshes)]
+    search = _Search(traced, cluster.num_devices, pins, meshes if pinned else (), plan_program, rules)
     found: tuple[Padded, Plan] | None = None
     for waste in (1.0,) if pinned else _WASTES:
         if found is None or (plain is not None and not _wins(found[1], plain)):
@@ -157,26 +156,30 @@ def _ends(program: Program, pins: ResolvedPins) -> Iterator[tuple[int, int, Pinn
             yield position, value, pin
 
 
-def _is_pinned(group: PadGroup, program: Program, pins: ResolvedPins, mesh: DeviceMesh | None = None) -> bool:
-    """Whether a pin of an argument or result, or an ``al.pin``, splits a dim of the group; on a mesh, unevenly."""
+def _splits(axes: tuple[str, ...] | None, size: int, meshes: Iterable[DeviceMesh]) -> bool:
+    """Whether a dim is split unevenly on one of the meshes."""
+    return bool(axes) and any(set(axes) <= set(mesh.axis_names) and size % mesh.axes_size(axes) for mesh in meshes)
 
-    def splits(axes: tuple[str, ...] | None) -> bool:
-        return bool(axes) and (mesh is None or bool(group.size % mesh.axes_size(axes)))
 
+def _is_pinned(group: PadGroup, program: Program, pins: ResolvedPins, meshes: Iterable[DeviceMesh]) -> bool:
+    """Whether a pin of an argument or result, or an ``al.pin``, splits a dim of the group unevenly on one of the meshes."""
     pinned = [(value, pin.dims) for _, value, pin in _ends(program, pins)] if not group.region else []
     for path, _, op in program.walk():
         if op.primitive == "pin" and f"{path.rpartition('.')[0]}.".removeprefix(".") == group.region:
             pinned.append((op.outputs[0], parse_dims(op.pinned)))
-    return any(splits(axes) and (value, dim) in group.places for value, dims in pinned for dim, axes in enumerate(dims))
+    places = [((value, dim), axes) for value, dims in pinned for dim, axes in enumerate(dims)]
+    return any(place in group.places and _splits(axes, group.size, meshes) for place, axes in places)
 
 
-def _pins_on(groups: Iterable[PadGroup], program: Program, pins: ResolvedPins) -> dict[int, str]:
-    """Pins that split dims of the groups: they hold for the padded form instead."""
-    places: set[Place] = {place for g in groups if not g.region for place in g.places}
+def _pins_on(
+    groups: Iterable[PadGroup], program: Program, pins: ResolvedPins, meshes: Iterable[DeviceMesh]
+) -> dict[int, str]:
+    """Pins that split dims of the groups unevenly on one of the meshes: they hold for the padded form instead."""
+    sizes: dict[Place, int] = {place: g.size for g in groups if not g.region for place in g.places}
     return {
         position: str(pin)
         for position, value, pin in _ends(program, pins)
-        if any(axes and (value, dim) in places for dim, axes in enumerate(pin.dims))
+        if any((value, d) in sizes and _splits(axes, sizes[value, d], meshes) for d, axes in enumerate(pin.dims))
     }
 
 
@@ -194,12 +197,12 @@ def _freed(pins: ResolvedPins, moved: dict[int, str]) -> ResolvedPins:
 
 @dataclass(frozen=True, slots=True)
 class _Search:
-    """Tries groups of dims; where ``pinned``, pins that split dims of a group hold for its padded form."""
+    """Tries groups of dims; pins that split dims of a group unevenly on one of ``pinned_on`` hold for its padded form."""
 
     traced: Traced
     devices: int
     pins: ResolvedPins
-    pinned: bool
+    pinned_on: tuple[DeviceMesh, ...]
     plan_program: Planned
     rules: tuple[NamedRule, ...]
     tried: set[frozenset[PadGroup]] = field(default_factory=set)
@@ -238,20 +241,23 @@ class _Search:
 
     def _keeps(self, group: PadGroup, mesh: DeviceMesh) -> bool:
         """Whether a pin needs the group."""
-        return self.pinned and _is_pinned(group, self.traced.program, self.pins, mesh)
-
-    def _moved(self, groups: Iterable[PadGroup]) -> dict[int, str]:
-        """Pins that hold for padded forms; a pin of a group that is left out holds for the leaf itself."""
-        return _pins_on(groups, self.traced.program, self.pins) if self.pinned else {}
+        return bool(self.pinned_on) and _is_pinned(group, self.traced.program, self.pins, (mesh,))
 
     def _planned(self, sizes: dict[PadGroup, int]) -> tuple[Padded, Plan] | None:
-        moved = self._moved(sizes)
-        padded = pad_traced(self.traced, tuple(sizes.items()), moved, self.rules)
-        try:
-            return padded, self.plan_program(padded.traced.program, _freed(self.pins, moved))
-        except (PinError, MemoryBudgetError) as error:
-            self.refused.append(error)
-            return None
+        """Pins of groups that are left out, and those that divide on the mesh that is taken, hold for the leaves themselves."""
+        program = self.traced.program
+        moved = _pins_on(sizes, program, self.pins, self.pinned_on)
+        while True:
+            padded = pad_traced(self.traced, tuple(sizes.items()), moved, self.rules)
+            try:
+                plan = self.plan_program(padded.traced.program, _freed(self.pins, moved))
+            except (PinError, MemoryBudgetError) as error:
+                self.refused.append(error)
+                return None
+            uneven = _pins_on(sizes, program, self.pins, (plan.mesh,))
+            if moved.keys() <= uneven.keys():
+                return padded, plan
+            moved = {position: text for position, text in moved.items() if position in uneven}
 
     def _tightened(
         self, padded: Padded, plan: Plan, groups: Sequence[PadGroup]
@@ -268,7 +274,7 @@ class _Search:
         return *again, tight
 
     def _recorded(self, padded: Padded, plan: Plan, sizes: dict[PadGroup, int]) -> tuple[Padded, Plan]:
-        paddings, moved = [], self._moved(sizes)
+        paddings = []
         for group, size in sizes.items():
             values = {v for v, _ in group.places}
             ends = (*self.traced.program.inputs, *self.traced.program.outputs)
@@ -281,10 +287,10 @@ class _Search:
                     shards=max(_parts(group, padded, plan), default=1),
                     waste_bytes=waste_bytes,
                     waste_s=waste_s,
-                    pins=tuple((i, text) for i, text in moved.items() if ends[i] in values),
+                    pins=tuple((i, text) for i, text in padded.pins.items() if ends[i] in values),
                 )
             )
-        notes = [self._moved_note(i, text) for i, text in moved.items()]
+        notes = [self._moved_note(i, text) for i, text in padded.pins.items()]
         return padded, replace(plan, paddings=tuple(paddings), notes=(*plan.notes, *notes))
 
     def _moved_note(self, position: int, text: str) -> str:

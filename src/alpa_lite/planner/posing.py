@@ -66,7 +66,8 @@ def pose(task: MeshTask, cluster: Cluster, mesh: DeviceMesh, shared: Sequence[in
 
     def problem_within(limit: int | None) -> IntraOpProblem:
         line = task.line if limit is not None and rules.budget == "peak" else None
-        problem = pricer.problem(allowed=allowed, timeline=line, usage_limit=limit)
+        # A rent is on the bytes that usages see, too.
+        problem = pricer.problem(allowed=allowed, timeline=line, usage_limit=limit, counted=task.rent is not None)
         if rules.budget == "weights":
             problem = replace(problem, usages=tuple(pricer.weight_usages(weights)), num_times=1)
         return replace(problem, classes=node_classes(problem) if allowed else posed.classes)

@@ -43,10 +43,12 @@ class Padded:
         traced: the function.
         regions: per region of the original program its path in the new one, and which original value each new one is a
             form of.
+        pins: per position among arguments and results the layout that its padded form must have.
     """
 
     traced: Traced
     regions: dict[str, tuple[str, dict[int, int]]]
+    pins: dict[int, str]
 
 
 def pad_traced(
@@ -67,10 +69,11 @@ def pad_traced(
     for group, padded in groups:
         job.sizes.setdefault(group.region, {}).update(dict.fromkeys(group.places, padded))
     program = traced.program
-    flat = _Rewriter(traced.flat, program, job, pins=dict(pins or {})).run()
+    held = dict(pins or {})
+    flat = _Rewriter(traced.flat, program, job, pins=held).run()
     made = build_program(flat, list(program.input_paths), list(program.output_paths), list(program.donated), rules)
     result = Traced(program=made, flat=flat, in_tree=traced.in_tree, out_tree=traced.out_tree)
-    return Padded(traced=result, regions=job.regions)
+    return Padded(traced=result, regions=job.regions, pins=held)
 
 
 @dataclass(slots=True)
@@ -109,8 +112,10 @@ class _Rewriter:
         self.avals, self.ops = list(flat.avals), []
         self.made: dict[int, frozenset[int]] = {}
         self.versions: dict[tuple[int, frozenset[int]], _Version] = {}
-        self.in_pins = {flat.inputs[i]: text for i, text in pins.items() if i < len(flat.inputs)}
-        self.out_pins = {i - len(flat.inputs): text for i, text in pins.items() if i >= len(flat.inputs)}
+        paths = (*program.input_paths, *program.output_paths)
+        held = {i: (text, f"the padded form of {paths[i]}") for i, text in pins.items()}
+        self.in_pins = {flat.inputs[i]: pin for i, pin in held.items() if i < len(flat.inputs)}
+        self.out_pins = {i - len(flat.inputs): pin for i, pin in held.items() if i >= len(flat.inputs)}
         self.runs = self._padded_factors()
 
     def _padded_factors(self) -> list[Factors]:
@@ -155,7 +160,7 @@ class _Rewriter:
         dims = frozenset(d for v, d in self.sizes if v == out)
         if position not in self.out_pins or not dims:
             return self._version(out, frozenset()).id
-        pinned = self._pinned(out, self._version(out, dims), self.out_pins[position])
+        pinned = self._pinned(out, self._version(out, dims), *self.out_pins[position])
         return self._resized(out, pinned, {d: self._true_size(out, d) for d in dims}, None).id
 
     def _prepare_barrier(self, index: int) -> None:
@@ -186,7 +191,7 @@ class _Rewriter:
         if dims - made:
             version = self._resized(value, version, {d: self.sizes[value, d] for d in dims - made}, near)
         if value in self.in_pins and not made:
-            version = self._pinned(value, version, self.in_pins[value])
+            version = self._pinned(value, version, *self.in_pins[value])
         self.versions[value, dims] = version
         return version
 
@@ -205,8 +210,10 @@ class _Rewriter:
         kept = {d: beside(f, Fill.ZERO) for d, f in version.fills.items()}
         return _Version(made, {**kept, **dict.fromkeys(sizes, Fill.ZERO)})
 
-    def _pinned(self, value: int, version: _Version, text: str) -> _Version:
-        return _Version(self._form(value, lambda x: pin_p.bind(x, pinned=text), version, None), version.fills)
+    def _pinned(self, value: int, version: _Version, text: str, source: str) -> _Version:
+        made = self._form(value, lambda x: pin_p.bind(x, pinned=text), version, None)
+        self.ops[-1].source = source
+        return _Version(made, version.fills)
 
     def _masked(self, value: int, dims: frozenset[int], dim: int, fill: Fill, near: FlatOp) -> None:
         """Set the padding; whoever reads the padded value later reads the masked one."""

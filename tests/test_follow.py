@@ -299,6 +299,69 @@ def test_what_lies_otherwise_than_its_uneven_pin_is_followed(as_layout):
         assert [padding.pins for padding in plan.paddings] == [((0, "[x,_]"),)]
 
 
+def added(a, b):
+    return jnp.tanh(a) + b
+
+
+def products(a, x):
+    return jnp.tanh(x @ a.T) @ a
+
+
+TWO_AXES = al.PlanOptions(mesh_shape=(2, 4), axis_names=("x", "y"))
+EIGHT = {"cluster": al.Cluster.parse("1x8:cpu"), "options": TWO_AXES}
+
+
+@pytest.mark.parametrize("fixed", [{"follow": {"0": (0, P("x", None))}}, {"pins": {"0": P("x", None)}}])
+def test_what_divides_lies_as_it_is_fixed_beside_an_uneven_pin_of_another_leaf(fixed):
+    """Their dims are padded together, and only the pin that does not divide moves inside."""
+    a = jax.ShapeDtypeStruct((30, 9), jnp.float32)
+    pins = {"1": P("y", None)} | fixed.get("pins", {})
+    plan = al.plan(added, a, a, **EIGHT, **fixed | {"pins": pins})
+    assert plan.specs_by_path["0"] == P("x", None)
+    assert [padding.pins for padding in plan.paddings] == [((1, "[y,_]"),)]
+
+
+@pytest.mark.parametrize("fixed", [{}, {"follow": {"0": (0, P("x", None))}, "follow_like": {"0": "0"}}])
+def test_graphs_have_one_layout_where_one_of_them_pads_the_shared_leaf(fixed):
+    a, x = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((30, 4009), (4096, 4009)))
+    graphs = {"pinned": (added, (a, a)), "often": (products, (a, x))}
+    pins = {"pinned": {"1": P("y", None)}}
+    layout = al.plan_shared(graphs, shared="0", weights={"often": 100}, pins=pins, **EIGHT, **fixed)
+    (spec,) = {plan.specs_by_path["0"] for plan in layout.plans.values()}
+    assert spec == layout.parameter_layout["0"][1]
+    assert not fixed or spec == P("x", None)
+
+
+def test_free_dims_of_an_uneven_pin_are_not_those_of_what_is_followed():
+    """Otherwise a pin that nobody wrote would hold inside, and the leaf would lie anyhow."""
+    free = P.UNCONSTRAINED
+    w, x = jax.ShapeDtypeStruct((9, 16), jnp.float32), jax.ShapeDtypeStruct((8, 9), jnp.float32)
+    options = al.PlanOptions(mesh_shape=(2, 2), axis_names=("x", "y"))
+    settings = {"cluster": CLUSTER, "options": options, "pins": {"0": P("x", free)}}
+    plan = al.plan(lambda w, x: x @ w, w, x, follow={"0": (0, P(free, "y"))}, **settings)
+    assert plan.specs_by_path["0"] in (P(None, "y"), P("x", "y"))
+    assert [padding.pins for padding in plan.paddings] == [((0, "[x,?]"),)]
+    with pytest.raises(PinError, match=r"'0' and 'follow 0' disagree on '0': \[y,\?\] and \[\?,y\]"):
+        even = jax.ShapeDtypeStruct((16, 16), jnp.float32)
+        settings["pins"] = {"0": P("y", free)}
+        al.plan(lambda w, x: x @ w, even, even, follow={"0": (0, P(free, "y"))}, **settings)
+
+
+def test_an_uneven_pin_of_one_graph_and_a_followed_layout_hold_together():
+    w, x = jax.ShapeDtypeStruct((10, 16), jnp.float32), jax.ShapeDtypeStruct((8, 10), jnp.float32)
+    graphs = {"pinned": (lambda w, x: x @ w, (w, x)), "other": (lambda w, x: (x @ w).sum(1), (w, x))}
+    layout = al.plan_shared(
+        graphs,
+        shared="0",
+        cluster=CLUSTER,
+        pins={"pinned": {"0": P("x")}},
+        follow={"0": (0, P(None, "x"))},
+        follow_like={"0": "0"},
+        options=al.PlanOptions(mesh_shape=(4,), axis_names=("x",)),
+    )
+    assert {plan.specs_by_path["0"] for plan in layout.plans.values()} == {P(None, "x")}
+
+
 def test_a_plan_of_which_nothing_fits_is_refused():
     """It trains nothing, so that leaves of other shapes are left free; but not all."""
 

@@ -5,6 +5,7 @@ Acceptance table of alpa #550: steps 1, 3b and 3c; Alpa's test_manual_sharding w
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import Any
 
@@ -205,6 +206,58 @@ def test_rows_that_other_stages_read_too_are_followed():
     for follow in (layout, layout.plans["four"], layout.plans["two"]):
         plan = al.plan(update, *args[2], cluster=CLUSTER, follow=follow)
         assert lies.items() <= {leaf.path: leaf.stage for leaf in plan.inputs}.items()
+
+
+def test_rows_are_followed_by_several_functions():
+    def scanned(params, x):
+        return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["w"])[0]
+
+    def step(params, x):
+        loss, grads = al.value_and_grad(lambda p, b: jnp.mean(scanned(p, b) ** 2))(params, x)
+        return jax.tree.map(lambda a, b: a - b, params, grads), loss
+
+    args = {"w": jnp.ones((4, 16, 16))}, jnp.ones((8, 16))
+    options = al.PlanOptions(num_stages=2, num_microbatches=2)
+    plan = al.plan(step, *args, cluster=CLUSTER, options=options)
+    graphs = {"eight": (scanned, args), "two": (scanned, (args[0], jnp.ones((2, 16))))}
+    layout = al.plan_shared(graphs, shared="0", cluster=CLUSTER, follow=plan)
+    assert layout.parameter_layout == plan.parameter_layout
+    assert {stage for stage, _ in layout.parameter_layout.values()} == {0, 1}
+
+
+def test_a_leaf_that_some_graph_reads_at_home_alone_is_read_there():
+    """Another graph reads it at its end, too. Its layer may be there only if there is no other way."""
+    params = {k: jax.ShapeDtypeStruct((512, 512), jnp.float32) for k in "abcd"}
+
+    def forward(p, x, again=0):
+        for k in "abcd":
+            x = jnp.tanh(x @ p[k])
+            for _ in range(again if k == "a" else 0):
+                x = jnp.tanh(x @ p[k] + x)
+            x = al.layer_boundary(x) if k == "b" and not again else x
+        return x
+
+    def summed(p, x):
+        return forward(p, x) * (p["a"].sum() + p["b"].sum())
+
+    args = params, jax.ShapeDtypeStruct((8, 512), jnp.float32)
+    graphs = {"forward": (forward, args), "summed": (summed, args)}
+    options = al.PlanOptions(num_stages=2)
+    layout = al.plan_shared(graphs, shared="0", cluster=CLUSTER, weights={"forward": 100}, options=options)
+    assert [stage for stage, _ in layout.parameter_layout.values()] == [0, 0, 1, 1]
+    plan = al.plan(functools.partial(forward, again=6), *args, cluster=CLUSTER, follow=layout)
+    assert {leaf.path for leaf in plan.stages[1].inputs} >= {"0/c", "0/d"}
+    assert not {leaf.path for leaf in plan.stages[1].inputs} & {"0/a", "0/b"}
+
+
+def test_a_layout_that_does_not_divide_is_refused_on_stages():
+    args = layers(16, 18, 16), jax.ShapeDtypeStruct((8, 16), jnp.float32)
+    options = al.PlanOptions(num_stages=2, mesh_shape=(4,), axis_names=("x",))
+    follow = {"0/0/w": (0, P(None, "x")), "0/1/w": (1, P("x", None))}
+    with pytest.raises(
+        PinError, match=r"'follow 0/0/w' says that '0/0/w' of shape \(16, 18\) lies as \[_,x\], and no array"
+    ):
+        al.plan(mlp, *args, cluster=al.Cluster.parse("2x4:cpu"), follow=follow, options=options)
 
 
 @pytest.mark.parametrize("names", [*itertools.permutations(("early", "late", "both"))])

@@ -96,6 +96,51 @@ def test_no_pinned_layout_is_cheaper_than_the_best_for_a_value_inside() -> None:
     none_is_cheaper(fn, (64, 64), "1x8:cpu")
 
 
+@pytest.mark.parametrize("added", [0, 60])
+def test_a_bound_that_leaves_plans_out_says_so(added: int) -> None:
+    """In larger programs a value with three readers is handed on in one layout (``docs/design/0004-*.md``)."""
+
+    def fn(a: jax.Array, s: jax.Array) -> tuple[jax.Array, ...]:
+        for _ in range(added):
+            s = s + 1.0
+        b = a @ jnp.ones((64, 64))
+        return jnp.cumsum(b, 0), jnp.tanh(b), b / b.sum(), s
+
+    shapes = jax.ShapeDtypeStruct((64, 64), jnp.float32), jax.ShapeDtypeStruct((), jnp.float32)
+    for costs in ("roofline", "hidet"):
+        options = al.PlanOptions(mesh_shape=(8,), axis_names=("x",), costs=costs)
+        plan = al.plan(fn, *shapes, cluster=al.Cluster.parse("1x8:cpu"), options=options)
+        assert any("handed to them in one layout" in note for note in plan.notes) == (added > 0 and costs == "roofline")
+
+
+@pytest.mark.parametrize("looped", [False, True])
+def test_a_limit_leaves_the_copies_of_arguments_as_they_are(looped: bool) -> None:
+    """A loop has a value with the same readers, which pay from its copy alone under a limit."""
+
+    def reads(b: jax.Array) -> jax.Array:
+        return jnp.sort(b, 0) + jnp.sort(b, 1) + jnp.cumsum(b, 0)
+
+    def fn(b: jax.Array) -> jax.Array:
+        inner = jax.lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, reads(c[1])), (0, reads(b)))
+        return inner[1] if looped else reads(b)
+
+    program = trace(fn, (jax.ShapeDtypeStruct((64, 64), jnp.float32),), {}).program
+    mesh = DeviceMesh(shape=(4,), axis_names=("x",))
+    costs = cost_model("roofline", al.Cluster.parse("1x4:h100-sxm"), mesh)
+    graph = build_graph(program, Conversions(mesh=mesh, costs=costs))
+    pricer = Pricer.of(program, graph, costs)
+    line = timeline(program, Order.LATE, facts=Facts(program))
+    free, rented, limited = (
+        {(e.u, e.v): e.costs for e in problem.edges}
+        for problem in (pricer.problem(), pricer.problem(counted=True), pricer.problem(timeline=line))
+    )
+    assert all(np.array_equal(rented[edge], limited[edge]) for edge in limited)
+    (link,) = (link for link in graph.links if link.is_argument and not link.region)
+    edges = [(link.copy, consumer.node) for consumer in link.consumers]
+    assert edges and all(np.array_equal(free[edge], limited[edge]) for edge in edges)
+    assert looped == any(not np.array_equal(free[edge], limited[edge]) for edge in free)
+
+
 def test_nine_readers_of_a_tensor_get_it_converted_for_all() -> None:
     """They take no rows of it: it is no stack, whatever its rank."""
 

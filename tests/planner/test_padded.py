@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import alpa_lite as al
-from alpa_lite.errors import AlpaLiteError, MemoryBudgetError, PinError, UnevenPinError
+from alpa_lite.errors import AlpaLiteError, MemoryBudgetError, PinClashError, PinError, UnevenPinError
 from alpa_lite.plan.check import check_plan
 from alpa_lite.planner.padded import padded_like
 from alpa_lite.trace.program import trace
@@ -241,6 +241,17 @@ def test_a_pin_that_is_kept_is_not_blamed_for_another(pins, message):
     assert al.plan(fn, *args, cluster=cluster, options=options, pins={"0": P("x")}).paddings
     with pytest.raises(PinError, match=message):
         al.plan(fn, *args, cluster=cluster, options=options, pins=pins)
+
+
+def test_a_clash_of_a_padded_form_says_whose_it_is():
+    """The pin moved inside, and nothing may bring the parts of the sum together."""
+    forbid = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "collective-permute")
+    options = al.PlanOptions(mesh_shape=(4,), axis_names=("x",), forbid=forbid)
+    args = np.ones((10, 16), np.float32), np.ones((8, 10), np.float32)
+    with pytest.raises(PinClashError, match=r"al.pin at the padded form of 0: the tensor is \[x,_\]"):
+        al.plan(
+            lambda w, x: (x @ w).sum(1), *args, cluster=al.Cluster.parse("1x4:cpu"), options=options, pins={"0": P("x")}
+        )
 
 
 def test_padding_must_be_auto_or_off():

@@ -65,6 +65,7 @@ _RULES = {
     ),
     "ring": SearchRules(),
 }
+PER_READER = frozenset(name for name, rules in _RULES.items() if rules.per_reader)
 SINGLE_AXIS = frozenset(name for name, rules in _RULES.items() if rules.single_axis)
 ALWAYS_SHARDED = frozenset(name for name, rules in _RULES.items() if rules.sharded_contractions)
 

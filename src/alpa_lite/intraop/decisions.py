@@ -17,6 +17,7 @@ everything counts times the trip count.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -55,10 +56,29 @@ def build_graph(
         known: strategies found on meshes with the same axes, and where those found here go.
     """
     known = KnownStrategies() if known is None else known
-    exact = sum(1 for _ in program.walk()) <= _EXACT_OPS
+    exact = not _is_large(program)
     builder = _Builder(conversions, sharded_contractions, per_reader, exact, known)
     builder.outer(program, input_ties)
     return builder.graph
+
+
+def hands_on(program: Program) -> bool:
+    """Whether values inside are handed to three and more readers in one layout, though one of these may want them as made."""
+    if not _is_large(program):
+        return False
+    regions = [program, *(body for _, _, op in program.walk() for body in op.bodies)]
+    return any(_has_many_readers(region) for region in regions)
+
+
+def _is_large(program: Program) -> bool:
+    return sum(1 for _ in program.walk()) > _EXACT_OPS
+
+
+def _has_many_readers(region: Program) -> bool:
+    made = {v for op in region.ops for v in op.outputs if v >= 0 and region.values[v].shape}
+    readers = Counter(v for op in region.ops for v in set(op.inputs))
+    readers.update(region.outputs)
+    return any(readers[v] > 2 for v in made)
 
 
 class _Builder(DomainMaker):

@@ -117,7 +117,7 @@ def joined_plan(
         notes=(
             *notes,
             *pins.notes,
-            *reports(step.whole, [(stage.program, stage.result.mesh) for stage in stages]),
+            *reports(step.whole, [(stage.program, stage.result.mesh) for stage in stages], options),
             *_out_of_time(stages, options),
             said,
         ),

@@ -14,12 +14,13 @@ from alpa_lite.cluster.cluster import Cluster
 from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.core.program import Program, Value
 from alpa_lite.core.rule import FactorKind
-from alpa_lite.costs.counted import SINGLE_AXIS
+from alpa_lite.costs.counted import PER_READER, SINGLE_AXIS
 from alpa_lite.costs.donated import transposed_arguments
 from alpa_lite.costs.facts import Facts
 from alpa_lite.costs.memory import Order, timeline
 from alpa_lite.costs.roles import roles_of
 from alpa_lite.errors import AlpaLiteError, MemoryBudgetError, PinError, SolverError
+from alpa_lite.intraop.decisions import hands_on
 from alpa_lite.intraop.strategies import KnownStrategies
 from alpa_lite.plan.check import check_plan
 from alpa_lite.plan.identity import fingerprint, op_text
@@ -38,6 +39,10 @@ BUDGET_SHARE = 0.9
 LIMITED = "limited by the memory budget"
 DEARER = "dearer than another mesh, and not written out"
 _MARGIN = 1.02  # a mesh that must cost more than this times the cheapest so far is not searched to the end
+HANDED_ON = (
+    "the lower bound is of plans in which a value that three or more ops read is handed to them in one layout "
+    "(docs/design/0004-decisions-and-copies.md)"
+)
 LITERAL = Value(shape=(), dtype="float32", itemsize=4)  # a result that is a constant of the function
 
 
@@ -294,7 +299,12 @@ def _plan(
         options=task.options.changed(),
         pins=task.pins.keys,
         search=_search(best, greedy_first(task, cluster, best)),
-        notes=(*_idle(cluster, best.mesh), *notes, *task.pins.notes, *reports(program, [(program, best.mesh)])),
+        notes=(
+            *_idle(cluster, best.mesh),
+            *notes,
+            *task.pins.notes,
+            *reports(program, [(program, best.mesh)], task.options),
+        ),
     )
 
 
@@ -342,12 +352,13 @@ def _search(best: MeshResult, greedy: SearchStep | None) -> tuple[SearchStep, ..
     return (*falling, replace(end, objective=best.objective, lower_bound=best.lower_bound))
 
 
-def reports(program: Program, parts: Sequence[tuple[Program, DeviceMesh]]) -> tuple[str, ...]:
-    """What a reader should know: dims that could not be split, ops that could not, loops of unknown length.
+def reports(program: Program, parts: Sequence[tuple[Program, DeviceMesh]], options: PlanOptions) -> tuple[str, ...]:
+    """What a reader should know: dims and ops that could not be split, loops of unknown length, what a bound leaves out.
 
     Args:
         program: the whole step.
         parts: what is planned of it, each on its mesh.
+        options: of the plan.
     """
     notes = []
     indivisible = list(dict.fromkeys(text for part, mesh in parts for text in _indivisible(part, mesh)))
@@ -374,6 +385,8 @@ def reports(program: Program, parts: Sequence[tuple[Program, DeviceMesh]]) -> tu
         )
     if loops:
         notes.append(f"{len(loops)} while loops count as one iteration: {', '.join(dict.fromkeys(loops))}")
+    if options.costs not in PER_READER and any(hands_on(part) for part, _ in parts):
+        notes.append(HANDED_ON)
     return tuple(notes)
 
 

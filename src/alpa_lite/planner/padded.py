@@ -227,16 +227,20 @@ class _Search:
         return self._recorded(*self._tightened(*found))
 
     def _split(self, groups: Sequence[PadGroup]) -> tuple[Padded, Plan, tuple[PadGroup, ...]] | None:
-        """With these groups, then with those of them that the plan splits or pins do; None also if that was tried before."""
+        """With these groups, then with those of them that the plan splits or pins do; None also if that was tried before.
+
+        With fewer there may be no plan: then with those before.
+        """
+        before = None
         while groups and frozenset(groups) not in self.tried:
             self.tried.add(frozenset(groups))
             found = self._planned({g: next_multiple(g.size, self.devices) for g in groups})
             if found is None:
-                return None
+                return before
             used = [g for g in groups if _parts(g, *found) or self._keeps(g, found[1].mesh)]
             if len(used) == len(groups):
                 return *found, tuple(groups)
-            groups = used
+            before, groups = (*found, tuple(groups)), used
         return None
 
     def _keeps(self, group: PadGroup, mesh: DeviceMesh) -> bool:

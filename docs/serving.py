@@ -48,7 +48,7 @@ def draw() -> None:
     axes.set(
         xlabel="decode steps per prompt of each length",
         ylabel="price of sharing (% of the own optimum)",
-        title="One layout for five graphs: whoever runs most has its own, the others pay",
+        title="One layout for five graphs: the more one of them runs, the less it pays",
     )
     axes.legend()
     pages.save(figure, PICTURE)

@@ -181,7 +181,7 @@ def test_calibrate_prints_and_writes_what_was_measured(tmp_path, monkeypatch):
         (["plan", "no.such.module:target", "--cluster", "1x8:cpu"], ["No module named 'no'", "project's folder"]),
         (
             ["plan", "cli_targets.py:tarte", "--cluster", "1x8:cpu"],
-            ["no callable 'tarte'", "There are such functions: pair, target", "Correct the name"],
+            ["no callable 'tarte'", "Functions that take nothing there: pair, target", "Correct the name"],
         ),
         (["plan", "cli_targets.py:number", "--cluster", "1x8:cpu"], ["no callable 'number'"]),
         (["plan", "cli_targets.py:nothing", "--cluster", "1x8:cpu"], ["returned NoneType", "al.PlanTarget"]),

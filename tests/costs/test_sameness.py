@@ -199,6 +199,13 @@ def test_verdicts_print_what_differs_and_where():
     assert verdicts[0].reason == "proven from the op's sharding rule"
 
 
+def test_what_is_no_program_is_refused():
+    with pytest.raises(
+        ArgumentsError, match=r"was given <function identity.*al\.analysis\.trace\(fn, \*args\).*test_sameness"
+    ):
+        al.analysis.needs_resharding(identity, {})
+
+
 def test_the_program_type_is_public():
     assert isinstance(trace(identity, *shapes(SQUARE)), Program)
     assert np.array_equal(sorted(al.__dir__()), al.__dir__()) and "analysis" in al.__dir__()

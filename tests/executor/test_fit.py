@@ -295,6 +295,9 @@ def test_arguments_that_cannot_be(tmp_path: Path) -> None:
         al.fit(local, **given, on_nan="ignore")
     with pytest.raises(ArgumentsError, match=r"It must be an al\.Checkpoint"):
         al.fit(local, **given, checkpoint=str(tmp_path))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=r"checkpoints cannot be written to '.*file': .* Give another folder"):
+        al.fit(local, **given, checkpoint=al.Checkpoint(tmp_path / "file"))
     with pytest.raises(ArgumentsError, match="elastic=7 was given"):
         al.fit(local, **given, elastic=7)
     with pytest.raises(CheckpointError, match="every=0"):

@@ -70,6 +70,13 @@ def test_saved_and_loaded(tmp_path: Path) -> None:
     assert (tmp_path / "again.json").read_bytes() == (tmp_path / "layout.json").read_bytes()
 
 
+def test_a_plan_is_no_layout(tmp_path: Path) -> None:
+    fn, args = three_graphs()["product"]
+    al.plan(fn, *args, cluster=SLOW_LINKS).save(tmp_path / "plan.json")
+    with pytest.raises(PlanFileError, match=r"plan\.json' is a plan, of one function.*test_layout.*al\.load_plan"):
+        al.SharedLayout.load(tmp_path / "plan.json")
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +85,10 @@ def test_an_engine_that_cannot_be_made_says_why_without_rays_traces(ray_session:
             "--queue-limit -1 was given. It must be a whole number from 0",
         ),
         (["tests.serve.served_target:target", "--token-file", "/nowhere"], "cannot be read from '/nowhere'"),
+        (
+            ["tests.serve.served_target:target", "--checkpoint", "tests"],
+            "there is no checkpoint in '",
+        ),
     ],
 )
 def test_bad_settings_are_told_at_once(given: list[str], words: str) -> None:
@@ -148,13 +154,20 @@ def test_what_a_target_says_that_it_returns_is_looked_at_before_ray_starts(name:
     assert f"says that it returns {said}" in found.output and "al.serve.ServeTarget(model, params" in found.output
 
 
-def test_whoever_interrupts_a_start_is_told_that_it_was_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not that it never served: it may have answered before the start had ended."""
+@pytest.mark.parametrize("lost", [False, True])
+def test_whoever_interrupts_a_start_is_told_that_it_was_one(monkeypatch: pytest.MonkeyPatch, lost: bool) -> None:
+    """Not that it never served: it may have answered before the start had ended. Nor is the signal forgotten where its exception
+    is lost, as in JAX's callback for the garbage collector."""
     from alpa_lite.executor.ray import cluster
     from alpa_lite.serve import deployment
 
+    def start(*_: Any, started: Callable[[], object]) -> None:
+        with contextlib.suppress(*[KeyboardInterrupt] * lost):
+            signal.raise_signal(signal.SIGTERM)
+        started()
+
     monkeypatch.setattr(cluster, "connect", lambda *_: None)
-    monkeypatch.setattr(deployment, "start", lambda *_, **__: signal.raise_signal(signal.SIGTERM))
+    monkeypatch.setattr(deployment, "start", start)
     kinds = signal.SIGINT, signal.SIGTERM
     before = [signal.getsignal(kind) for kind in kinds]
     try:

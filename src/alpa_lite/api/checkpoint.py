@@ -22,7 +22,7 @@ class Checkpoint:
     """Where a training loop writes its state, and how often.
 
     Attributes:
-        dir: folder of all checkpoints; made with the first one.
+        dir: folder of all checkpoints; ``al.fit`` makes it before its first step.
         every: steps between two checkpoints.
         keep: how many of the last ones stay.
 

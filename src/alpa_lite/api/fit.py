@@ -187,6 +187,8 @@ class _Run:
 
     def __call__(self) -> FitResult:
         self.folder = self.checkpoint.open() if self.checkpoint else None
+        if self.folder is not None and (self.folder.newest() or 0) < self.num_steps:
+            self.folder.make()
         state, position = None, -1
         metrics: Any = None
         while True:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from alpa_lite.api.bound import Trees
 from alpa_lite.core.mesh import DeviceMesh
-from alpa_lite.errors import PlanFileError
+from alpa_lite.errors import PlanFileError, user_line
 from alpa_lite.lowering.lower import partition_spec
 from alpa_lite.plan.document import LAYOUT_FORMAT
 from alpa_lite.plan.encode import encode_plan
@@ -135,6 +137,11 @@ class SharedLayout:
                 f"cannot read the layout {str(path)!r}: {error.strerror}. Layouts are written by `layout.save`. Check the path."
             ) from error
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            if _is_plan(file):
+                raise PlanFileError(
+                    f"{str(path)!r} is a plan, of one function. A layout is of the graphs that share it. At {user_line()}. Read "
+                    "it with al.load_plan, or make a layout with al.plan_shared."
+                ) from None
             raise PlanFileError(
                 f"{str(path)!r} is no layout file: {error}. Layouts are written by `layout.save`; plans are read by "
                 "al.load_plan. Save the layout again instead of editing the file."
@@ -235,6 +242,14 @@ class SharedLayout:
             at = f" on stage {stage}" if len(stages) > 1 else ""
             rows.append((group.label, count, str(value), f"{spec}{at}"))
         yield Section(title="Shared leaves", columns=("leaf", "count", "type", "spec"), rows=tuple(rows), right=(1,))
+
+
+def _is_plan(file: Path) -> bool:
+    """Whether it is a file of one plan, which is no layout."""
+    with suppress(PlanFileError):
+        read_plan(file.read_bytes(), str(file))
+        return True
+    return False
 
 
 def _stages(plan: Plan) -> list[tuple[DeviceMesh, tuple[int, int], int]]:

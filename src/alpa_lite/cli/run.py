@@ -70,7 +70,10 @@ def run(
                 on_step=tell,
             )
         if done.metrics is None:
-            typer.echo(f"nothing to do: {done.checkpoint} is of step {done.position}, --steps {steps}", err=True)
+            typer.echo(
+                f"nothing to do: {done.checkpoint or 'the first state'} is of step {done.position}, --steps {steps}",
+                err=True,
+            )
     except (WorkerLost, NotFiniteError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(_NOT_FINISHED) from None

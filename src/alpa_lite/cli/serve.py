@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -90,6 +91,7 @@ def serve(
     """Serve a model until Ctrl-C or SIGTERM; then requests that run may finish."""
     try:
         from alpa_lite.executor.ray.cluster import connect
+        from alpa_lite.plan.checkpoint_folder import CheckpointFolder
         from alpa_lite.serve.deployment import check_free, start, stop
         from alpa_lite.serve.settings import ServerSettings
 
@@ -118,17 +120,27 @@ def serve(
         ended, started = threading.Event(), threading.Event()
 
         def end(*_: object) -> None:
+            ended.set()
             if not started.is_set():
                 typer.echo("ending: the server is still starting, and its engine has up to half a minute", err=True)
                 raise KeyboardInterrupt
-            ended.set()
+
+        def begun() -> None:
+            started.set()
+            if (
+                ended.is_set()
+            ):  # the exception was lost where no caller gets one, such as JAX's callback for the garbage collector
+                raise KeyboardInterrupt
 
         _check_target(target)
+        if checkpoint is not None:
+            CheckpointFolder(checkpoint.resolve()).path()  # there is one
         check_free(host, port)
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)  # it calls ready what has no engine yet
         connect(address or None, _cpus(settings))
         for number in (signal.SIGINT, signal.SIGTERM):  # after Ray has set its own, which does not end well
             signal.signal(number, end)
-        start(partial(served, target, os.getcwd()), settings, started=started.set)
+        start(partial(served, target, os.getcwd()), settings, started=begun)
         try:
             typer.echo(f"serving {target} at http://{host}:{port}: POST /generate, GET /health, GET /metrics")
             ended.wait()

@@ -59,7 +59,9 @@ def find_target(text: str, wanted: str) -> Callable[[], Any]:
     """
     place, colon, name = text.rpartition(":")
     if not colon or not place or not name:
-        raise TargetError(f"the target {text!r} cannot be read. A target is {_FORMS}. Write it as TARGET.")
+        raise TargetError(
+            f"the target {text!r} cannot be read. A target is {_FORMS}. Write for example {place or text}:{name or 'target'}."
+        )
     module = _file(place, text) if place.endswith(".py") else _module(place, text)
     make = getattr(module, name, None)
     if not callable(make):
@@ -67,7 +69,7 @@ def find_target(text: str, wanted: str) -> Callable[[], Any]:
         found = [n for n in own if not n.startswith("_") and _takes_nothing(vars(module)[n])]
         raise TargetError(
             f"the target {text!r}: {place} has no callable {name!r}. A target names a function that takes nothing and "
-            f"returns {wanted}. There are such functions: {', '.join(found[:8]) or 'none'}. Correct the name."
+            f"returns {wanted}. Functions that take nothing there: {', '.join(found[:8]) or 'none'}. Correct the name."
         )
     _check_takes_nothing(make, text, wanted)
     return make

@@ -21,6 +21,11 @@ def roles_of(program: Program) -> tuple[LeafRole, ...]:
     return tuple(roles)
 
 
+def has_gradient(program: Program) -> bool:
+    """Whether a part of it is differentiated."""
+    return _read_under_jvp(program) is not None
+
+
 def _read_under_jvp(program: Program) -> set[int] | None:
     """Values that the differentiated function reads, directly or through casts before it; None without any gradient.
 

@@ -23,6 +23,7 @@ from alpa_lite.costs.factor_map import PARTIAL, WHOLE, FactorBoundary, FactorMap
 from alpa_lite.costs.layouts import TensorLayout, layouts_of, require_layouts
 from alpa_lite.costs.patterns import Change, Side, pattern_of, unsupported
 from alpa_lite.costs.verdicts import Difference, Verdict, Verdicts
+from alpa_lite.errors import ArgumentsError, user_line
 
 Places = Mapping[str, Place]
 
@@ -45,6 +46,11 @@ def needs_resharding(program: Program, specs: Mapping[int | str, Any], mesh: Dev
         >>> print(al.analysis.needs_resharding(program, {"0": "[x,_]", "1": "[_,_]", "out": "[x,_]"}, mesh))
         0 of 2 pairs need resharding
     """
+    if not isinstance(program, Program):
+        raise ArgumentsError(
+            f"needs_resharding was given {program!r:.60} as its program. It must be what al.analysis.trace(fn, *args) returns. "
+            f"At {user_line()}. Trace the function first."
+        )
     layouts = layouts_of(program, specs, mesh)
     require_layouts(program, layouts)
     judge = Judge(program=program)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from alpa_lite._version import __version__
-from alpa_lite.errors import CheckpointError
+from alpa_lite.errors import CheckpointError, user_line
 from alpa_lite.plan.checkpoint import (
     MANIFEST,
     PLAN,
@@ -59,6 +59,22 @@ class CheckpointFolder:
         self._begun: dict[int, tuple[Path, int]] = {}  # step -> unfinished folder, descriptor that holds its lock
 
     # -- writing -------------------------------------------------------------------------------------------------------
+
+    def make(self) -> None:
+        """The folder itself, so that one that cannot be is known before there is anything to lose.
+
+        Raises:
+            CheckpointError: it is something else, or not writable.
+        """
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            if not os.access(self.root, os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        except OSError as error:
+            raise CheckpointError(
+                f"checkpoints cannot be written to {str(self.root)!r}: {error.strerror or error}. Allowed is a folder that you "
+                f"may write to, or may make. At {user_line()}. Give another folder."
+            ) from error
 
     def begin(self, step: int) -> Path:
         """A new folder for the items of ``step``; leftovers of dead writers go.

@@ -68,10 +68,10 @@ def saved_file(what: str, path: Path, error: type[AlpaLiteError]) -> Iterator[Bi
         with whole_file(path) as file:
             yield file
     except OSError as reason:
+        way = "" if path.parent.is_dir() else f"Make the folder {str(path.parent)!r}, or give"
         raise error(
             f"{what} cannot be saved as {str(path)!r}: {reason.strerror or reason}. Allowed is a file in an existing folder "
-            f"that you may write to, on a disk with room. At {user_line()}. Make the folder {str(path.parent)!r}, or give "
-            "another path."
+            f"that you may write to, on a disk with room. At {user_line()}. {way or 'Give'} another path."
         ) from reason
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from alpa_lite.cluster.cluster import Cluster
 from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.costs.counted import ALWAYS_SHARDED
+from alpa_lite.costs.roles import has_gradient
 from alpa_lite.errors import AlpaLiteError, MemoryBudgetError, PinClashError
 from alpa_lite.intraop.clash import minimal_clash
 from alpa_lite.intraop.solve import minimum_peak
@@ -233,6 +234,10 @@ def _over_budget(task: MeshTask, results: Sequence[MeshResult], cluster: Cluster
     program = task.program
     word = "peak"
     advice = "donate the state (donate_argnums), wrap layers in jax.checkpoint, use a smaller batch or more devices"
+    if not has_gradient(program):
+        advice = (
+            "donate what is replaced, such as a cache (donate_argnums), use fewer slots, shorter inputs or more devices"
+        )
     if result.budgeted == "weights":
         word, advice = "bytes of the weights", "use more devices, pin fewer weights"
     sized = sorted(

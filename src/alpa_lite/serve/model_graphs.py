@@ -237,20 +237,21 @@ def checked_sizes(slots: Any, max_length: Any, buckets: Any) -> tuple[int, int, 
     Raises:
         ServeError: a number is not allowed.
     """
-    slots, max_length = checked_counts(slots=slots, max_length=max_length)
-    if max_length == 1:
+    (slots,) = checked_counts(slots=slots)
+    length = positive(max_length)
+    if length is None or length == 1:
         raise ServeError(
-            "max_length=1 was given; it must be a whole number from 2, as prompt and answer have at least one token each. At "
-            f"{user_line()}. Correct it."
+            f"max_length={max_length!r:.60} was given; it must be a whole number from 2, as prompt and answer have at least one "
+            f"token each. At {user_line()}. Correct it."
         )
     found = [positive(size) for size in several(buckets) or [None]]
     known = sorted({size for size in found if size is not None})
-    if None in found or known[-1] > max_length:
+    if None in found or known[-1] > length:
         raise ServeError(
-            f"buckets={buckets!r:.80} was given; they must be whole numbers from 1 to max_length={max_length}, at least one. At "
-            f"{user_line()}. Correct them, e.g. buckets=({max_length},); al.serve.propose_buckets finds good ones."
+            f"buckets={buckets!r:.80} was given; they must be whole numbers from 1 to max_length={length}, at least one. At "
+            f"{user_line()}. Correct them, e.g. buckets=({length},); al.serve.propose_buckets finds good ones."
         )
-    return slots, max_length, tuple(known)
+    return slots, length, tuple(known)
 
 
 def checked_counts(**values: object) -> list[int]:

@@ -70,7 +70,7 @@ def graphs(
         params: as for ``Engine``, or ``jax.ShapeDtypeStruct``; only shapes are looked at.
         slots: requests that are served at once.
         max_length: tokens of a request, prompt and answer together.
-        buckets: sizes to which prompts are padded.
+        buckets: sizes to which prompts are padded, in any order, each counted once.
         given: for a stage of a pipeline: graph -> what it takes in place of tokens, as the stage before returns it.
 
     Raises:

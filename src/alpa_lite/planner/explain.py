@@ -235,7 +235,9 @@ def _over_budget(task: MeshTask, results: Sequence[MeshResult], cluster: Cluster
     word = "peak"
     advice = "donate the state (donate_argnums), wrap layers in jax.checkpoint, use a smaller batch or more devices"
     if not has_gradient(program):
-        advice = "donate what is replaced, e.g. caches (donate_argnums), use smaller inputs (batch, slots, length) or more devices"
+        advice = (
+            "donate what is replaced, like caches (donate_argnums), use smaller inputs (batch, slots) or more devices"
+        )
     if result.budgeted == "weights":
         word, advice = "bytes of the weights", "use more devices, pin fewer weights"
     sized = sorted(

@@ -52,6 +52,7 @@ class Pricer:
     costs: CostModel
     slots: Slots
     _priced: tuple[list[np.ndarray], list[np.ndarray]] | None = None
+    _counted_edges: list[np.ndarray] | None = None
     _size_cache: dict[tuple[object, ...], np.ndarray] = field(default_factory=dict)
     _tiles: dict[tuple[object, ...], np.ndarray] = field(default_factory=dict)
 
@@ -83,7 +84,10 @@ class Pricer:
         """
         nodes, edges = self.priced()
         if timeline or counted:
-            edges = [self._counted(slot, costs) for slot, costs in zip(self.slots.edge_slots, edges, strict=True)]
+            if self._counted_edges is None:
+                slots = self.slots.edge_slots
+                self._counted_edges = [self._counted(slot, costs) for slot, costs in zip(slots, edges, strict=True)]
+            edges = self._counted_edges
         numbers, (u, v, edge_numbers) = self.slots.columns()
         if allowed:
             pinned = sorted(allowed)

@@ -94,6 +94,11 @@ def test_an_address_where_another_program_listens() -> None:
     assert f"no Ray cluster answers at '{address}': what listens there is no Ray head. It must be" in told
 
 
+def test_a_machine_where_ray_cannot_start() -> None:
+    told = run(own_environment() | {"RAY_TMPDIR": "/dev/null/ray"}, "-c", CONNECT, "")
+    assert "Ray could not be started on this machine: [Errno 20] Not a directory: '/dev/null/ray'. It needs" in told
+
+
 def test_a_cluster_that_is_started_here_listens_on_loopback_alone() -> None:
     start = "import sys\nfrom alpa_lite.executor.ray.cluster import connect\nprint(connect(None, 2), connect(None, 2))"
     env = own_environment() | {"RAY_AUTH_TOKEN": "0123456789abcdef"}

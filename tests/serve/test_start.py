@@ -154,20 +154,17 @@ def test_what_a_target_says_that_it_returns_is_looked_at_before_ray_starts(name:
     assert f"says that it returns {said}" in found.output and "al.serve.ServeTarget(model, params" in found.output
 
 
-@pytest.mark.parametrize("lost", [False, True])
-def test_whoever_interrupts_a_start_is_told_that_it_was_one(monkeypatch: pytest.MonkeyPatch, lost: bool) -> None:
-    """Not that it never served: it may have answered before the start had ended. Nor is the signal forgotten where its exception
-    is lost, as in JAX's callback for the garbage collector."""
+def interrupted_serve(monkeypatch: pytest.MonkeyPatch, *, connect: Callable[[], None], start: Callable[[], None]) -> Any:
+    """What the command came to, where these two do what they do there."""
     from alpa_lite.executor.ray import cluster
     from alpa_lite.serve import deployment
 
-    def start(*_: Any, started: Callable[[], object]) -> None:
-        with contextlib.suppress(*[KeyboardInterrupt] * lost):
-            signal.raise_signal(signal.SIGTERM)
+    def started_after(*_: Any, started: Callable[[], object]) -> None:
+        start()
         started()
 
-    monkeypatch.setattr(cluster, "connect", lambda *_: None)
-    monkeypatch.setattr(deployment, "start", start)
+    monkeypatch.setattr(cluster, "connect", lambda *_: connect())
+    monkeypatch.setattr(deployment, "start", started_after)
     kinds = signal.SIGINT, signal.SIGTERM
     before = [signal.getsignal(kind) for kind in kinds]
     try:
@@ -177,6 +174,46 @@ def test_whoever_interrupts_a_start_is_told_that_it_was_one(monkeypatch: pytest.
             signal.signal(kind, handler)
     assert found.exit_code == 130 and "the server is still starting" in found.output, found.output
     assert found.output.endswith("ended while it was starting\n")
+
+
+def terminated() -> None:
+    signal.raise_signal(signal.SIGTERM)
+
+
+def lost() -> None:
+    with contextlib.suppress(KeyboardInterrupt):
+        terminated()
+
+
+def failed() -> None:
+    with contextlib.suppress(KeyboardInterrupt):
+        terminated()
+    raise ServeError("the engine could not be made")
+
+
+@pytest.mark.parametrize("start", [terminated, lost, failed])
+def test_whoever_interrupts_a_start_is_told_that_it_was_one(
+    monkeypatch: pytest.MonkeyPatch, start: Callable[[], None]
+) -> None:
+    """Not that it never served: it may have answered before the start had ended. Nor is the signal forgotten where its exception
+    is lost, as in JAX's callback for the garbage collector."""
+    interrupted_serve(monkeypatch, connect=lambda: None, start=start)
+
+
+@pytest.mark.parametrize("impatient", [False, True])
+def test_ray_is_not_left_half_started(monkeypatch: pytest.MonkeyPatch, impatient: bool) -> None:
+    """It ends with a segmentation fault then. Whoever asks twice does not wait for a cluster that never answers."""
+    seen: list[str] = []
+
+    def connect() -> None:
+        signal.raise_signal(signal.SIGINT)
+        seen.append("first")
+        if impatient:
+            signal.raise_signal(signal.SIGINT)
+            seen.append("second")
+
+    interrupted_serve(monkeypatch, connect=connect, start=lambda: seen.append("server"))
+    assert seen == ["first"]
 
 
 def test_a_token_that_headers_cannot_carry(tmp_path: Path) -> None:

@@ -89,7 +89,9 @@ def serve(
     ] = "",
 ) -> None:
     """Serve a model until Ctrl-C or SIGTERM; then requests that run may finish."""
+    ending = _Ending()
     try:
+        ending.catch()
         from alpa_lite.executor.ray.cluster import connect
         from alpa_lite.plan.checkpoint_folder import CheckpointFolder
         from alpa_lite.serve.deployment import check_free, start, stop
@@ -117,48 +119,70 @@ def serve(
             checkpoint_path=checkpoint_path,
             num_gpus=gpus,
         )
-        ended, started = threading.Event(), threading.Event()
-
-        def end(*_: object) -> None:
-            ended.set()
-            if not started.is_set():
-                typer.echo("ending: the server is still starting, and its engine has up to half a minute", err=True)
-                raise KeyboardInterrupt
-
-        def begun() -> None:
-            started.set()
-            if (
-                ended.is_set()
-            ):  # the exception was lost where no caller gets one, such as JAX's callback for the garbage collector
-                raise KeyboardInterrupt
-
         _check_target(target)
         if checkpoint is not None:
             CheckpointFolder(checkpoint.resolve()).path()  # there is one
         check_free(host, port)
         logging.getLogger("ray.serve").setLevel(logging.WARNING)  # it calls ready what has no engine yet
+        ending.raises(False)
         connect(address or None, _cpus(settings))
-        for number in (signal.SIGINT, signal.SIGTERM):  # after Ray has set its own, which does not end well
-            signal.signal(number, end)
-        start(partial(served, target, os.getcwd()), settings, started=begun)
+        ending.catch()  # Ray has set its own, which does not end well
+        ending.raises(True)
+        start(partial(served, target, os.getcwd()), settings, started=ending.has_begun)
         try:
             typer.echo(f"serving {target} at http://{host}:{port}: POST /generate, GET /health, GET /metrics")
-            ended.wait()
+            ending.asked.wait()
             typer.echo(f"ending: requests that run have {drain_s:g} s")
         finally:
             stop(drain_s)
-    except KeyboardInterrupt:
-        typer.echo("ended while it was starting", err=True)
-        raise typer.Exit(_INTERRUPTED) from None
-    except ImportError as error:
-        typer.echo(
-            f"error: serving needs Ray Serve, which cannot be imported: {error}. Install it: pip install 'alpa-lite[serve]'.",
-            err=True,
-        )
+    except (KeyboardInterrupt, Exception) as error:
+        if ending.asked.is_set() and not ending.begun:  # whatever came of it
+            typer.echo("ended while it was starting", err=True)
+            raise typer.Exit(_INTERRUPTED) from None
+        if isinstance(error, ImportError):
+            typer.echo(
+                f"error: serving needs Ray Serve, which cannot be imported: {error}. Install it: pip install 'alpa-lite[serve]'.",
+                err=True,
+            )
+        elif isinstance(error, AlpaLiteError):
+            typer.echo(f"error: {error}", err=True)
+        else:
+            raise
         raise typer.Exit(_BAD_INPUT) from None
-    except AlpaLiteError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(_BAD_INPUT) from None
+
+
+class _Ending:
+    """What SIGINT and SIGTERM do: they interrupt while the server starts, and then whoever waits for ``asked`` ends it.
+
+    While Ray starts, the first one waits: half started, it ends with a segmentation fault. It is kept in mind all the time, as
+    interrupts are lost where their caller gets no exception, as in JAX's callback for the garbage collector.
+    """
+
+    def __init__(self) -> None:
+        self.asked = threading.Event()
+        self.begun, self._raises = False, True
+
+    def catch(self) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._on_signal)
+
+    def raises(self, so: bool) -> None:
+        """Whether signals interrupt from here on, and now, where one did not do so before."""
+        self._raises = so
+        if self.asked.is_set():
+            raise KeyboardInterrupt
+
+    def has_begun(self) -> None:
+        self.raises(False)
+        self.begun = True
+
+    def _on_signal(self, *_: object) -> None:
+        again = self.asked.is_set()
+        self.asked.set()
+        if not self.begun:
+            typer.echo("ending: the server is still starting, and its engine has up to half a minute", err=True)
+        if self._raises or (again and not self.begun):
+            raise KeyboardInterrupt
 
 
 def _cpus(settings: ServerSettings) -> int:

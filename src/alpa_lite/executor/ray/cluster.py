@@ -40,7 +40,7 @@ def connect(address: str | None, num_cpus: int) -> bool:
         Whether all hosts of the cluster are this machine.
 
     Raises:
-        ClusterError: there is no cluster at the address, or it refuses the token.
+        ClusterError: there is no cluster at the address, it refuses the token, or none can be started here.
     """
     if ray.is_initialized():
         return is_one_machine()
@@ -48,7 +48,7 @@ def connect(address: str | None, num_cpus: int) -> bool:
     if address is None:
         # Loopback alone, no dashboard: nothing of a laptop's session can be reached from elsewhere. Token authentication is
         # what the user's Ray says (on by default since 2.59).
-        with _guarded(), _on_loopback():
+        with _guarded(), _on_loopback(), _started_here():
             _init(
                 address="local",
                 num_cpus=max(num_cpus, os.cpu_count() or 1),
@@ -99,6 +99,18 @@ def is_gone() -> bool:
     except OSError:  # no answer yet, on a machine that is busy or far
         return False
     return False
+
+
+@contextlib.contextmanager
+def _started_here() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # Ray's own are plain ones
+        raise ClusterError(
+            f"Ray could not be started on this machine: {_first_line(error)}. It needs some seconds of a core, memory, and room in "
+            "its folder (/tmp/ray). Its logs there say more. Try again when the machine is less busy, or give the address of a "
+            "cluster that runs."
+        ) from error
 
 
 @contextlib.contextmanager

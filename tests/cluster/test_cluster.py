@@ -49,7 +49,9 @@ def test_unknown_device_lists_known_ones_and_guesses():
 
 
 def test_no_device_is_refused():
-    with pytest.raises(ClusterError, match=r"0 hosts with 8 devices.*at least 1.*write the number of hosts first"):
+    with pytest.raises(
+        ClusterError, match=r"0 hosts with 8 devices.*at least 1.*test_cluster.*Write the number of hosts first"
+    ):
         Cluster.parse("0x8:cpu")
 
 

@@ -154,7 +154,9 @@ def test_what_a_target_says_that_it_returns_is_looked_at_before_ray_starts(name:
     assert f"says that it returns {said}" in found.output and "al.serve.ServeTarget(model, params" in found.output
 
 
-def interrupted_serve(monkeypatch: pytest.MonkeyPatch, *, connect: Callable[[], None], start: Callable[[], None]) -> Any:
+def interrupted_serve(
+    monkeypatch: pytest.MonkeyPatch, *, connect: Callable[[], None], start: Callable[[], None]
+) -> None:
     """What the command came to, where these two do what they do there."""
     from alpa_lite.executor.ray import cluster
     from alpa_lite.serve import deployment

@@ -11,17 +11,8 @@ import jax
 from alpa_lite._version import __version__
 from alpa_lite.api.asked import check_cluster, check_stages_asked, check_symbolic
 from alpa_lite.api.bound import JIT_SETTINGS, Parallelized, Trees, plain, with_layers_said
-from alpa_lite.api.follow import (
-    Followed,
-    LeafHomes,
-    check_stages,
-    counterparts,
-    fixed_pins,
-    followed_plan,
-    following_options,
-    on_mesh_of,
-    stages_here,
-)
+from alpa_lite.api.follow import Followed, followed_plan, following_options, on_mesh_of
+from alpa_lite.api.followers import LeafHomes, check_stages, counterparts, fixed_pins, stages_here
 from alpa_lite.api.given import argnames, argnums, checked_options
 from alpa_lite.api.progress import Progress, told
 from alpa_lite.api.symbolic import SymbolicPlan
@@ -63,6 +54,16 @@ from alpa_lite.trace.unstack import unstacked
 _MAX_DOUBLINGS = 12  # of the number of microbatches, where it is searched
 ONE_MESH: dict[str, Any] = {"num_stages": "auto", "submeshes": None, "stage_layers": None, "stage_mesh_shapes": None}
 VERSIONS = Versions(jax=jax.__version__, alpa_lite=__version__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Planning:
+    """What a step is planned with: its arguments, for which cluster, and who is told of it."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    cluster: ClusterData
+    progress: Progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,12 +177,10 @@ class Request:
         if self.options.num_microbatches == "auto":
             return self._with_fewest_microbatches(args, kwargs, cluster)
         with told(self.options.verbose) as progress:
+            given = _Planning(args, kwargs, cluster, progress)
             if search and is_searched(self.options, cluster):
-                return self._searched(args, kwargs, cluster, progress)
-            if self.options.has_stages:
-                traced, made = self._on_stages(args, kwargs, cluster, progress)
-            else:
-                traced, made = self._on_one_mesh(args, kwargs, cluster, progress)
+                return self._searched(given)
+            traced, made = self._on_stages(given) if self.options.has_stages else self._on_one_mesh(given)
         return traced, self.finished(made, traced)
 
     def following(self, cluster: ClusterData) -> Request:
@@ -192,42 +191,33 @@ class Request:
         options = following_options(self.options, followed, cluster, self.source)
         return replace(self, follow=on_mesh_of(followed, options), options=options)
 
-    def _on_stages(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], cluster: ClusterData, progress: Progress
-    ) -> tuple[Traced, Plan]:
-        homes = self.homes(args, kwargs)
+    def _on_stages(self, given: _Planning) -> tuple[Traced, Plan]:
+        homes = self.homes(given.args, given.kwargs)
         try:
-            return self._at_homes(args, kwargs, cluster, progress, homes)
+            return self._at_homes(given, homes)
         except LayerError:
             if not homes.sometimes:
                 raise
-        return self._at_homes(args, kwargs, cluster, progress, homes.loosened())
+        return self._at_homes(given, homes.loosened())
 
-    def _at_homes(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        cluster: ClusterData,
-        progress: Progress,
-        homes: LeafHomes,
-    ) -> tuple[Traced, Plan]:
+    def _at_homes(self, given: _Planning, homes: LeafHomes) -> tuple[Traced, Plan]:
         """On the stages that were asked for, the leaves where they lie."""
         starts: list[Any] = []
-        traced, pins, notes = self.layered(args, kwargs, None, homes.cuts, starts if homes.stages else None)
+        traced, pins, notes = self.layered(given.args, given.kwargs, None, homes.cuts, starts if homes.stages else None)
         assert traced.layered is not None
-        cut, again = self._staged(traced, cluster, homes, are_homes(starts))
+        cut, again = self._staged(traced, given.cluster, homes, are_homes(starts))
 
         def planned(step: StagedStep, recompute: RecomputedStages | None) -> Plan:
             return plan_pipeline(
                 step,
                 cut,
-                cluster,
+                given.cluster,
                 pins,
                 self.options,
                 VERSIONS,
                 recompute=recompute,
                 notes=notes,
-                progress=progress,
+                progress=given.progress,
             )
 
         made = plan_with_remat(planned, again, self.options.remat)
@@ -267,28 +257,23 @@ class Request:
         return stages_here(whole.trace(args, kwargs).program, self.follow, self.follow_like, self.source)
 
     def _on_one_mesh(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        cluster: ClusterData,
-        progress: Progress,
-        known: Traced | None = None,
-        tasks: KnownTasks | None = None,
+        self, given: _Planning, known: Traced | None = None, tasks: KnownTasks | None = None
     ) -> tuple[Traced, Plan]:
         """Without a pipeline; where dims were padded or layers are recomputed, that step with its plan.
 
         Args:
-            args, kwargs, cluster, progress: as everywhere here.
+            given: with what it is planned.
             known: the step as it is, if it was traced.
             tasks: what was planned of it before.
         """
-        options = one_stage(self.options, cluster, self.source)
+        cluster, options = given.cluster, one_stage(self.options, given.cluster, self.source)
 
         def plan_traced(traced: Traced) -> tuple[Traced, Plan]:
-            pins, notes = self._pins_and_notes(traced, args, kwargs)
+            pins, notes = self._pins_and_notes(traced, given.args, given.kwargs)
+            settings: dict[str, Any] = {"notes": notes, "progress": given.progress, "known": tasks}
 
             def plan_program(program: Program, pins: ResolvedPins) -> Plan:
-                return plan_step(program, cluster, pins, options, VERSIONS, notes=notes, progress=progress, known=tasks)
+                return plan_step(program, cluster, pins, options, VERSIONS, **settings)
 
             if self.options.padding == "off":
                 return traced, plan_program(traced.program, pins)
@@ -296,7 +281,7 @@ class Request:
             return plan_with_padding(traced, cluster, pins, meshes, plan_program, self.options.rules)
 
         def trace_with(layers: LayerCuts | None) -> Traced:
-            return known if layers is None and known is not None else self.trace(args, kwargs, layers)
+            return known if layers is None and known is not None else self.trace(given.args, given.kwargs, layers)
 
         return plan_recomputing(plan_traced, trace_with, self.options, self.source)
 
@@ -307,34 +292,28 @@ class Request:
         """The plan of a step on one mesh that was traced; ``tasks`` as of ``plan_step``."""
         check_cluster(self.options, cluster, self.source)
         with told(self.options.verbose) as progress:
-            found, made = self._on_one_mesh(args, {}, cluster, progress, traced, tasks)
+            found, made = self._on_one_mesh(_Planning(args, {}, cluster, progress), traced, tasks)
         return found, self.finished(made, found)
 
     def pins_of(self, traced: Traced, args: tuple[Any, ...]) -> ResolvedPins:
         """What the user pinned of a step, without what is followed and fixed beside it."""
         return self._pins_and_notes(traced, args, {}, fixed=False)[0]
 
-    def _searched(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        cluster: ClusterData,
-        progress: Callable[[str], None] | None,
-    ) -> tuple[Traced, Plan]:
+    def _searched(self, given: _Planning) -> tuple[Traced, Plan]:
         """The best number of stages. A step that is one stage in the end is traced without the layers that were found."""
         chosen: list[object] = []
-        cuts = searched_layers(cluster, self.options.stage_count or 1, self.source)
+        cuts = searched_layers(given.cluster, self.options.stage_count or 1, self.source)
 
-        def layers(*given: Any, **settings: Any) -> Sequence[int]:
+        def layers(*of: Any, **settings: Any) -> Sequence[int]:
             chosen.append(cuts)
-            return cuts(*given, **settings)
+            return cuts(*of, **settings)
 
-        traced = self.trace(args, kwargs, layers)
-        pins, notes = self._pins_and_notes(traced, args, kwargs)
+        traced = self.trace(given.args, given.kwargs, layers)
+        pins, notes = self._pins_and_notes(traced, given.args, given.kwargs)
         single: list[Traced] = []
 
         def one_mesh() -> Plan:
-            found, made = self._on_one_mesh(args, kwargs, cluster, progress, None if chosen else traced)
+            found, made = self._on_one_mesh(given, None if chosen else traced)
             single.append(found)
             return made
 
@@ -342,13 +321,13 @@ class Request:
         assert of_parts.parts is not None
         task = SearchTask(
             traced=of_parts,
-            cluster=cluster,
+            cluster=given.cluster,
             pins=pins_of_parts(pins, of_parts.parts),
             options=self.options,
             versions=VERSIONS,
             one_stage=one_mesh,
             notes=notes,
-            progress=progress,
+            progress=given.progress,
         )
         made = plan_with_stages_searched(task)
         traced = single[0] if made.pipeline is None else of_parts

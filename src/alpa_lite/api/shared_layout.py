@@ -134,7 +134,8 @@ class SharedLayout:
             found = msgspec.json.decode(file.read_bytes(), type=_File)
         except OSError as error:
             raise PlanFileError(
-                f"cannot read the layout {str(path)!r}: {error.strerror}. Layouts are written by `layout.save`. Check the path."
+                f"cannot read the layout {str(path)!r}: {error.strerror}. Layouts are written by `layout.save`. At "
+                f"{user_line()}. Check the path."
             ) from error
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             if _is_plan(file):
@@ -223,7 +224,8 @@ class SharedLayout:
         total = format_cost(self.objective, unit)
         stages = self._first.stages
         place, bound = (f"{self.mesh}", "") if len(stages) == 1 else (f"{len(stages)} stages", " for these stages")
-        title = f"Shared layout of {len(self.plans)} graphs on {place}: {total} weighted, gap {self.gap:.2%}{bound}"
+        graphs = "1 graph" if len(self.plans) == 1 else f"{len(self.plans)} graphs"
+        title = f"Shared layout of {graphs} on {place}: {total} weighted, gap {self.gap:.2%}{bound}"
         columns = "graph", "weight", "cost", "own optimum", "price of sharing", "gap", "peak"
         rows = []
         for name, plan in self.plans.items():

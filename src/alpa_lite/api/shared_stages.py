@@ -22,7 +22,7 @@ from itertools import combinations
 from typing import Any
 
 from alpa_lite.api.asked import check_stage_count
-from alpa_lite.api.follow import LeafHomes, check_stages
+from alpa_lite.api.followers import LeafHomes, check_stages
 from alpa_lite.api.shared_graphs import PINNED_ELSEWHERE, SharedGraph, named
 from alpa_lite.api.shared_layers import (
     LayeredGraph,

@@ -15,7 +15,7 @@ import numpy as np
 from alpa_lite.cluster.calibration import Calibration, calibrated_device
 from alpa_lite.cluster.hardware import Device, Link, device_names, read_device
 from alpa_lite.core.mesh import DeviceMesh
-from alpa_lite.errors import ClusterError
+from alpa_lite.errors import ClusterError, user_line
 from alpa_lite.units import format_bytes, format_time
 
 _TEXT = re.compile(r"(\d+)x(\d+):([A-Za-z0-9._-]+)")
@@ -44,14 +44,14 @@ class Cluster:
         if self.num_hosts < 1 or self.devices_per_host < 1:
             raise ClusterError(
                 f"a cluster of {self.num_hosts} hosts with {self.devices_per_host} devices each has no device. Both "
-                f"numbers must be at least 1, as in '1x8:{self.device.name}'; write the number of hosts first."
+                f"numbers must be at least 1, as in '1x8:{self.device.name}'. At {user_line()}. Write the number of hosts first."
             )
         wired = len(self.inside.wiring)
         if wired and self.devices_per_host > wired:
             raise ClusterError(
                 f"a cluster with {self.devices_per_host} devices per host was asked for, but a host of {self.device.name} "
-                f"has {wired} devices, linked in pairs. At most {wired} are allowed; write more hosts instead, as in "
-                f"'2x{wired}:{self.device.name}'."
+                f"has {wired} devices, linked in pairs. At most {wired} are allowed. At {user_line()}. Write more hosts, as "
+                f"in '2x{wired}:{self.device.name}'."
             )
 
     @classmethod
@@ -65,8 +65,8 @@ class Cluster:
         if match is None:
             raise ClusterError(
                 f"the cluster text {text!r} cannot be read. It must be HOSTSxDEVICES_PER_HOST:DEVICE, like "
-                f"'8x8:h100-sxm' for 8 hosts with 8 devices each, with a device of {', '.join(device_names())}. It was "
-                f"given to Cluster.parse (or --cluster); correct it there, '1x8:cpu' is a laptop."
+                f"'8x8:h100-sxm' for 8 hosts with 8 devices each, with a device of {', '.join(device_names())}. At "
+                f"{user_line()}. Correct what was given to Cluster.parse (or --cluster); '1x8:cpu' is a laptop."
             )
         hosts, devices, name = match.groups()
         return cls.of(name, num_hosts=int(hosts), devices_per_host=int(devices))

@@ -14,7 +14,7 @@ from importlib import resources
 from typing import Any
 
 from alpa_lite.cluster.wiring import Wiring, disjoint_rings
-from alpa_lite.errors import ClusterError
+from alpa_lite.errors import ClusterError, user_line
 
 BASES = ("peak", "measured", "estimate")
 TOPOLOGIES = ("switch", "torus", "wired")
@@ -189,8 +189,8 @@ def read_device(name: str) -> tuple[Device, Link, Link]:
         guess = f" Did you mean {close[0]!r}?" if close else ""
         raise ClusterError(
             f"device {name!r} is not in the hardware table, which has {', '.join(devices)}.{guess} The device is the "
-            f"part after ':' in a cluster text like '1x8:h100-sxm'; take one of these names, or the closest one and "
-            f"calibrate on the real devices."
+            f"part after ':' in a cluster text like '1x8:h100-sxm'. At {user_line()}. Take one of these names, or the closest "
+            "one and calibrate on the real devices."
         )
     entry = devices[name]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from os import PathLike
 
-from alpa_lite.errors import PlanFileError
+from alpa_lite.errors import PlanFileError, user_line
 from alpa_lite.plan.check import plan_faults
 from alpa_lite.plan.decode import decode_document, decode_fields
 from alpa_lite.plan.files import as_path
@@ -26,8 +26,8 @@ def load_plan(path: str | PathLike[str]) -> Plan:
         data = file.read_bytes()
     except OSError as error:
         raise PlanFileError(
-            f"cannot read the plan file {str(path)!r}: {error.strerror}. Plan files are written by `plan.save`."
-            " Check the path."
+            f"cannot read the plan file {str(path)!r}: {error.strerror}. Plan files are written by `plan.save`. At "
+            f"{user_line()}. Check the path."
         ) from error
     return read_plan(data, str(path))
 

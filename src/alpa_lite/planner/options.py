@@ -10,7 +10,7 @@ from typing import Literal
 
 from alpa_lite.core.mesh import is_axis_name
 from alpa_lite.core.rule_text import NamedRule
-from alpa_lite.errors import AlpaLiteError
+from alpa_lite.errors import AlpaLiteError, user_line
 from alpa_lite.plan.plan import OptionValue
 from alpa_lite.planner.stage_options import stage_count, stage_faults
 from alpa_lite.schedule.generators import GENERATORS, UserSchedule
@@ -102,7 +102,9 @@ class PlanOptions:
             if value is None or (name, value) == ("submeshes", "auto"):
                 continue
             if isinstance(value, str) or not isinstance(value, Iterable):
-                raise AlpaLiteError(f"PlanOptions: {name}={value!r} was given; it must be a tuple, e.g. {example}.")
+                raise AlpaLiteError(
+                    f"PlanOptions: {name}={value!r} was given; it must be a tuple, e.g. {example}. At {user_line()}."
+                )
             entries = (tuple(v) if isinstance(v, list) else v for v in value)
             object.__setattr__(self, name, tuple(entries))
         if isinstance(self.remat, list):
@@ -110,7 +112,7 @@ class PlanOptions:
         if isinstance(self.schedule, PathLike):
             object.__setattr__(self, "schedule", fspath(self.schedule))
         for fault in self._no_numbers() or self._faults():
-            raise AlpaLiteError(f"PlanOptions: {fault}")
+            raise AlpaLiteError(f"PlanOptions: {fault} At {user_line()}.")
 
     def _faults(self) -> list[str]:
         faults = []

@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,7 +22,7 @@ from alpa_lite.errors import CheckpointError, ServeError, user_line
 from alpa_lite.executor.checkpoint_item import read_leaves
 from alpa_lite.executor.places import Place, whole_tree
 from alpa_lite.executor.state_rows import rows_of
-from alpa_lite.plan.checkpoint import ROOT_LEAF, check_files
+from alpa_lite.plan.checkpoint import ROOT_LEAF, CheckpointManifest, check_files
 from alpa_lite.plan.checkpoint_folder import CheckpointFolder
 from alpa_lite.plan.files import as_path
 from alpa_lite.plan.leaf_rows import rows_path
@@ -84,6 +85,7 @@ class StoredParams:
         manifest, place = folder.read(self.step), folder.path(self.step)
         shapes = jax.tree_util.tree_leaves(self.shapes)
         names = self._names()
+        self._check_path(manifest, place)
         wanted = dict.fromkeys(names[number] for number, _, _ in places)
         items = {piece.item for name in wanted for piece in manifest.leaf(name, place).pieces}
         if self.verify:
@@ -97,6 +99,18 @@ class StoredParams:
             made += read_leaves(place, manifest, {name: struct}, verified=True).values()
             jax.block_until_ready(made[-1])  # until then the host's copy stays
         return made
+
+    def _check_path(self, manifest: CheckpointManifest, place: Path) -> None:
+        """That ``path`` leads to something in the saved state; which leaves are there is checked as they are read."""
+        known = [leaf.path for leaf in manifest.leaves]
+        if self.names or not self.path or any(name == self.path or name.startswith(f"{self.path}/") for name in known):
+            return
+        first = list(dict.fromkeys(name.partition("/")[0] for name in known))
+        raise CheckpointError(
+            f"StoredParams: path={self.path!r} was given, and the checkpoint {str(place)!r} has nothing there, but "
+            f"in {', '.join(map(repr, first[:8]))}{', ...' if first[8:] else ''}. At {user_line()}. Give the path of the "
+            'parameters in that state (path=, or --checkpoint-path at the command line), "" where they are all of it.'
+        )
 
 
 def check_maker(params: Any) -> None:

@@ -107,9 +107,9 @@ def _started_here() -> Iterator[None]:
         yield
     except Exception as error:  # Ray's own are plain ones
         raise ClusterError(
-            f"Ray could not be started on this machine: {_first_line(error)}. It needs some seconds of a core, memory, and room in "
-            "its folder (/tmp/ray). Its logs there say more. Try again when the machine is less busy, or give the address of a "
-            "cluster that runs."
+            f"Ray could not be started on this machine: {_first_line(error)}. It needs some seconds of a core, memory, and room "
+            "in its folder (/tmp/ray). Its logs there say more. Try again when the machine is less busy, or give the address of "
+            "a cluster that runs."
         ) from error
 
 

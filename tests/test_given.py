@@ -83,7 +83,23 @@ WRONG = {
     "reshard": (lambda: al.reshard(sharded(), P()), ["asked for P", "a NamedSharding", "given as sharding", "write"]),
     "Cluster.parse": (
         lambda: al.Cluster.parse(8),
-        ["text 8", "HOSTSxDEVICES_PER_HOST:DEVICE", "Cluster.parse", "correct"],
+        ["text 8", "HOSTSxDEVICES_PER_HOST:DEVICE", HERE, "Correct what was given to Cluster.parse"],
+    ),
+    "Cluster.parse: device": (
+        lambda: al.Cluster.parse("1x8:h10"),
+        ["device 'h10' is not in the hardware table", "Did you mean 'h100-sxm'?", HERE, "Take one"],
+    ),
+    "PlanOptions": (
+        lambda: al.PlanOptions(mesh_shape=8),
+        ["mesh_shape=8 was given", "must be a tuple, e.g. (2, 4)", HERE],
+    ),
+    "load_plan: no file": (
+        lambda: al.load_plan("nowhere/plan.json"),
+        ["cannot read the plan file 'nowhere/plan.json'", HERE, "Check the path"],
+    ),
+    "SharedLayout.load: no file": (
+        lambda: al.SharedLayout.load("nowhere/layout.json"),
+        ["cannot read the layout 'nowhere/layout.json'", HERE, "Check the path"],
     ),
     "plan: a keyword like a setting": (
         lambda: plan(option=al.PlanOptions()),
@@ -171,7 +187,8 @@ def test_messages_have_four_parts(name):
 def test_options_say_what_they_take(option, value, allowed):
     with pytest.raises(al.AlpaLiteError) as caught:
         al.PlanOptions(**{option: value})
-    assert f"PlanOptions: {option}={value!r} was given" in str(caught.value) and allowed in str(caught.value)
+    said = str(caught.value)
+    assert f"PlanOptions: {option}={value!r} was given" in said and allowed in said and "test_given.py" in said
 
 
 def test_positions_may_be_counted_from_the_end():

@@ -97,6 +97,32 @@ def test_bad_settings_are_told_at_once(given: list[str], words: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("graphs", "given", "words"),
+    [
+        (["prefill_8", "decode"], ["--slots", "8", "--buckets", "8"], "slots=4, and slots=8 was given"),
+        (
+            ["prefill_8", "decode"],
+            ["--slots", "4", "--buckets", "8,32"],
+            "has no plan of 'prefill_32', but of 'prefill_8'",
+        ),
+        (["prefill_8"], ["--slots", "4"], "has no plan of 'decode'"),
+    ],
+)
+def test_a_layout_of_other_sizes_is_told_before_ray_starts(
+    tmp_path: Path, graphs: list[str], given: list[str], words: str
+) -> None:
+    made = target()
+    all_graphs = al.serve.graphs(made.model, made.params, slots=4, max_length=48, buckets=(8,))
+    layout = al.plan_shared(
+        {name: all_graphs[name] for name in graphs}, shared="0", cluster=al.Cluster.parse("1x1:cpu"), donate_argnums=1
+    )
+    layout.save(tmp_path / "layout.json")
+    command = ["serve", "tests.serve.served_target:target", "--layout", str(tmp_path / "layout.json"), *given]
+    found = CliRunner().invoke(main, command)
+    assert found.exit_code == 2 and words in found.output and "(--slots and --buckets" in found.output, found.output
+
+
+@pytest.mark.parametrize(
     ("given", "words"),
     [
         ({"port": 70000}, r"port=70000 was given; it must be a whole number from 1 to 65535"),

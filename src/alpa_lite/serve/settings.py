@@ -12,7 +12,8 @@ from alpa_lite.api.shared_layout import SharedLayout
 from alpa_lite.cluster.cluster import Cluster
 from alpa_lite.errors import ServeError, user_line
 from alpa_lite.numeric import real, whole
-from alpa_lite.serve.model_graphs import DECODE, checked_counts, checked_sizes
+from alpa_lite.plan.identity import some
+from alpa_lite.serve.model_graphs import DECODE, checked_counts, checked_sizes, prefill_name
 
 _MARGIN = 64  # requests for /health and /metrics, and those that are being refused
 
@@ -131,9 +132,34 @@ class ServerSettings:
             )
 
     def planned_for(self, layout: SharedLayout | None) -> Cluster | None:
-        """What the engine runs on; None = whatever its process has."""
+        """What the engine runs on; None = whatever its process has.
+
+        Raises:
+            ServeError: the layout is not of these graphs, as far as can be said without the model.
+        """
+        if layout is not None:
+            self._check_layout(layout)
         text = self.cluster or ("" if layout is None else layout.plans[DECODE].identity.cluster)
         return Cluster.parse(text) if text else None
+
+    def _check_layout(self, layout: SharedLayout) -> None:
+        plans = layout.plans
+        buckets = map(prefill_name, self.buckets) if self.buckets else ()
+        fault = ""
+        if missing := [name for name in (DECODE, *buckets) if name not in plans]:
+            fault = f"has no plan of {missing[0]!r}, but of {some(list(plans))}"
+        else:
+            decode = plans[DECODE]
+            planned = next(
+                iter(decode.inputs[-1].value.shape), 1
+            )  # of its tokens; with stages, slots are groups of so many
+            if self.slots % planned or (len(decode.stages) == 1 and self.slots != planned):
+                fault = f"was planned for slots={planned}, and slots={self.slots} was given"
+        if fault:
+            raise ServeError(
+                f"the layout {self.layout!r} {fault}. Slots and buckets must be those that were planned. At {user_line()}. Give "
+                "those (--slots and --buckets at the command line), or plan al.serve.graphs(...) with these sizes."
+            )
 
     @property
     def most_requests(self) -> int:

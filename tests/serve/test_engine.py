@@ -200,12 +200,16 @@ def test_numbers_of_numpy_and_jax_are_numbers(engine: al.serve.Engine) -> None:
 
 
 def test_requests_that_cannot_be_served_are_refused(engine: al.serve.Engine) -> None:
+    deleted = jnp.arange(3)
+    deleted.delete()
     for prompt, settings, match in (
         ([], {}, "an empty prompt was given"),
         ([1] * 25, {}, "a prompt of 25 tokens was given; the largest bucket holds 24"),
         ([1] * 24, {"max_tokens": 9}, "together they may be at most max_length=32"),
         ([1.5], {}, "it must be a list of whole numbers"),
         ([[1]], {}, "it must be a list of whole numbers"),
+        (jax.random.key(0), {}, "a prompt was given that cannot be read: .*test_engine"),
+        (deleted, {}, "a prompt was given that cannot be read: Array has been deleted"),
         ([256], {}, "the token 256 was given; the model's tokens are 0 to 255"),
         ([-1], {}, "the token -1 was given"),
         ([1], {"max_tokens": 0}, "max_tokens=0 was given"),

@@ -72,6 +72,7 @@ def test_sizes_that_are_none_are_refused() -> None:
             "al.serve.Engine got '' of type str as a path. Allowed is a str or an os.PathLike, and not an empty",
         ),
         ({"compile_cache": __file__ + "/x"}, r"programs cannot be kept in '.*x': .*test_engine.*--compile-cache"),
+        ({"compile_cache": "/proc"}, r"programs cannot be kept in '/proc': .*test_engine.*--compile-cache"),
         ({"queue_limit": 0}, "queue_limit=0 was given"),
         ({"prefills_per_step": 0}, "prefills_per_step=0 was given.*test_engine"),
     ):
@@ -118,7 +119,13 @@ def test_the_thread_ends_when_the_engine_is_closed_or_forgotten() -> None:
     closed, forgotten = (al.serve.Engine(model, params, layout, **SIZES) for _ in range(2))
     assert engines() == before + 2
     request = closed.submit([1, 2, 3], max_tokens=28)
+    closers = [threading.Thread(target=closed.close) for _ in range(3)]
+    for closer in closers:
+        closer.start()
     closed.close()
+    assert not closed._thread.is_alive() and request.done  # also for who is not the first
+    for closer in closers:
+        closer.join()
     closed.close()
     assert closed.closed and request.done and engines() == before + 1
     with pytest.raises(EngineClosed):

@@ -8,6 +8,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from typing import Any
+from urllib.parse import unquote
 
 import numpy as np
 import pytest
@@ -194,9 +195,9 @@ def test_a_body_that_does_not_come(sent: bytes) -> None:
 
 
 def test_paths_and_methods(server: Server) -> None:
-    for path in ("/nothing", "/"):
+    for path in ("/nothing", "/", "/hea%0alth"):
         status, found, _ = server.ask("GET", path)
-        assert status == 404 and f"there is nothing at '{path}'. There are POST /generate" in found["error"]
+        assert status == 404 and f"there is nothing at {unquote(path)!r}. There are POST /generate" in found["error"]
     status, _, got = server.ask("GET", "/generate")
     assert (status, got.getheader("allow")) == (405, "POST")
     assert server.ask("GET", "/health")[:2] == (200, {"status": "ok"})
@@ -262,6 +263,33 @@ def test_a_tokenizer_that_fails() -> None:
         _, raw, _ = server.ask("POST", "/generate", {"text": "a", "max_tokens": 2, "stream": True})
         assert json.loads(raw.strip().rsplit("data: ", 1)[1])["status"] == 500
         assert wait_for_room(server) == 200
+    finally:
+        server.end()
+
+
+@pytest.mark.parametrize(
+    ("decode", "words"),
+    [
+        (lambda tokens: bytes(tokens).decode(errors="surrogateescape"), "UnicodeEncodeError"),
+        (lambda tokens: None, "it returned NoneType instead of str"),
+        (lambda tokens: bytes(tokens), "it returned bytes instead of str"),
+    ],
+    ids=["half of a pair", "nothing", "bytes"],
+)
+def test_a_tokenizer_that_makes_no_text(decode: Any, words: str) -> None:
+    def encode(text: str) -> list[int]:
+        raise ValueError("no \ud800")
+
+    server = Server(Says([0xFF, 0xFE]), encode=encode, decode=decode)
+    try:
+        status, got = server.generate(tokens=PROMPT, max_tokens=2)
+        assert status == 500 and "cannot decode the answer: " in got["error"] and words in got["error"]
+        status, got, _ = server.ask("POST", "/generate", {"tokens": PROMPT, "max_tokens": 2, "stream": True})
+        assert status == 500 and words in got["error"]
+        status, got = server.generate(text="a")
+        assert status == 400 and got["error"].startswith(
+            "the server's tokenizer cannot encode the text: ValueError: no ?"
+        )
     finally:
         server.end()
 

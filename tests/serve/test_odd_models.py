@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import alpa_lite as al
+from alpa_lite.errors import ServeError
 
 SIZES = {"slots": 2, "max_length": 8, "buckets": (4,)}
 VOCABULARY = 61
@@ -65,6 +67,75 @@ def test_no_cache_and_typed_keys(with_keys: bool) -> None:
     for _ in range(4):
         expected.append(int(following[expected[-1]]))
     assert list(found) == expected[1:]
+
+
+@jax.tree_util.register_dataclass
+@dataclass
+class Called:
+    """Parameters that are a tree and can be called, as modules of some libraries are."""
+
+    table: Any
+
+    def __call__(self, x: Any) -> Any:
+        raise AssertionError("it is no function that makes parameters")
+
+
+class ByName(Bigrams):
+    def decode(self, params: Any, cache: Any, tokens: jax.Array) -> tuple[jax.Array, Any]:
+        return params.table[tokens], cache
+
+
+@pytest.mark.medium
+def test_parameters_in_numbers_of_numpy_and_in_a_tree_that_can_be_called() -> None:
+    """JAX has no numbers of 64 bits by default; NumPy makes no others."""
+    table = np.eye(32)[np.random.default_rng(0).permutation(32)]
+    answers = []
+    for model, params in (
+        (Bigrams(), {"table": table.astype(np.float32)}),
+        (Bigrams(), {"table": table, "count": np.arange(3)}),
+        (Bigrams(), lambda: {"table": table}),
+        (ByName(), Called(table)),
+    ):
+        with al.serve.Engine(model, params, **SIZES) as engine:
+            answers.append(engine.generate([[3]], max_tokens=4))
+    assert answers == answers[:1] * 4
+    for wrong in (np.array(["a"]), np.array([None])):
+        with pytest.raises(ServeError, match=r"the parameter 'params/table' is array.*Parameters are arrays"):
+            al.serve.Engine(Bigrams(), {"table": wrong}, **SIZES)
+
+
+@pytest.mark.medium
+def test_numbers_of_64_bits_in_the_thread_that_made_the_engine() -> None:
+    """The engine's own thread takes them, too; and tiles are cut out at places of the type that the mesh has."""
+    table = np.eye(32)[np.random.default_rng(0).permutation(32)]
+    with al.serve.Engine(Bigrams(), {"table": table}, **SIZES) as engine:
+        expected = engine.generate([[3]], max_tokens=4)
+    with jax.enable_x64(True):
+        graphs = al.serve.graphs(Bigrams(), {"table": table}, **SIZES)
+        assert graphs["decode"][1][0]["table"].dtype == np.float64
+        layout = al.plan_shared(
+            graphs,
+            shared="0",
+            pins={"0/table": P(), "out/0": P(None, "x")},  # cut out of the whole table
+            donate_argnums=1,
+            cluster=al.Cluster.parse("1x2:cpu"),
+        )
+        for given in (None, layout):
+            with al.serve.Engine(Bigrams(), {"table": table}, given, **SIZES) as engine:
+                assert engine.generate([[3]], max_tokens=4) == expected
+
+
+class Counts(Sums):
+    def decode(self, params: Any, cache: Any, tokens: jax.Array) -> tuple[jax.Array, Any]:
+        return super().decode(params, cache, tokens)[0], 3
+
+
+def test_a_cache_that_comes_back_as_a_number() -> None:
+    params = {"table": np.ones((32, 16), np.float32), "out": np.ones((16, 32), np.float32)}
+    with pytest.raises(
+        ServeError, match=r"Counts.decode: the leaf 'cache' was float32\[2, 16\] as given and is int as"
+    ):
+        al.serve.Engine(Counts(), params, **SIZES)
 
 
 @pytest.mark.medium

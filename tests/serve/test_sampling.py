@@ -107,6 +107,8 @@ def test_a_key_is_read_when_it_is_given() -> None:
     sampling = Sampling(1.0, key=key)
     key.delete()
     assert sampling.key_words().tolist() == [0, 5]
+    assert sampling == Sampling(1.0, key=jax.random.PRNGKey(5)) != Sampling(1.0, key=jax.random.key(6))
+    assert len({sampling, Sampling(1.0, key=jax.random.key(5))}) == 1
     with pytest.raises(RuntimeError, match="deleted"):
         Sampling(1.0, key=key)
 

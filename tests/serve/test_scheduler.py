@@ -256,6 +256,9 @@ def test_logits_that_are_no_numbers_end_their_request_and_nothing_else(drawn: in
             assert request.finish_reason == "error"
         else:
             assert list(request.result()) == answer([first, 2], 4)
+    found = scheduler.statistics()
+    assert found.generated_tokens == 3 * 4 + drawn
+    assert found.time_to_first_token.count == 3 + (drawn > 0)
 
 
 def test_a_runner_that_cannot_begin_anew_closes_the_engine_and_leaves_nobody_waiting() -> None:
@@ -417,6 +420,33 @@ def test_who_sees_that_a_request_is_finished_finds_it_counted(reason: str) -> No
         request.cancel()
     finish(scheduler)
     assert seen == [(reason, False)] and scheduler.statistics().finished == {reason: 1}
+
+
+def test_the_last_token_comes_with_the_end() -> None:
+    """Who reads all tokens and leaves the block at once does not cancel what is finished, however slow its end is."""
+    scheduler = scheduler_of()
+    count = scheduler.counters.finished
+
+    def slowly(reason: str) -> None:
+        time.sleep(0.02)
+        count(reason)
+
+    scheduler.counters.finished = slowly
+
+    async def read(request: Request) -> list[int]:
+        with request:
+            return [token async for token in request]
+
+    with running(scheduler):
+        for _ in range(5):
+            first, second = request_of(1, count=2), request_of(1, count=2)
+            scheduler.submit(first)
+            scheduler.submit(second)
+            with first:
+                assert len(list(first)) == 2
+            assert len(asyncio.run(read(second))) == 2
+            assert first.finish_reason == second.finish_reason == "length"
+    assert scheduler.statistics().finished == {"length": 10}
 
 
 def test_an_error_does_not_grow_with_its_readers() -> None:

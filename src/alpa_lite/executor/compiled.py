@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import tempfile
 import time
 from pathlib import Path
 
@@ -14,9 +15,15 @@ _WRITTEN_S = 60.0  # by then a file has been written
 
 
 def keep_compiled(folder: str) -> None:
-    """From here on, whatever takes however long to compile. Files that are damaged are deleted first."""
+    """From here on, whatever takes however long to compile. Files that are damaged are deleted first.
+
+    Raises:
+        OSError: it is no folder that can be written to, of which JAX would only warn, program by program.
+    """
     place = Path(folder)
     place.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=place):
+        pass
     delete_damaged(place)
     jax.config.update("jax_compilation_cache_dir", folder)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)

@@ -18,6 +18,7 @@ from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.costs.permutes import changed_axes, permutation
 
 _MAX_PIECES = 16  # further ones make the program long for little
+_ORIGIN = np.int32(0)  # of the type of positions on the mesh, also where JAX takes numbers for 64 bits wide
 
 
 def run_alone(x: jax.Array, steps: Sequence[Step], numbers: Sequence[int], mesh: DeviceMesh) -> jax.Array:
@@ -57,7 +58,7 @@ def run_step(x: jax.Array, step: Step, mesh: DeviceMesh) -> jax.Array:
         case None:
             sizes = list(x.shape)
             sizes[step.target_dim] //= mesh.axes_size(step.axes)
-            starts: list[Any] = [0] * x.ndim
+            starts: list[Any] = [_ORIGIN] * x.ndim
             starts[step.target_dim] = tile_index(step.axes, mesh) * sizes[step.target_dim]
             return _cut(x, starts, sizes)
         case CollectiveKind.ALL_GATHER:
@@ -91,9 +92,9 @@ def run_steps(
     return x
 
 
-def tile_index(axes: tuple[str, ...], mesh: DeviceMesh) -> jax.Array | int:
-    """This device's position along several axes, the first the most significant."""
-    index: jax.Array | int = 0
+def tile_index(axes: tuple[str, ...], mesh: DeviceMesh) -> Any:
+    """This device's position along several axes, the first the most significant, as int32."""
+    index: Any = _ORIGIN
     for axis in axes:
         index = index * mesh.axis_size(axis) + lax.axis_index(axis)
     return index

@@ -161,7 +161,11 @@ class Answers:
     def _text(self, tokens: list[int]) -> str:
         assert self._decode is not None
         try:
-            return self._decode(tokens)
+            text = self._decode(tokens)
+            if not isinstance(text, str):
+                raise TypeError(f"it returned {type(text).__name__} instead of str")
+            text.encode()  # halves of a pair of surrogates cannot be sent
+            return text
         except Exception as error:  # of the user's function, whatever it raises
             raise ServeError(
                 f"the server's tokenizer cannot decode the answer: {type(error).__name__}: {error!s:.200}. Ask whoever runs the "

@@ -132,7 +132,8 @@ class Engine:
         self._scheduler = Scheduler(self.programs, queue_limit=limit, prefills_per_step=prefills_per_step)
         # The thread holds the scheduler, not the engine: an engine that nobody holds ends its thread. The finalizer also runs
         # at the end of the process, before JAX's own clean-up, as it was registered later.
-        self._thread = threading.Thread(target=_run, args=(self._scheduler,), name="alpa_lite-engine", daemon=True)
+        wide = jax.dtypes.canonicalize_dtype(np.int64) == np.int64
+        self._thread = threading.Thread(target=_run, args=(self._scheduler, wide), name="alpa_lite-engine", daemon=True)
         self._end = weakref.finalize(self, _end, self._scheduler, self._thread, self.programs)
         self._thread.start()
 
@@ -231,6 +232,11 @@ class Engine:
             tokens = np.frombuffer(prompt, np.uint8) if isinstance(prompt, (bytes, bytearray)) else np.asarray(prompt)
         except ValueError:  # rows of different lengths
             tokens = np.empty(1, object)
+        except (TypeError, RuntimeError) as error:  # a key of random numbers, an array that was deleted
+            raise RequestError(
+                f"a prompt was given that cannot be read: {error}. It must be a list of whole numbers. At {user_line()}. Change "
+                "the request."
+            ) from error
         wanted = positive(max_tokens)
         longest = self.buckets[-1]
         for fault in (
@@ -317,6 +323,8 @@ class Engine:
             self._thread.join(real(drain_s))
         self._scheduler.close("it was asked to")
         self._end()
+        if self._thread is not threading.current_thread():
+            self._thread.join()  # also where another thread closes it at the same time
 
     def __enter__(self) -> Engine:
         return self
@@ -343,9 +351,10 @@ def _check_several(prompts: Any, sampling: Any) -> None:
         )
 
 
-def _run(scheduler: Scheduler) -> None:
+def _run(scheduler: Scheduler, wide: bool) -> None:
+    """``wide``: whether JAX takes numbers of 64 bits, as it did for the graphs: that may be a setting of one thread alone."""
     # Prompts, tokens and settings of draws cross on purpose, also where the user has JAX watch for transfers.
-    with jax.transfer_guard_host_to_device("allow"):
+    with jax.transfer_guard_host_to_device("allow"), jax.enable_x64(wide):
         scheduler.run()
 
 

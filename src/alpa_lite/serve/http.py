@@ -92,7 +92,7 @@ class HttpService:
             return Response(status_code=_NOT_SENT)
 
     async def _answer(self, request: Request) -> Response:
-        path = request.url.path.removeprefix(request.scope.get("root_path", "")).rstrip("/")
+        path = request.scope["path"].removeprefix(request.scope.get("root_path", "")).rstrip("/")
         if path == "/generate":
             _check_method(request, "POST")
             self._check_token(request)
@@ -228,7 +228,7 @@ def _error(status: int, text: str, headers: dict[str, str]) -> Response:
 
 def _shown(error: Any) -> str:
     """Without the line of the server's own code that an error names: a client learns nothing from it."""
-    return _PLACE.sub("", str(error))
+    return _PLACE.sub("", str(error)).encode(errors="replace").decode()
 
 
 def _event(value: Any) -> bytes:

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from alpa_lite.errors import ServeError, user_line
 from alpa_lite.numeric import positive, several
@@ -21,6 +22,7 @@ from alpa_lite.trace.paths import leaf_paths
 
 Graph = tuple[Callable[..., Any], tuple[Any, ...]]
 DECODE = "decode"
+_NUMBERS = "biufcV"  # kinds of NumPy types; V are those of ml_dtypes, as bfloat16
 
 
 class Model(Protocol):
@@ -137,9 +139,9 @@ def _checked(model: Model, method: str, found: Any, cache: Any, slots: int) -> t
     else:
         for (path, had), (_, has) in zip(leaf_paths(cache, "cache"), leaf_paths(found[1], "cache"), strict=True):
             # A prompt's cache is brought to the type of the whole one when it is put there.
-            if had.shape != has.shape or (method == "decode" and had.dtype != has.dtype):
-                types = [f"{x.dtype}{list(x.shape)}" for x in (had, has)]
-                fault = f"the leaf {path!r} was {types[0]} as given and is {types[1]} as returned"
+            same = _is_array(has) and had.shape == has.shape
+            if not same or (method == "decode" and had.dtype != has.dtype):
+                fault = f"the leaf {path!r} was {_kind(had)} as given and is {_kind(has)} as returned"
                 break
     if fault:
         raise ServeError(
@@ -182,19 +184,25 @@ def _paths(cache: Any) -> str:
 
 
 def _shapes(params: Any) -> Any:
-    """Of the parameters.
+    """Of the parameters, in the types that JAX has for them: NumPy's numbers of 64 bits are of 32 there by default.
 
     Raises:
         ServeError: one is no array.
     """
     for path, leaf in leaf_paths(params, "params"):
-        if not _is_array(leaf):
+        if not _is_array(leaf) or (isinstance(leaf.dtype, np.dtype) and leaf.dtype.kind not in _NUMBERS):
             raise ServeError(
                 f"the parameter {path!r} is {leaf!r:.60}. Parameters are arrays, a function that makes them, or those of a "
                 f"checkpoint. At {user_line()}. Give jnp.asarray(...) of a number; for a folder write al.serve.StoredParams(dir, "
                 "shapes)."
             )
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), x.dtype), params)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), _type_of(x)), params)
+
+
+def _type_of(x: Any) -> Any:
+    return (
+        jax.dtypes.canonicalize_dtype(x.dtype) if isinstance(x.dtype, np.dtype) else x.dtype
+    )  # else keys of random numbers
 
 
 def slot_dims(model: Model, max_length: int) -> Any:

@@ -22,7 +22,7 @@ from alpa_lite.serve.layout import check_sizes, plans_of
 from alpa_lite.serve.model_graphs import DECODE, Graph, Model, graphs
 from alpa_lite.serve.programs import Programs, check_types, padded, run_all, vocab_size_of
 from alpa_lite.serve.sampling import Rows
-from alpa_lite.serve.stored import StoredParams
+from alpa_lite.serve.stored import StoredParams, is_maker
 
 T = TypeVar("T")
 
@@ -293,4 +293,4 @@ def _picked(params: Any, pick: Callable[[Any], Any]) -> Any:
                 f"cannot be picked of shapes alone: {type(error).__name__}: {error!s:.200}. At {user_line()}. Load the "
                 "parameters first, or give a layout with stages, which reads rows of a leaf where they belong."
             ) from error
-    return (lambda: pick(params())) if callable(params) else pick(params)
+    return (lambda: pick(params())) if is_maker(params) else pick(params)

@@ -16,6 +16,10 @@ from alpa_lite.numeric import real
 from alpa_lite.serve.sampling import Sampling
 
 
+def _nobody(request: Request) -> None:
+    pass
+
+
 class Request:
     """Made by ``engine.submit``. Iterate over it, with ``for`` or ``async for``, to get tokens as they come.
 
@@ -48,7 +52,7 @@ class Request:
         self._error: BaseException | None = None
         self._listeners: list[Callable[[], None]] = []
         self._count: Callable[[str], None] = lambda reason: None
-        self._on_finish: Callable[[Request], None] | None = None
+        self._on_finish: Callable[[Request], None] = _nobody
 
     # -- for users -----------------------------------------------------------------------------------------------------
 
@@ -92,7 +96,7 @@ class Request:
 
     def __iter__(self) -> Iterator[int]:
         for index in range(self.max_tokens):
-            self._wait(lambda index=index: self.done or len(self._tokens) > index)
+            self._wait(lambda index=index: self._has(index))
             if index >= len(self._tokens):
                 break
             yield self._tokens[index]
@@ -109,7 +113,7 @@ class Request:
             self._listeners.append(wake)
         try:
             for index in range(self.max_tokens):
-                while not self.done and len(self._tokens) <= index:
+                while not self._has(index):
                     try:
                         await asyncio.wait_for(woken.wait(), self._left_s())
                     except TimeoutError:
@@ -132,6 +136,11 @@ class Request:
     def __repr__(self) -> str:
         state = self._reason or "running"
         return f"<Request of {self.prompt.size} tokens: {len(self._tokens)} of {self.max_tokens} came, {state}>"
+
+    def _has(self, index: int) -> bool:
+        """Whether that token is there, or never comes."""
+        with self._changed:
+            return self.done or len(self._tokens) > index
 
     def _wait(self, ready: Callable[[], bool], timeout_s: float | None = None) -> bool:
         """Until ``ready``. At its deadline the request ends here, whatever the engine is busy with."""
@@ -162,22 +171,27 @@ class Request:
             ended = "stop" if token in self.stop else "length" if len(self._tokens) == self.max_tokens else None
             if ended is None:
                 self._tell()
-        if ended is not None:
-            self._finish(ended)
+                return
+            tell = self._ended(ended)  # a reader that sees the last token must find it finished
+        tell(self)
 
     def _finish(self, reason: str, error: BaseException | None = None) -> None:
         """Ends it, if nothing else has."""
         with self._changed:
             if self.done:
                 return
-            # A reader that sees `done` must see why, and find it counted.
-            self._count(reason)
-            self._error = error
-            self._reason = reason
-            self._tell()
-            tell, self._on_finish = self._on_finish, None  # who keeps an answer need not keep the engine
-        if tell is not None:
-            tell(self)
+            tell = self._ended(reason, error)
+        tell(self)
+
+    def _ended(self, reason: str, error: BaseException | None = None) -> Callable[[Request], None]:
+        """Ends it; to be called with its lock. Returns whom to tell without it."""
+        # A reader that sees `done` must see why, and find it counted.
+        self._count(reason)
+        self._error = error
+        self._reason = reason
+        self._tell()
+        tell, self._on_finish = self._on_finish, _nobody  # who keeps an answer need not keep the engine
+        return tell
 
     def _expire(self) -> None:
         self._finish(

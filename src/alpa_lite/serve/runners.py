@@ -18,7 +18,7 @@ from alpa_lite.executor.ray.settings import RayExecutor
 from alpa_lite.plan.plan import Plan
 from alpa_lite.serve.pipeline import Pipeline, cut_as_planned, cut_by_model, groups_of, parts_of, planned_part
 from alpa_lite.serve.programs import Programs
-from alpa_lite.serve.stored import StoredParams, check_maker
+from alpa_lite.serve.stored import StoredParams, check_maker, is_maker
 from alpa_lite.trace.paths import leaf_paths
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def runner_of(
     Raises:
         ServeError: they do not go together, or the plans are not for this model.
     """
-    if callable(params):
+    if is_maker(params):
         check_maker(params)
         params = params() if settings is None else params
     _check_values(params)

@@ -44,8 +44,8 @@ class Sampling:
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
-    key: Any = None
-    _words: Any = field(default=None, init=False, repr=False, compare=False)
+    key: Any = field(default=None, compare=False)  # its words are compared
+    _words: tuple[int, int] = field(default=(0, 0), init=False, repr=False)
 
     def __post_init__(self) -> None:
         temperature, top_p = real(self.temperature), real(self.top_p)
@@ -71,13 +71,14 @@ class Sampling:
 
     def key_words(self) -> np.ndarray:
         """The key as uint32[2]."""
-        return self._words
+        return np.array(self._words, np.uint32)
 
-    def _read_key(self) -> np.ndarray:
+    def _read_key(self) -> tuple[int, int]:
         if self.key is None:
-            return np.array([0, self.seed], np.uint32)
+            return 0, self.seed
         words = jax.random.key_data(self.key) if jnp.issubdtype(self.key.dtype, jax.dtypes.prng_key) else self.key
-        return np.array(words, np.uint32)
+        high, low = np.array(words, np.uint32).tolist()
+        return high, low
 
 
 class Rows(NamedTuple):

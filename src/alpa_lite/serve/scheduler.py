@@ -235,7 +235,7 @@ class Scheduler:
         assert bucket is not None
         token = self._runner.prefill(bucket, slot, request.prompt, self._rows.row(slot))
         now = time.monotonic()
-        first_s = now - request.submitted_s
+        first_s = None if token == NO_TOKEN else now - request.submitted_s
         self.counters.prefilled(bucket, request.prompt.size, queued_s=queued_s, first_token_s=first_s)
         self._given(slot, request, token, now)
         return True
@@ -247,7 +247,8 @@ class Scheduler:
             return
         tokens = self._runner.decode(self._tokens, self._rows)
         now = time.monotonic()
-        self.counters.decoded([now - self._last_token_s[slot] for slot in rows])
+        made = [slot for slot in rows if tokens[slot] != NO_TOKEN]
+        self.counters.decoded(len(rows), [now - self._last_token_s[slot] for slot in made])
         for slot, request in rows.items():
             self._given(slot, request, int(tokens[slot]), now)
 

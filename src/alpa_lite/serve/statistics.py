@@ -117,21 +117,22 @@ class Counters:
         with self._lock:
             self._finished[reason] += 1
 
-    def prefilled(self, bucket: int, length: int, *, queued_s: float, first_token_s: float) -> None:
-        """A prompt was taken into a slot and its first token made, so many seconds after its submission."""
+    def prefilled(self, bucket: int, length: int, *, queued_s: float, first_token_s: float | None) -> None:
+        """A prompt was taken into a slot and its first token made, so many seconds after its submission; None = it has none."""
         with self._lock:
             self._prefills[bucket] += 1
             self._padded[bucket] += bucket - length
             self._prompt_tokens += length
-            self._generated_tokens += 1
             self._queue_time.add(queued_s)
-            self._first.add(first_token_s)
+            if first_token_s is not None:
+                self._generated_tokens += 1
+                self._first.add(first_token_s)
 
-    def decoded(self, waited_s: list[float]) -> None:
-        """A step made one token for each of these slots, so many seconds after the slot's last one."""
+    def decoded(self, num_rows: int, waited_s: list[float]) -> None:
+        """A step was for so many slots, and made tokens for all or some, so many seconds after the slot's last one."""
         with self._lock:
             self._decode_steps += 1
-            self._decoded_rows += len(waited_s)
+            self._decoded_rows += num_rows
             self._generated_tokens += len(waited_s)
             for value in waited_s:
                 self._next.add(value)

@@ -113,6 +113,11 @@ class StoredParams:
         )
 
 
+def is_maker(params: Any) -> bool:
+    """Whether it is a function that makes parameters. A tree of them may be one too that can be called, as modules are."""
+    return callable(params) and jax.tree_util.all_leaves([params])
+
+
 def check_maker(params: Any) -> None:
     """Refuses a function in place of parameters that cannot be called as it is.
 
@@ -140,9 +145,10 @@ def shapes_of(params: Any) -> Any:
     """
     if isinstance(params, StoredParams):
         return params.shapes
-    if callable(params):
-        check_maker(params)
-    return jax.eval_shape(params) if callable(params) else params
+    if not is_maker(params):
+        return params
+    check_maker(params)
+    return jax.eval_shape(params)
 
 
 def placed(params: Any, places: Sequence[Place]) -> Any:

@@ -200,7 +200,7 @@ def test_numbers_of_numpy_and_jax_are_numbers(engine: al.serve.Engine) -> None:
 
 
 def test_requests_that_cannot_be_served_are_refused(engine: al.serve.Engine) -> None:
-    deleted = jnp.arange(3)
+    deleted = jax.numpy.arange(3)
     deleted.delete()
     for prompt, settings, match in (
         ([], {}, "an empty prompt was given"),

@@ -81,6 +81,7 @@ SMALL = with_params((4096, 64))
             r"shared has 'colums'",
         ),
         ({"pins": P("x")}, PinError, r"pins=.* was given"),
+        ({"pins": {"product": {3: P()}}}, PinError, r"pins=.* was given. For several graphs pins are a dict of path"),
         (
             {"pins": {"product": {"0/0": P("x")}, "rows": {"0/0": P(None, "x")}}},
             PinError,

@@ -71,7 +71,7 @@ def followed_plan(given: Any, source: str) -> Followed:
         home, elsewhere = set[str](), set(found.elsewhere)
         for name, made in given.plans.items():
             names = dict(zip(given.shared[name], given.shared[first], strict=True))
-            away = _read_elsewhere(made)
+            away = read_elsewhere(made)
             elsewhere |= {names[path] for path in away if path in names}
             home |= {
                 names[leaf.path] for stage in made.stages for leaf in stage.inputs if leaf.path in names.keys() - away
@@ -128,14 +128,14 @@ def _followed_leaves(plan: Plan, leaves: Sequence[Leaf], source: str, *, trained
         found,
         mesh=None,
         stages={leaf.path: leaf.stage for leaf in leaves},
-        elsewhere=_read_elsewhere(plan),
+        elsewhere=read_elsewhere(plan),
         kept=None if trained else frozenset(kept),
         submeshes=tuple(stage.submesh for stage in plan.stages),
         meshes=tuple(stage.mesh for stage in plan.stages),
     )
 
 
-def _read_elsewhere(plan: Plan) -> frozenset[str]:
+def read_elsewhere(plan: Plan) -> frozenset[str]:
     """Paths of arguments that a function without a gradient also reads on other stages than theirs, or there alone."""
     if not _is_forward(plan):
         return frozenset()

@@ -272,13 +272,15 @@ def pins_by_graph(graphs: Mapping[str, Any], pins: Any, source: str) -> dict[str
         return dict.fromkeys(graphs)
     if _is_nested(pins):
         check_names("pins", pins, graphs, source, PinError)
-        return {name: dict(pins[name]) if name in pins else None for name in graphs}
-    if not isinstance(pins, Mapping) or not all(isinstance(key, str) for key in pins):
+        given = pins
+    else:
+        given = dict.fromkeys(graphs, pins)
+    if not all(isinstance(own, Mapping) and all(isinstance(key, str) for key in own) for own in given.values()):
         raise PinError(
             f"pins={pins!r:.80} was given. For several graphs pins are a dict of path or glob -> PartitionSpec, or graph -> "
             f"such. At {source}. Write for example pins={{'0/**/kernel': P(None, 'model')}}."
         )
-    return {name: dict(pins) for name in graphs}
+    return {name: dict(given[name]) if name in given else None for name in graphs}
 
 
 def take_pins(graphs: Sequence[SharedGraph], pins: Mapping[str, dict[str, Any] | None], source: str) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from alpa_lite.api.bound import with_layers_said
+from alpa_lite.api.follow import read_elsewhere
 from alpa_lite.api.request import VERSIONS
 from alpa_lite.api.shared_graphs import SharedGraph, named
 from alpa_lite.cluster.cluster import Cluster
@@ -262,8 +264,24 @@ def other_rows(first: LayeredGraph, own: LayeredGraph, source: str) -> str:
     )
 
 
-def stages_of(graph: SharedGraph, plan: Plan) -> tuple[dict[LeafKey, int], tuple[tuple[int, int], ...]]:
-    """The stage of each shared leaf in a plan of a graph, neighbouring rows on one stage together, and the stages' submeshes."""
+Places = tuple[dict[LeafKey, int], frozenset[LeafKey], tuple[tuple[int, int], ...]]
+"""The stage of each shared leaf, neighbouring rows on one stage together; which of them others read; the submeshes."""
+
+
+def places_of(plans: Sequence[tuple[SharedGraph, Plan]]) -> Places:
+    """Where plans of graphs, all of them with the same shared leaves on the same stages, have these."""
+    homes, submeshes = _homes_of(*plans[0])
+    away = [key for graph, plan in plans for key in leaf_keys(graph, sorted(read_elsewhere(plan))).values()]
+    return homes, frozenset(home for home in homes if any(map(partial(_overlap, home), away))), submeshes
+
+
+def _overlap(one: LeafKey, other: LeafKey) -> bool:
+    """Whether they are of one leaf, and share rows of it."""
+    (leaf, rows), (same, others) = one, other
+    return leaf == same and (rows is None or others is None or (rows[0] < others[1] and others[0] < rows[1]))
+
+
+def _homes_of(graph: SharedGraph, plan: Plan) -> tuple[dict[LeafKey, int], tuple[tuple[int, int], ...]]:
     keys = leaf_keys(graph, [leaf.path for leaf in plan.inputs])
     rows = sorted((key[0], key[1] or (0, 0), key[1] is None, plan.inputs[i].stage) for i, key in keys.items())
     found: list[tuple[LeafKey, int]] = []

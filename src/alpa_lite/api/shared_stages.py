@@ -15,7 +15,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from contextlib import suppress
 from dataclasses import replace
 from itertools import combinations
@@ -26,6 +26,7 @@ from alpa_lite.api.followers import LeafHomes, check_stages
 from alpa_lite.api.shared_graphs import PINNED_ELSEWHERE, SharedGraph, named
 from alpa_lite.api.shared_layers import (
     LayeredGraph,
+    Places,
     check_given_stages,
     cuts_by_layers,
     every_cut,
@@ -33,7 +34,7 @@ from alpa_lite.api.shared_layers import (
     leaf_path,
     leaves_read,
     other_rows,
-    stages_of,
+    places_of,
 )
 from alpa_lite.api.shared_layout import SharedLayout
 from alpa_lite.cluster.cluster import Cluster
@@ -73,7 +74,7 @@ def plan_shared_stages(
 
 
 class _StagedSearch:
-    """``homes``: the stage of each shared leaf, where that is given; it goes before what is followed."""
+    """``places``: where the shared leaves lie, where that is given; it goes before what is followed."""
 
     def __init__(
         self,
@@ -81,10 +82,10 @@ class _StagedSearch:
         cluster: Cluster,
         options: PlanOptions,
         source: str,
-        homes: Mapping[LeafKey, int] | None = None,
+        places: Places | None = None,
     ) -> None:
         self.graphs, self.cluster, self.options, self.source = graphs, cluster, options, source
-        self.given = homes or {}
+        self.given = places
         self.followed: dict[str, LeafHomes] = {}
         self.total, self.plans = math.inf, list[Plan]()
         self.refused: AlpaLiteError | None = None
@@ -151,25 +152,26 @@ class _StagedSearch:
         return 0.0 if graph.own is None else graph.weight * graph.own.objective
 
     def own_cuts(self) -> Iterator[tuple[SharedGraph, _StagedSearch]]:
-        """Graphs whose own plans have the shared leaves on other stages, what counts most first, and searches with these."""
+        """Graphs whose own plans have or read the shared leaves on other stages, what counts most first, and searches so."""
         if any(g.request.follow is not None for g in self.graphs):
             return
-        seen = [stages_of(self.graphs[0], self.plans[0])]
+        seen = [places_of(list(zip(self.graphs, self.plans, strict=True)))]
         for graph in sorted(self.graphs, key=self.importance, reverse=True):
-            found = seen[0] if graph.own is None else stages_of(graph, graph.own)
+            found = seen[0] if graph.own is None else places_of([(graph, graph.own)])
             if found not in seen:
                 seen.append(found)
-                homes, submeshes = found
                 options = self.options
                 if options.submeshes == "auto":
-                    options = replace(options, submeshes=submeshes)
-                yield graph, _StagedSearch(self.graphs, self.cluster, options, self.source, homes)
+                    options = replace(options, submeshes=found[-1])
+                yield graph, _StagedSearch(self.graphs, self.cluster, options, self.source, found)
 
     def homes(self, graph: SharedGraph) -> LeafHomes:
         """Where leaves of a graph must lie."""
-        if self.given:
-            stages = {leaf_path(graph, key): stage for key, stage in self.given.items()}
-            return LeafHomes(stages=stages, readers=stages)
+        if self.given is not None:
+            homes, elsewhere, _ = self.given
+            stages = {leaf_path(graph, key): stage for key, stage in homes.items()}
+            readers = {leaf_path(graph, key): stage for key, stage in homes.items() if key not in elsewhere}
+            return LeafHomes(stages=stages, readers=readers)
         if graph.name not in self.followed:  # it is traced for that
             self.followed[graph.name] = graph.request.homes(graph.args, {})
         return self.followed[graph.name]

@@ -204,8 +204,9 @@ def test_rows_that_other_stages_read_too_are_followed():
     lies = {path: stage for path, (stage, _) in layout.parameter_layout.items()}
     assert set(lies.values()) == {0, 1}
     for follow in (layout, layout.plans["four"], layout.plans["two"]):
-        plan = al.plan(update, *args[2], cluster=CLUSTER, follow=follow)
-        assert lies.items() <= {leaf.path: leaf.stage for leaf in plan.inputs}.items()
+        for options in (None, al.PlanOptions(num_stages=2, submeshes="auto")):  # the best ones are those
+            plan = al.plan(update, *args[2], cluster=CLUSTER, options=options, follow=follow)
+            assert lies.items() <= {leaf.path: leaf.stage for leaf in plan.inputs}.items()
 
 
 def test_rows_are_followed_by_several_functions():

@@ -204,9 +204,11 @@ def test_rows_that_other_stages_read_too_are_followed():
     lies = {path: stage for path, (stage, _) in layout.parameter_layout.items()}
     assert set(lies.values()) == {0, 1}
     for follow in (layout, layout.plans["four"], layout.plans["two"]):
-        for options in (None, al.PlanOptions(num_stages=2, submeshes="auto")):  # the best ones are those
-            plan = al.plan(update, *args[2], cluster=CLUSTER, options=options, follow=follow)
-            assert lies.items() <= {leaf.path: leaf.stage for leaf in plan.inputs}.items()
+        plan = al.plan(update, *args[2], cluster=CLUSTER, follow=follow)
+        assert lies.items() <= {leaf.path: leaf.stage for leaf in plan.inputs}.items()
+    options = al.PlanOptions(num_stages=2, submeshes="auto")  # the best ones are those that are followed
+    again = al.plan_shared(graphs, shared="0", cluster=CLUSTER, options=options, follow=layout)
+    assert again.parameter_layout == layout.parameter_layout
 
 
 def test_rows_are_followed_by_several_functions():

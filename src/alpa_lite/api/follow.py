@@ -234,7 +234,7 @@ def _on_same_stages(options: PlanOptions, followed: Followed, source: str) -> Pl
     default, shapes = PlanOptions(), set(wanted["stage_mesh_shapes"])
     for name, value in {**wanted, "mesh_shape": shapes.pop() if len(shapes) == 1 else None}.items():
         own = getattr(options, name)
-        if own not in (getattr(default, name), value, "auto"):  # "auto" is whatever is best, and that is the same stages
+        if own not in (getattr(default, name), value, "auto"):  # the best ones are the same ones
             raise PinError(
                 f"follow was given a plan on {len(followed.meshes)} stages, with PlanOptions({name}={own!r}). It has {value!r}; "
                 f"parameters stay where they are only on the same stages. At {source}. Leave that option out."

@@ -43,6 +43,11 @@ class LeafHomes:
         """What layers must be cut at: path -> the stage of its readers; None = anywhere, as only its rows are said."""
         return {path: self.readers.get(path) for path in self.stages}
 
+    @property
+    def elsewhere(self) -> frozenset[str]:
+        """Paths of what other stages read as well, or alone, as far as that is known."""
+        return frozenset(self.stages.keys() - self.readers.keys())
+
     def loosened(self) -> LeafHomes:
         """Where layers cannot be cut so that all ``readers`` lie there."""
         readers = {path: stage for path, stage in self.readers.items() if path not in self.sometimes}

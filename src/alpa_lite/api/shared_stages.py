@@ -221,8 +221,6 @@ class _StagedSearch:
         if any(self.homes(graph).sometimes for graph in self.graphs):
             self.followed = {graph.name: self.homes(graph).loosened() for graph in self.graphs}
             return self.layers()
-        if self.homes(order[0]).readers:
-            raise refused  # layers are stages, where parameters say them
         read = set.intersection(*map(leaves_read, self.graphs))
         for cuts, leaves in ((every_cut, read), (few, every)):
             for lead in order:
@@ -255,13 +253,13 @@ class _StagedSearch:
         first = LayeredGraph.of(lead, cuts, rows)
         if not (bounded or first.starts):
             raise LayerError(f"the graph {lead.name!r} has boundaries of its own.")
-        homes = first.told_apart(leaves)
+        homes = first.told_apart(leaves, self.homes(lead).elsewhere)
         # A layer that no leaf tells apart is joined with the one before it, but there are never fewer layers than stages.
         kept = sorted({*first.beginning(homes), *homes.values()})
         if first.starts and count <= len(kept) < first.layered.num_layers and given is None and not known:
             starts = [first.starts[layer - 1] for layer in kept[1:]]
             first = LayeredGraph.of(lead, lambda *given, **settings: starts, rows)
-            homes = first.told_apart(leaves)
+            homes = first.told_apart(leaves, self.homes(lead).elsewhere)
         number = first.layered.num_layers
         if number < count:
             raise LayerError(

@@ -1,13 +1,17 @@
-"""A runner without a model: it remembers what is in its slots, and notices when it is misused."""
+"""A runner without a model, which remembers what is in its slots and notices when it is misused; what is scheduled on it."""
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 
-from alpa_lite.serve.sampling import Rows
+from alpa_lite.serve.request import Request
+from alpa_lite.serve.sampling import Rows, Sampling
+from alpa_lite.serve.scheduler import Scheduler
 
 
 def next_token(tokens: Sequence[int]) -> int:
@@ -73,3 +77,31 @@ class FakeRunner:
 
     def reset(self) -> None:
         self.tokens = [None] * self.slots
+
+
+def request_of(*prompt: int, count: int = 3, **rest) -> Request:
+    return Request(np.array(prompt, np.int32), max_tokens=count, sampling=Sampling(), **rest)
+
+
+def scheduler_of(runner: FakeRunner | None = None, *, queue_limit: int = 8, prefills_per_step: int = 2) -> Scheduler:
+    return Scheduler(runner or FakeRunner(), queue_limit=queue_limit, prefills_per_step=prefills_per_step)
+
+
+def finish(scheduler: Scheduler) -> None:
+    for _ in range(1000):
+        if scheduler.idle:
+            return
+        scheduler.step()
+    raise AssertionError("it does not end")
+
+
+@contextmanager
+def running(scheduler: Scheduler) -> Iterator[Scheduler]:
+    thread = threading.Thread(target=scheduler.run)
+    thread.start()
+    try:
+        yield scheduler
+    finally:
+        scheduler.close("the test has ended")
+        thread.join(10)
+        assert not thread.is_alive()

@@ -105,3 +105,12 @@ def test_what_cannot_be_cut_is_refused() -> None:
 
     with pytest.raises(ServeError, match=r"Wrong\.split\(2\) gave 3 parts"):
         al.serve.Engine(Wrong(model.config), params, num_stages=2, **SIZES)
+
+    for wrong in (None, 2, [super(Wrong, Wrong(model.config)).split(2)[0][0]] * 2, [("part", "pick")] * 2):
+
+        class Nonsense(GPT):
+            def split(self, num_stages: int) -> Any:
+                return wrong  # noqa: B023 - used before the next one
+
+        with pytest.raises(ServeError, match=r"Nonsense\.split\(2\) gave .*list of 2 pairs.*test_pipeline"):
+            al.serve.Engine(Nonsense(model.config), params, num_stages=2, **SIZES)

@@ -7,7 +7,7 @@ two stages goes from devices to devices. With G groups and S stages a step takes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
@@ -275,7 +275,13 @@ def _parts(model: Any, num_stages: int) -> Sequence[tuple[Model, Callable[[Any],
             f"num_stages={num_stages} was given, and {type(model).__name__} has no split(num_stages). A model that is served in "
             f"stages says where it may be cut. At {user_line()}. Write one (al.serve.StagedModel), or leave num_stages out."
         )
-    parts = model.split(num_stages)
+    given = model.split(num_stages)
+    parts = list(given) if isinstance(given, Iterable) else []
+    if not parts or not all(isinstance(part, (tuple, list)) and len(part) == 2 and callable(part[1]) for part in parts):
+        raise ServeError(
+            f"{type(model).__name__}.split({num_stages}) gave {given!r:.80}; it must be a list of {num_stages} pairs, of a model "
+            f"and a function that picks its parameters out of all. At {user_line()}. See al.serve.StagedModel."
+        )
     if len(parts) != num_stages:
         raise ServeError(
             f"{type(model).__name__}.split({num_stages}) gave {len(parts)} parts. At {user_line()}. Correct it."

@@ -395,8 +395,9 @@ def test_what_cannot_be_followed(fn, follow, options, error, message):
     params, x = layers(16, 16, 16, 16, 16), jnp.ones((8, 16))
     if follow == "plan":
         follow = al.plan(mlp, params, x, cluster=CLUSTER, options=al.PlanOptions(num_stages=2))
-    with pytest.raises(error, match=message):
+    with pytest.raises(error, match=message) as caught:
         al.plan(fn, params, x, cluster=CLUSTER, follow=follow, options=options)
+    assert "test_follow_stages.py" in str(caught.value)
 
 
 @pytest.mark.medium

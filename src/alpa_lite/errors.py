@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import traceback
+from collections.abc import Iterator
 
 _OTHERS = ("jax", "jaxlib", "typer", "click", "site-packages/ray")
 _PYTHON = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
@@ -74,6 +76,17 @@ class MicrobatchError(AlpaLiteError):
 
 class LayerError(AlpaLiteError):
     """The step cannot be cut into layers or stages as asked."""
+
+
+@contextlib.contextmanager
+def layers_asked_at(line: str) -> Iterator[None]:
+    """A ``LayerError`` names this line of the user: where parameters say on which stages layers lie, nothing else does."""
+    try:
+        yield
+    except LayerError as error:
+        if line not in str(error):
+            error.args = (f"{error} At {line}.",)
+        raise
 
 
 class PlanFileError(AlpaLiteError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,7 +21,7 @@ from alpa_lite.cluster.cluster import Cluster as ClusterData
 from alpa_lite.cluster.symbolic import SymbolicCluster
 from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.core.program import Program
-from alpa_lite.errors import LayerError, MemoryBudgetError, MicrobatchError, PinError, user_line
+from alpa_lite.errors import LayerError, MemoryBudgetError, MicrobatchError, PinError, layers_asked_at, user_line
 from alpa_lite.plan.leaf_rows import split_path
 from alpa_lite.plan.pins import Dims, ResolvedPins
 from alpa_lite.plan.plan import Plan
@@ -193,12 +194,11 @@ class Request:
 
     def _on_stages(self, given: _Planning) -> tuple[Traced, Plan]:
         homes = self.homes(given.args, given.kwargs)
-        try:
-            return self._at_homes(given, homes)
-        except LayerError:
-            if not homes.sometimes:
-                raise
-        return self._at_homes(given, homes.loosened())
+        if homes.sometimes:
+            with suppress(LayerError):
+                return self._at_homes(given, homes)
+        with layers_asked_at(self.source):
+            return self._at_homes(given, homes.loosened())
 
     def _at_homes(self, given: _Planning, homes: LeafHomes) -> tuple[Traced, Plan]:
         """On the stages that were asked for, the leaves where they lie."""

@@ -38,7 +38,7 @@ from alpa_lite.api.shared_layers import (
 )
 from alpa_lite.api.shared_layout import SharedLayout
 from alpa_lite.cluster.cluster import Cluster
-from alpa_lite.errors import AlpaLiteError, LayerError, MemoryBudgetError, PinError
+from alpa_lite.errors import AlpaLiteError, LayerError, MemoryBudgetError, PinError, layers_asked_at
 from alpa_lite.interop import admissible_submeshes
 from alpa_lite.plan.plan import Plan
 from alpa_lite.planner.explain import explain_sharing
@@ -70,7 +70,8 @@ def plan_shared_stages(
     """The layout of several graphs on stages; arguments as of ``plan_shared``, checked, requests with the stages asked for."""
     if options.submeshes == "auto":
         check_stage_count(options, cluster, source)
-    return _StagedSearch(graphs, cluster, options, source).run()
+    with layers_asked_at(source):
+        return _StagedSearch(graphs, cluster, options, source).run()
 
 
 class _StagedSearch:

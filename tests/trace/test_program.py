@@ -242,7 +242,7 @@ def test_keys_with_slashes_that_name_one_leaf_are_refused():
 
 
 def test_arguments_with_a_dim_of_size_zero_are_refused():
-    with pytest.raises(TraceError, match=r"argument '1/x' has a dim of size 0 \(shape \(0, 8\)\)"):
+    with pytest.raises(TraceError, match=r"argument '1/x' has a dim of size 0 \(shape \(0, 8\)\).* At .*test_program"):
         trace(lambda a, b: a + b["x"].sum(), (X, {"x": struct(0, 8)}), {})
 
 

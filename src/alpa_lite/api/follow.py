@@ -26,7 +26,7 @@ from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.records import Leaf, LeafRole
 from alpa_lite.planner.options import PlanOptions
 from alpa_lite.schedule import planned_schedule
-from alpa_lite.trace.pins import pinned_dims
+from alpa_lite.trace.pins import pinned_dims, spec_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +101,13 @@ def followed_plan(given: Any, source: str) -> Followed:
             "path -> (stage, PartitionSpec), with paths as in a plan ('0/w') and stages from 0. "
             f"At {source}. Write for example follow=train_step."
         )
+    for path, (_, spec) in plan.items():
+        axes = [axis for dim in pinned_dims(spec, len(spec.partitions)) for axis in dim or ()]
+        if twice := [axis for axis in axes if axes.count(axis) > 1]:
+            raise PinError(
+                f"follow has {path!r} as {spec_text(spec)}, with the axis {twice[0]!r} twice. An axis can split one dim of a "
+                f"leaf. At {source}. Give the layout of a plan."
+            )
     stages = {path: stage for path, (stage, _) in plan.items()}
     several = stages if any(stages.values()) else {}
     return Followed(specs={path: _by_rank(spec) for path, (_, spec) in plan.items()}, values={}, stages=several)

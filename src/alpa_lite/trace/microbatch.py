@@ -127,7 +127,8 @@ class _Marked:
         if self.reduction not in ("mean", "sum"):
             raise MicrobatchError(
                 f"al.value_and_grad(reduction={self.reduction!r}): allowed are 'mean' and 'sum'. It says how the loss of the "
-                "batch is made from those of its parts. Give the one that your loss function takes over the batch."
+                f"batch is made from those of its parts. At {user_line()}. Give the one that your loss function takes over "
+                "the batch."
             )
 
     @property
@@ -206,8 +207,8 @@ class _Marked:
             if not 0 <= number < len(args):
                 raise MicrobatchError(
                     f"al.value_and_grad(batch_argnums={self.batch_argnums}) of {self.name}, which was called with {len(args)} "
-                    f"positional arguments; there is no argument {number}. Name the positions of the arguments that hold the "
-                    "batch, and pass them by position."
+                    f"positional arguments; there is no argument {number}. At {user_line()}. Name the positions of "
+                    "those that hold the batch, and pass them by position."
                 )
         given = self.batch_axes
         if given is None or isinstance(given, int):
@@ -219,7 +220,8 @@ class _Marked:
         else:
             raise MicrobatchError(
                 f"al.value_and_grad(batch_axes={given!r}) of {self.name}: there are {len(self.batch_argnums)} batch arguments. "
-                "Give one int for all, or a tuple with one entry per batch argument, each an int, None or a pytree of them."
+                f"At {user_line()}. Give one int for all, or a tuple with one entry per batch argument, each an int, None or a "
+                "pytree of them."
             )
         chosen = dict(zip(self.batch_argnums, per_argument, strict=True))
         found: list[int | None] = []
@@ -233,7 +235,8 @@ class _Marked:
             except ValueError as error:
                 raise MicrobatchError(
                     f"al.value_and_grad(batch_axes={given!r}) of {self.name} does not fit argument {number}: {error}. It must be "
-                    "an int, None, or a pytree of them with the structure of that argument (or of its upper part)."
+                    f"an int, None, or a pytree of them with the structure of that argument (or of its upper part). At "
+                    f"{user_line()}."
                 ) from error
             found += jax.tree_util.tree_leaves(prefix, is_leaf=lambda x: x is None)
         return found + [None] * len(jax.tree_util.tree_leaves(kwargs))
@@ -245,7 +248,8 @@ class _Marked:
         if not -len(shape) <= axis < len(shape):
             raise MicrobatchError(
                 f"batch leaf {_shown(path)} of {self.name} has shape {shape}, and no dim {axis} to split in {count} microbatches."
-                " Every leaf of a batch argument is split along its batch axis. Give batch_axes=None for leaves without one."
+                f" Every leaf of a batch argument is split along its batch axis. At {user_line()}. Give batch_axes=None for "
+                "leaves without one."
             )
         axis %= len(shape)
         if shape[axis] % count:

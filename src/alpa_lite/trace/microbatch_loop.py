@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from alpa_lite._jax_compat import ClosedJaxpr, Jaxpr, Literal, evaluate_jaxpr, inner_jaxprs
-from alpa_lite.errors import MicrobatchError
+from alpa_lite.errors import MicrobatchError, user_line
 
 SCOPE = "al_microbatches"
 
@@ -163,7 +163,7 @@ def _way(function: Repeated, name: str, leaf: Any, whole: Any, depends: bool, co
         reason = f"has shape {leaf.shape} for one of {count} microbatches and {whole.shape} for the whole batch"
     raise MicrobatchError(
         f"auxiliary result {name!r} of {function.name} {reason}. Leaves with a dim that grows with the batch are concatenated, "
-        "floats averaged, integers summed. Return it in one of these forms, or not at all."
+        f"floats averaged, integers summed. At {user_line()}. Return it in one of these forms, or not at all."
     )
 
 

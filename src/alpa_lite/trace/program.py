@@ -142,7 +142,7 @@ def trace(
     if zero:
         raise TraceError(
             f"argument {in_paths[zero[0]]!r} has a dim of size 0 (shape {flat.avals[flat.inputs[zero[0]]].shape}); "
-            "a plan needs sizes of at least 1 on every dim. Pass arguments with the shapes of a real step."
+            f"a plan needs sizes of at least 1 on every dim. At {user_line()}. Pass arguments with the shapes of a real step."
         )
     for what, paths in (("arguments", in_paths), ("results", out_paths)):
         if len(set(paths)) < len(paths):

@@ -288,36 +288,6 @@ def test_a_layout_is_followed_whatever_the_order_of_its_graphs(names):
         assert plan.specs_by_path["0/s"] == layout.plans[name].specs_by_path["0/s"]
 
 
-def test_a_layout_is_followed_by_all_its_graphs_together():
-    """Leaves that one of them reads on another stage than their own do not say where the layers of all end."""
-    params = {"table": jnp.ones((12, 8)), "bias": jnp.ones(8), "a": jnp.ones((8, 8)), "b": jnp.ones((8, 8))}
-
-    def part(w):
-        return w / (1 + jnp.abs(w).sum(0, keepdims=True))
-
-    def begun(p, x):
-        return x + p["table"][jnp.abs(x[:, 0]).astype(jnp.int32) % 12] + p["bias"]
-
-    def plain(p, x):
-        return jnp.tanh(jnp.tanh(begun(p, x) @ p["a"]) @ p["b"])
-
-    def tied(p, x):
-        return plain(p, x) @ p["table"].T, part(p["b"])
-
-    def looked_up(p, x):
-        x = jnp.tanh(begun(p, x) @ p["a"])
-        x = x + jax.nn.softmax(x @ p["table"].T) @ p["table"]
-        return jnp.tanh(x @ p["b"]), part(p["a"])
-
-    args = params, jnp.ones((8, 8))
-    graphs = {"tied": (tied, args), "plain": (plain, args), "looked_up": (looked_up, args)}
-    settings: Any = {"shared": "0", "cluster": CLUSTER, "weights": {"plain": 10}}
-    layout = al.plan_shared(graphs, options=al.PlanOptions(num_stages=2), **settings)
-    again = al.plan_shared(graphs, follow=layout, **settings)
-    assert again.parameter_layout == layout.parameter_layout
-    assert again.objective == pytest.approx(layout.objective)
-
-
 HOMES = st.integers(2, 7).flatmap(lambda n: st.tuples(st.just(n), st.lists(st.integers(0, 3), min_size=n, max_size=n)))
 
 

@@ -89,8 +89,8 @@ class LayeredGraph:
 
     def told_apart(self, leaves: Set[int], elsewhere: Set[str] = frozenset()) -> dict[LeafKey, int]:
         """Of those of the leaves that one layer reads, which; not of those at paths that some graph reads ``elsewhere``."""
-        single = ((key, layers[0]) for key, layers in self.readers().items() if len(layers) == 1)
-        return {key: layer for key, layer in single if key[0] in leaves and self.paths[key] not in elsewhere}
+        single, paths = ((key, layers[0]) for key, layers in self.readers().items() if len(layers) == 1), self.paths
+        return {key: layer for key, layer in single if key[0] in leaves and paths[key] not in elsewhere}
 
     def beginning(self, homes: Mapping[LeafKey, int]) -> tuple[int, ...]:
         """The first layer, unless it is one with the next: it has shared leaves, and none of those that tell layers apart."""

@@ -38,7 +38,8 @@ def test_it_prints_the_advice_and_the_option_for_the_server(tmp_path: Path) -> N
         (["--program-tokens-per-token", "nan"], "--program-tokens-per-token nan was given"),
         (["--program-bytes", -1, "--memory-bytes", 8e9], "--program-bytes -1.0 was given"),
         (["--memory-bytes", 0], "--memory-bytes 0.0 was given. It must be a number above 0."),
-        (["--program-bytes", 1e6], "--program-bytes 1e+06 was given without --memory-bytes."),
+        (["--program-bytes", 1e6], "--program-bytes 1e+06 was given alone. Bytes of a program count as a share"),
+        (["--memory-bytes", 8e9], "--memory-bytes 8e+09 was given alone. Bytes of a program count as a share"),
     ],
 )
 def test_options_that_cannot_be_are_named_as_they_are_written(tmp_path: Path, given: list[object], words: str) -> None:

@@ -128,6 +128,11 @@ def test_numbers_of_numpy_are_numbers() -> None:
         ),
         (
             [3],
+            {"k": 1, "memory_bytes": 8e9},
+            r"program_bytes=None and memory_bytes=8000000000\.0 were given; .*both must be given",
+        ),
+        (
+            [3],
             {"k": 1, "program_bytes": -1, "memory_bytes": 8e9},
             r"program_bytes=-1 .*the first must be a number from 0",
         ),

@@ -22,7 +22,6 @@ from alpa_lite.serve.layout import plan_graphs
 from examples.serving_models import GPT
 from tests.serve.engines import (
     SIZES,
-    Given,
     model_and_params,
     pinned,
     prompts_of,
@@ -110,7 +109,7 @@ def test_sizes_that_are_none_are_refused() -> None:
 
 def test_the_thread_ends_when_the_engine_is_closed_or_forgotten() -> None:
     model, params = model_and_params("gpt")
-    layout = Given(plan_graphs(al.serve.graphs(model, params, **SIZES)))
+    layout = plan_graphs(al.serve.graphs(model, params, **SIZES))
 
     def engines() -> int:
         return sum(thread.name == "alpa_lite-engine" for thread in threading.enumerate())

@@ -37,7 +37,7 @@ def test_the_planned_memory_is_what_compiled_programs_take(name: str) -> None:
     """With a cache that is most of it: it must be counted once, and written in place."""
     model, params = model_and_params(name)
     graphs = al.serve.graphs(model, params, slots=16, max_length=32, buckets=(16,))
-    for graph, plan in plan_graphs(graphs).items():
+    for graph, plan in plan_graphs(graphs).plans.items():
         fn, args = graphs[graph]
         compiled = al.parallelize(fn, plan=plan, donate_argnums=1).compile(*args)
         assert compiled.audit().ok
@@ -57,7 +57,7 @@ def test_a_cache_beyond_the_memory_budget_is_refused_when_planning() -> None:
 
 def test_layouts_that_are_not_of_this_model_are_refused() -> None:
     model, params = model_and_params("gpt")
-    plans = plan_graphs(al.serve.graphs(model, params, **SIZES))
+    plans = plan_graphs(al.serve.graphs(model, params, **SIZES)).plans
     make = partial(al.serve.Engine, model, params)
     with pytest.raises(ServeError, match=r"no plan for 'prefill_12'; it has.*same buckets"):
         make(Given(plans), **SIZES | {"buckets": (4, 12)})
@@ -315,7 +315,7 @@ def test_a_layout_of_another_model_with_the_same_shapes_is_refused(shared: Any) 
 def test_tokens_lie_as_their_plan_has_them() -> None:
     model, params = model_and_params("llama")
     graphs = al.serve.graphs(model, params, **SIZES)
-    plans = plan_graphs(graphs)
+    plans = dict(plan_graphs(graphs).plans)
     mesh = plans["decode"].mesh
     options = al.PlanOptions(mesh_shape=mesh.shape, axis_names=mesh.axis_names)
     axis = next(name for name, size in zip(mesh.axis_names, mesh.shape, strict=True) if SIZES["slots"] % size == 0)

@@ -29,11 +29,15 @@ def buckets(
         float, typer.Option("--program-tokens-per-token", help="the same, per token of the bucket's size")
     ] = 0.0,
     program_bytes: Annotated[
-        float, typer.Option("--program-bytes", help="memory that a compiled program keeps; needs --memory-bytes")
-    ] = 0.0,
+        float | None,
+        typer.Option("--program-bytes", help="memory that a compiled program keeps; needs --memory-bytes"),
+    ] = None,
     memory_bytes: Annotated[
         float | None,
-        typer.Option("--memory-bytes", help="of a device; a share of it costs as much as that share of all tokens"),
+        typer.Option(
+            "--memory-bytes",
+            help="of a device, of which --program-bytes are a share; costs as much as that share of all tokens",
+        ),
     ] = None,
 ) -> None:
     """Propose buckets that waste least on padding and on compiled programs, and print what each of them wastes."""
@@ -91,7 +95,7 @@ def _check(
     multiple: int,
     program_tokens: float,
     program_tokens_per_token: float,
-    program_bytes: float,
+    program_bytes: float | None,
     memory_bytes: float | None,
 ) -> None:
     """As ``propose_buckets`` does, by the names of options.
@@ -107,13 +111,15 @@ def _check(
         ("--multiple", multiple, 1, LARGEST, WHOLE),
         ("--program-tokens", program_tokens, 0, most, "a number from 0"),
         ("--program-tokens-per-token", program_tokens_per_token, 0, most, "a number from 0"),
-        ("--program-bytes", program_bytes, 0, most, "a number from 0"),
+        ("--program-bytes", program_bytes or 0, 0, most, "a number from 0"),
         ("--memory-bytes", 1 if memory_bytes is None else memory_bytes, above, most, "a number above 0"),
     ):
         if not low <= value <= high:
             raise AlpaLiteError(f"{option} {value} was given. It must be {kind}. Correct it.")
-    if program_bytes and memory_bytes is None:
+    both = {"--program-bytes": program_bytes, "--memory-bytes": memory_bytes}
+    given = [f"{option} {value:g}" for option, value in both.items() if value is not None]
+    if len(given) == 1:
         raise AlpaLiteError(
-            f"--program-bytes {program_bytes:g} was given without --memory-bytes. Bytes of a program count as a share of "
-            "a device's memory, so both must be given. Add for example --memory-bytes 80e9 for a device of 80 GB."
+            f"{given[0]} was given alone. Bytes of a program count as a share of a device's memory, so both must be given. "
+            "Write for example --program-bytes 50e6 --memory-bytes 80e9 for a device of 80 GB."
         )

@@ -81,7 +81,9 @@ def serve(
     compile_cache: Annotated[
         Path | None,
         typer.Option(
-            "--compile-cache", parser=a_folder, help="folder where compiled programs are kept for the next start"
+            "--compile-cache",
+            parser=a_folder,
+            help="folder where compiled programs, and the layout without --layout, are kept for the next start",
         ),
     ] = None,
     address: Annotated[

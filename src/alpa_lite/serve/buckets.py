@@ -81,7 +81,7 @@ def propose_buckets(
     multiple: int = 1,
     program_tokens: float = 0.0,
     program_tokens_per_token: float = 0.0,
-    program_bytes: float = 0.0,
+    program_bytes: float | None = None,
     memory_bytes: float | None = None,
 ) -> BucketAdvice:
     """At most ``k`` buckets that cost least for requests of these lengths. Exact.
@@ -93,7 +93,7 @@ def propose_buckets(
         program_tokens: what a compiled program costs, whatever its size, in padded tokens: it must save more than that.
         program_tokens_per_token: what it costs beside that per token of its size, where programs keep buffers of their own.
         program_bytes: of memory that a compiled program keeps, whatever its size. Temporaries are not kept: there must be
-            room for those of the largest bucket, which is the same in any case.
+            room for those of the largest bucket, which is the same in any case. Given with ``memory_bytes``, or not at all.
         memory_bytes: of the memory of which that is a share, e.g. of a device. A share of it costs as much as the same share
             of the requests' tokens, beside ``program_tokens``.
 
@@ -183,13 +183,15 @@ def _check_costs(program_tokens: Any, program_tokens_per_token: Any) -> None:
 
 def _checked_share(program_bytes: Any, memory_bytes: Any) -> float:
     """Of the memory, that a program keeps."""
-    known = memory_bytes is not None
-    if not 0 <= real(program_bytes) < math.inf or (known and not 0 < real(memory_bytes) < math.inf):
+    if program_bytes is None and memory_bytes is None:
+        return 0.0
+    size, whole = (1.0 if given is None else real(given) for given in (program_bytes, memory_bytes))
+    if not 0 <= size < math.inf or not 0 < whole < math.inf:
         fault = "the first must be a number from 0, the second one above 0"
-    elif not known and program_bytes:
+    elif program_bytes is None or memory_bytes is None:
         fault = "bytes of a program count as a share of the memory, so both must be given"
     else:
-        return real(program_bytes) / real(memory_bytes) if known else 0.0
+        return size / whole
     raise _refusal(
         f"program_bytes={program_bytes!r:.60} and memory_bytes={memory_bytes!r:.60} were given; {fault}",
         "program_bytes=50e6, memory_bytes=80e9 for a device of 80 GB",

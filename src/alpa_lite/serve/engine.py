@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -64,8 +65,8 @@ class Engine:
         queue_limit: requests that may wait; None = 4 times ``slots``.
         prefills_per_step: prompts that are taken in between two tokens of those that run: with more, requests start sooner, with
             fewer, tokens come more evenly.
-        compile_cache: folder where compiled programs are kept for the next start. JAX has one for the whole process: this sets
-            it, unless one is set already.
+        compile_cache: folder where compiled programs are kept for the next start, and the layout where none is given. JAX has
+            one for the programs of the whole process: this sets it, unless one is set already.
 
     Raises:
         ServeError: a number is not allowed, the layout is another model's, or the folder for compiled programs cannot be made.
@@ -110,6 +111,7 @@ class Engine:
                 f"process. At {user_line()}. Start it in a process of its own."
             )
         settings = checked_executor(executor, None)
+        folder = ""
         if compile_cache is not None:
             folder = str(as_path(compile_cache, 'al.serve.Engine(compile_cache="folder")', ServeError))
             if settings is None:
@@ -124,6 +126,7 @@ class Engine:
             cluster,
             num_stages,
             settings,
+            folder if settings is None else os.path.expanduser(settings.cache_folder),
             slots=slots,
             max_length=max_length,
             buckets=sizes,

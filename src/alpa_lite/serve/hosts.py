@@ -257,7 +257,7 @@ class Hosts:
         traced = []  # before actors, which trace them again
         for part in parts:
             check_plans(part.graphs, part.plans, num_groups)
-            traced.append(traced_graphs(part.graphs, part.plans))
+            traced.append(traced_graphs(part.graphs, part.plans) if part.traced is None else part.traced)
         self.parts, self.buckets, self.num_groups, self.per_group = parts, buckets, num_groups, slots
         self.slots = num_groups * slots
         self.vocab_size = vocab_size_of(parts[-1].graphs, parts[-1].plans)

@@ -15,6 +15,7 @@ import jax
 
 from alpa_lite.api.request import Request
 from alpa_lite.api.shared import plan_shared
+from alpa_lite.api.shared_layout import SharedLayout
 from alpa_lite.cluster.cluster import Cluster
 from alpa_lite.core.rule_text import NamedRule
 from alpa_lite.errors import AlpaLiteError, ServeError, user_line
@@ -24,9 +25,11 @@ from alpa_lite.lowering.lower import partition_spec
 from alpa_lite.plan.identity import some
 from alpa_lite.plan.plan import Plan
 from alpa_lite.planner.options import PlanOptions
+from alpa_lite.serve.kept_layouts import keep, kept_file, read_kept
 from alpa_lite.serve.model_graphs import DECODE, Graph, prefill_name
 from alpa_lite.serve.programs import arguments, check_types, traced_graphs
 from alpa_lite.trace.paths import argument_paths
+from alpa_lite.trace.program import Traced
 
 # So many steps of all slots for each prompt; who knows better plans with weights of their own.
 _TOKENS_PER_PROMPT = 64.0
@@ -67,17 +70,33 @@ def _default_buckets(max_length: int) -> tuple[int, ...]:
 
 
 def plans_of(
-    graphs: Mapping[str, Graph], plans: Mapping[str, Plan] | None, cluster: Cluster | None = None
-) -> Mapping[str, Plan]:
-    """Plans of all graphs, on one mesh: those of the user's layout, or new ones for a cluster.
+    graphs: Mapping[str, Graph], plans: Mapping[str, Plan] | None, cluster: Cluster | None = None, folder: str = ""
+) -> tuple[Mapping[str, Plan], Mapping[str, Traced] | None]:
+    """Plans of all graphs, on one mesh: those of the user's layout, those that were kept, or new ones for a cluster.
+
+    Args:
+        cluster: None = the devices of this process.
+        folder: where layouts are kept for the next start; "" = nowhere.
+
+    Returns:
+        The plans, and the graphs as they are run where they had to be traced for that.
 
     Raises:
         ServeError: the layout is not of these graphs, or one cannot have the cache where it lies.
     """
-    return plan_graphs(graphs, cluster) if plans is None else _with_one_cache(graphs, plans)
+    if plans is not None:
+        return _with_one_cache(graphs, plans), None
+    cluster = cluster or local_cluster(False)
+    file = kept_file(folder, graphs, cluster) if folder else None
+    if file is not None and (kept := read_kept(file, graphs)):
+        return kept
+    layout = plan_graphs(graphs, cluster)
+    if file is not None:
+        keep(layout, file)
+    return layout.plans, None
 
 
-def plan_graphs(graphs: Mapping[str, Graph], cluster: Cluster | None = None) -> dict[str, Plan]:
+def plan_graphs(graphs: Mapping[str, Graph], cluster: Cluster | None = None) -> SharedLayout:
     """Plans of all graphs with one layout of parameters and cache, the best for a prompt now and then between many tokens.
 
     Args:
@@ -88,10 +107,9 @@ def plan_graphs(graphs: Mapping[str, Graph], cluster: Cluster | None = None) -> 
     params, cache = graphs[DECODE][1][:2]
     held = {"0": params, "1": cache}  # a model may have no parameters, or no cache
     shared = tuple(place for place, tree in held.items() if jax.tree_util.tree_leaves(tree))
-    layout = plan_shared(
+    return plan_shared(
         graphs, shared=shared, cluster=cluster or local_cluster(False), weights=weights, donate_argnums=1
     )
-    return dict(layout.plans)
 
 
 def _with_one_cache(graphs: Mapping[str, Graph], plans: Mapping[str, Plan]) -> Mapping[str, Plan]:

@@ -23,6 +23,7 @@ from alpa_lite.serve.model_graphs import DECODE, Graph, Model, graphs
 from alpa_lite.serve.programs import Programs, check_types, padded, run_all, vocab_size_of
 from alpa_lite.serve.sampling import Rows
 from alpa_lite.serve.stored import StoredParams, is_maker
+from alpa_lite.trace.program import Traced
 
 T = TypeVar("T")
 
@@ -131,6 +132,7 @@ def cut_by_model(
     buckets: tuple[int, ...],
     num_groups: int | None = None,
     layouts: Sequence[Mapping[str, Plan]] | None = None,
+    folder: str = "",
 ) -> Pipeline:
     """A model in the parts that it is split into.
 
@@ -139,6 +141,7 @@ def cut_by_model(
         num_stages: into how many parts; the devices are shared out evenly.
         num_groups: into how many groups the slots go; None = twice the stages, or as many as divide the slots.
         layouts: plans of each stage's graphs; None plans them.
+        folder: as of ``plans_of``.
 
     Raises:
         ServeError: it cannot be cut so.
@@ -152,10 +155,9 @@ def cut_by_model(
     sizes: dict[str, Any] = {"slots": slots // groups, "max_length": max_length, "buckets": buckets}
     stages: list[Programs] = []
     cluster = _cluster(each) if layouts is None else None
-    for number, part in enumerate(parts_of(model, params, num_stages, layouts, cluster, **sizes)):
+    for number, part in enumerate(parts_of(model, params, num_stages, layouts, cluster, folder, **sizes)):
         devices = jax.devices()[number * each : (number + 1) * each]
-        made = Programs(part.model, part.params, part.graphs, part.plans, **sizes, num_groups=groups, devices=devices)
-        stages.append(made)
+        stages.append(programs_of(part, **sizes, num_groups=groups, devices=devices))
     return Pipeline(stages)
 
 
@@ -178,6 +180,7 @@ class Part:
         model, params: its own; as for ``Engine``.
         given: graph -> what it takes in place of tokens; None for the first.
         graphs, plans: by name.
+        traced: the graphs as they are run; None where they were not traced yet.
     """
 
     model: Model
@@ -185,6 +188,7 @@ class Part:
     given: Mapping[str, Any] | None
     graphs: Mapping[str, Graph]
     plans: Mapping[str, Plan]
+    traced: Mapping[str, Traced] | None = None
 
 
 def parts_of(
@@ -193,9 +197,11 @@ def parts_of(
     num_stages: int,
     layouts: Sequence[Mapping[str, Plan]] | None,
     cluster: Cluster | None,
+    folder: str,
     **sizes: Any,
 ) -> Iterator[Part]:
-    """The stages of a model, planned for a cluster each where there are no layouts; one stage is the model itself.
+    """The stages of a model, planned for a cluster each where there are no layouts; one stage is the model itself. ``folder``:
+    as of ``plans_of``.
 
     Raises:
         ServeError: it cannot be cut so.
@@ -204,12 +210,17 @@ def parts_of(
     for number, (part, pick) in enumerate(_parts(model, num_stages) if num_stages > 1 else [(model, None)]):
         own = params if pick is None else _picked(params, pick)
         made = graphs(part, own, **sizes, given=given)
-        plans = plans_of(made, None if layouts is None else layouts[number], cluster)
+        plans, traced = plans_of(made, None if layouts is None else layouts[number], cluster, folder)
         last = number == num_stages - 1
         if last:
             vocab_size_of(made, plans)
-        yield Part(model=part, params=own, given=given, graphs=made, plans=plans)
+        yield Part(model=part, params=own, given=given, graphs=made, plans=plans, traced=traced)
         given = None if last else {name: jax.eval_shape(fn, *args)[0] for name, (fn, args) in made.items()}
+
+
+def programs_of(part: Part, **sizes: Any) -> Programs:
+    """Of a part, on devices of this process; the sizes are those of ``Programs``."""
+    return Programs(part.model, part.params, part.graphs, part.plans, traced=part.traced, **sizes)
 
 
 def cut_as_planned(
@@ -217,17 +228,7 @@ def cut_as_planned(
 ) -> Pipeline:
     """A model whose plans have stages, on the devices of this process; raises as ``planned_part``."""
     part, per_group, groups = planned_part(model, params, plans, slots=slots, max_length=max_length, buckets=buckets)
-    made = Programs(
-        model,
-        params,
-        part.graphs,
-        plans,
-        slots=per_group,
-        max_length=max_length,
-        buckets=buckets,
-        num_groups=groups,
-    )
-    return Pipeline([made])
+    return Pipeline([programs_of(part, slots=per_group, max_length=max_length, buckets=buckets, num_groups=groups)])
 
 
 def planned_part(

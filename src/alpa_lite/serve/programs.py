@@ -49,6 +49,7 @@ class Programs:
         plans: one per graph.
         num_groups: caches, each of ``slots`` slots. Groups of slots are served in turn, which stages of a pipeline need.
         devices: of which the plans' mesh is made; None = those of this process.
+        traced: what ``traced_graphs`` gives for them; None asks it.
 
     Raises:
         ServeError: the plans are not for these graphs.
@@ -68,10 +69,11 @@ class Programs:
         buckets: tuple[int, ...],
         num_groups: int = 1,
         devices: Sequence[Any] | None = None,
+        traced: Mapping[str, Traced] | None = None,
     ) -> None:
         check_plans(graphs, plans, num_groups)
         self.slots, self.buckets, self.plans = slots, buckets, plans
-        self._graphs, self._traced = graphs, traced_graphs(graphs, plans)
+        self._graphs, self._traced = graphs, traced_graphs(graphs, plans) if traced is None else traced
         decode = plans[DECODE]
         self._devices, meshes = devices, stage_meshes(decode, devices)
         params_at, cache_at = (places_of(arguments(decode, number), meshes) for number in "01")

@@ -16,7 +16,15 @@ from alpa_lite.cluster.cluster import Cluster
 from alpa_lite.errors import ServeError, user_line
 from alpa_lite.executor.ray.settings import RayExecutor
 from alpa_lite.plan.plan import Plan
-from alpa_lite.serve.pipeline import Pipeline, cut_as_planned, cut_by_model, groups_of, parts_of, planned_part
+from alpa_lite.serve.pipeline import (
+    Pipeline,
+    cut_as_planned,
+    cut_by_model,
+    groups_of,
+    parts_of,
+    planned_part,
+    programs_of,
+)
 from alpa_lite.serve.programs import Programs
 from alpa_lite.serve.stored import StoredParams, check_maker, is_maker
 from alpa_lite.trace.paths import leaf_paths
@@ -72,9 +80,10 @@ def runner_of(
     cluster: Cluster | None,
     num_stages: int,
     settings: RayExecutor | None,
+    folder: str,
     **sizes: Any,
 ) -> Programs | Pipeline | Hosts:
-    """The runner; arguments as of ``Engine``, ``settings`` of an executor on hosts or None.
+    """The runner; arguments as of ``Engine``, ``settings`` of an executor on hosts or None, ``folder`` where layouts are kept.
 
     Raises:
         ServeError: they do not go together, or the plans are not for this model.
@@ -120,16 +129,16 @@ def runner_of(
                     "al.plan_shared(..., options=al.PlanOptions(num_stages=...))."
                 )
     if settings is not None:
-        return _on_hosts(model, params, layouts, cluster, num_stages, settings, **sizes)
+        return _on_hosts(model, params, layouts, cluster, num_stages, settings, folder, **sizes)
     if num_stages > 1:
         if cluster is not None:
             raise ServeError(
                 f"num_stages={num_stages} was given with a cluster. Without an executor stages share out the devices of this "
                 f'process. At {user_line()}. Leave one of them out, or add executor="ray".'
             )
-        return cut_by_model(model, params, num_stages=num_stages, layouts=layouts, **sizes)
-    (part,) = parts_of(model, params, 1, layouts, cluster, **sizes)
-    return Programs(part.model, part.params, part.graphs, part.plans, **sizes)
+        return cut_by_model(model, params, num_stages=num_stages, layouts=layouts, folder=folder, **sizes)
+    (part,) = parts_of(model, params, 1, layouts, cluster, folder, **sizes)
+    return programs_of(part, **sizes)
 
 
 def _stages_of(layout: Layout) -> int:
@@ -153,6 +162,7 @@ def _on_hosts(
     cluster: Cluster | None,
     num_stages: int,
     settings: RayExecutor,
+    folder: str,
     *,
     slots: int,
     **sizes: Any,
@@ -163,7 +173,7 @@ def _on_hosts(
     groups = groups_of(num_stages, slots) if num_stages > 1 else 1
     sizes["slots"] = slots // groups
     own = None if layouts is not None else _stage_cluster(cluster or ray_cluster(settings.address), num_stages)
-    parts = list(parts_of(model, params, num_stages, layouts, own, **sizes))
+    parts = list(parts_of(model, params, num_stages, layouts, own, folder, **sizes))
     return Hosts(parts, settings, **sizes, num_groups=groups)
 
 

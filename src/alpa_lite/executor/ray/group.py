@@ -29,7 +29,7 @@ from alpa_lite.errors import AlpaLiteError, CheckpointError, ClusterError, Worke
 from alpa_lite.executor.parcel import Parcel
 from alpa_lite.executor.ray.actor import WorkerActor
 from alpa_lite.executor.ray.cluster import alive_nodes, bundles, check_room, connect
-from alpa_lite.executor.ray.settings import DEFAULT_CACHE, RayExecutor
+from alpa_lite.executor.ray.settings import RayExecutor
 from alpa_lite.executor.sites import Site
 
 _SEEN_S = 1.0
@@ -107,7 +107,7 @@ class ActorGroup(ABC):
         self.places = self.wait([actor.where.remote() for actor in self.actors], limit)
         self.started = True
         self.hosts = ["127.0.0.1" if self.local else host for host, _ in self.places]
-        cache = DEFAULT_CACHE if self.settings.compile_cache is None else self.settings.compile_cache
+        cache = self.settings.cache_folder
         worlds = self._worlds()
         each = zip(self.actors, self.sites, worlds, strict=True)
         self.wait(

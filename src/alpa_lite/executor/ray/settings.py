@@ -29,7 +29,8 @@ class RayExecutor:
             is not proven on GPUs yet, and a worker that dies takes the others' processes with it.
         name: of what it holds of the cluster. Whoever starts under the same name takes away what is there under it: a driver that
             is an actor of Ray may die, and what it held stays until its job ends. Two that run at once need two names. "" = none.
-        compile_cache: folder for compiled programs on every host; None = ``~/.cache/alpa_lite/compiled``, "" = no cache.
+        compile_cache: folder for compiled programs on every host, and on the driver's for layouts that engines planned; None =
+            ``~/.cache/alpa_lite/compiled``, "" = no cache.
     """
 
     address: str | None = None
@@ -41,6 +42,11 @@ class RayExecutor:
     transport: Literal["pull", "device_put"] = "pull"
     name: str = ""
     compile_cache: str | None = None
+
+    @property
+    def cache_folder(self) -> str:
+        """For compiled programs; "~" is the home of whoever looks there. "" = none."""
+        return DEFAULT_CACHE if self.compile_cache is None else self.compile_cache
 
     def __post_init__(self) -> None:
         for name in ("heartbeat_s", "hang_timeout_s", "progress_timeout_s", "start_timeout_s"):

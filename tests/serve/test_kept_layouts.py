@@ -1,0 +1,117 @@
+"""Layouts on disk: the next start reads what it would plan, and plans where anything is another one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import alpa_lite as al
+from alpa_lite.plan.encode import encode_plan
+from alpa_lite.serve import layout as layouts
+from alpa_lite.serve.kept_layouts import kept_file
+from tests.serve.engines import SIZES, model_and_params
+from tests.serve.test_odd_models import VOCABULARY, Sums
+
+ODD: dict[str, Any] = {"slots": 2, "max_length": 8, "buckets": (4,)}
+CLUSTER = al.Cluster.parse("1x2:cpu")
+
+
+class Differences(Sums):
+    """The same leaves, another function."""
+
+    def decode(self, params: Any, cache: Any, tokens: jax.Array) -> tuple[jax.Array, Any]:
+        logits, cache = super().decode(params, cache, tokens)
+        return jnp.cos(logits), cache
+
+
+def graphs(model: Any, **sizes: Any) -> Any:
+    params = {"table": jnp.ones((VOCABULARY, 16)), "out": jnp.ones((16, VOCABULARY))}
+    return al.serve.graphs(model, params, **ODD | sizes)
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What was planned since."""
+    found: list[Any] = []
+
+    def plan(*args: Any) -> al.SharedLayout:
+        found.append(plan_graphs(*args))
+        return found[-1]
+
+    plan_graphs = layouts.plan_graphs
+    monkeypatch.setattr(layouts, "plan_graphs", plan)
+    return found
+
+
+def texts(plans: Any) -> dict[str, bytes]:
+    return {name: encode_plan(plan) for name, plan in plans.items()}
+
+
+def test_the_next_start_reads_what_it_would_plan(planned: list[Any], tmp_path: Path) -> None:
+    given = graphs(Sums())
+    first, _ = layouts.plans_of(given, None, CLUSTER, str(tmp_path / "made"))
+    again, traced = layouts.plans_of(given, None, CLUSTER, str(tmp_path / "made"))
+    assert len(planned) == 1
+    assert texts(again) == texts(first) == texts(planned[0].plans)
+    assert traced is not None and traced.keys() == given.keys()
+    assert again["decode"].in_specs == first["decode"].in_specs, "a plan of a file alone has no pytrees"
+    assert layouts.plans_of(given, first, CLUSTER, str(tmp_path / "made")) == (first, None), (
+        "what the user gives is taken"
+    )
+    layouts.plans_of(given, None, CLUSTER)  # without a folder
+    assert len(planned) == 2
+
+
+def test_whatever_a_plan_depends_on_names_the_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def names() -> list[Path]:
+        given = [graphs(Sums()), graphs(Sums(), slots=4), graphs(Sums(), buckets=(8,))]
+        found = [kept_file(str(tmp_path), one, CLUSTER) for one in given]
+        found += [kept_file(str(tmp_path), given[0], al.Cluster.parse(text)) for text in ("1x4:cpu", "1x2:h100-sxm")]
+        with jax.enable_x64(True):
+            return [*found, kept_file(str(tmp_path), given[0], CLUSTER)]
+
+    before = names()
+    assert names() == before
+    monkeypatch.setattr("alpa_lite.serve.kept_layouts._planner", lambda: "another version")
+    assert len({*before, *names()}) == 2 * len(before)
+
+
+def test_plans_of_another_function_or_a_damaged_file_are_made_anew(planned: list[Any], tmp_path: Path) -> None:
+    given = graphs(Sums()), graphs(Differences())
+    file = kept_file(str(tmp_path), given[0], CLUSTER)
+    assert kept_file(str(tmp_path), given[1], CLUSTER) == file, "else this test says nothing"
+    for one, count in ((0, 1), (1, 2), (1, 2), (0, 3)):
+        plans, _ = layouts.plans_of(given[one], None, CLUSTER, str(tmp_path))
+        assert len(planned) == count
+        assert texts(plans) == texts(planned[-1].plans)
+    file.write_bytes(file.read_bytes()[:-100])
+    layouts.plans_of(given[0], None, CLUSTER, str(tmp_path))
+    assert len(planned) == 4
+    layouts.plans_of(given[0], None, CLUSTER, str(tmp_path))
+    assert len(planned) == 4
+
+
+def test_a_folder_that_cannot_be_written_to_is_said(planned: list[Any], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.warns(UserWarning, match=r"layout is not kept, so that the next start plans it again: .*file"):
+        plans, _ = layouts.plans_of(graphs(Sums()), None, CLUSTER, str(tmp_path / "file"))
+    assert texts(plans) == texts(planned[0].plans)
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_an_engine_answers_the_same_with_a_layout_that_it_reads(
+    num_stages: int, planned: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("alpa_lite.serve.engine._keep_compiled", lambda folder: None)  # JAX's is for the whole process
+    model, params = model_and_params("gpt")
+    answers = []
+    for _ in range(2):
+        with al.serve.Engine(model, params, num_stages=num_stages, compile_cache=tmp_path, **SIZES) as engine:
+            answers.append((engine.generate([[1, 2, 3], [4]], max_tokens=6), texts(engine.plans)))
+    assert answers[0] == answers[1]
+    assert len(planned) == num_stages == len(list(tmp_path.iterdir()))

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-NUM_TRIES = 20
+PATIENCE_S = 120.0  # an engine that was lost has its parameters to read
 
 
 class Refused(Exception):
@@ -57,12 +57,13 @@ def stream(body: dict[str, Any], *, host: str = "127.0.0.1", port: int = 8000, t
 
 def patient(body: dict[str, Any], **where: Any) -> Iterator[dict]:
     """``stream``, again after a second when the server is full or is starting its engine again (429 and 503)."""
-    for attempt in range(NUM_TRIES):
+    end_s = time.monotonic() + PATIENCE_S
+    while True:
         events = stream(body, **where)
         try:
             first = next(events)
         except Refused as refused:
-            if refused.status not in (429, 503) or attempt == NUM_TRIES - 1:
+            if refused.status not in (429, 503) or time.monotonic() > end_s:
                 raise
             time.sleep(1.0)
         else:

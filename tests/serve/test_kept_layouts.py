@@ -13,10 +13,11 @@ import alpa_lite as al
 from alpa_lite.plan.encode import encode_plan
 from alpa_lite.serve import layout as layouts
 from alpa_lite.serve.kept_layouts import kept_file
-from tests.serve.engines import SIZES, model_and_params
+from tests.serve.engines import model_and_params
 from tests.serve.test_odd_models import VOCABULARY, Sums
 
 ODD: dict[str, Any] = {"slots": 2, "max_length": 8, "buckets": (4,)}
+FEW: dict[str, Any] = {"slots": 4, "max_length": 32, "buckets": (8,)}
 CLUSTER = al.Cluster.parse("1x2:cpu")
 
 
@@ -111,7 +112,7 @@ def test_an_engine_answers_the_same_with_a_layout_that_it_reads(
     model, params = model_and_params("gpt")
     answers = []
     for _ in range(2):
-        with al.serve.Engine(model, params, num_stages=num_stages, compile_cache=tmp_path, **SIZES) as engine:
+        with al.serve.Engine(model, params, num_stages=num_stages, compile_cache=tmp_path, **FEW) as engine:
             answers.append((engine.generate([[1, 2, 3], [4]], max_tokens=6), texts(engine.plans)))
     assert answers[0] == answers[1]
     assert len(planned) == num_stages == len(list(tmp_path.iterdir()))

@@ -285,16 +285,3 @@ def test_clients_are_not_told_why_an_engine_is_missing(capsys: pytest.CaptureFix
         assert isinstance(error, EngineClosed) and "secret" not in str(error) and "Its log says why" in str(error)
     assert "ValueError: a secret path" in asyncio.run(actor.failure())
     assert "ValueError: a secret path" in capsys.readouterr().err
-
-
-def test_what_fails_in_the_engines_process_is_no_loss() -> None:
-    """Trying again would not help: 500, where a lost process is 503."""
-    from ray.exceptions import ActorDiedError, RayTaskError
-
-    from alpa_lite.serve.deployment import _lost_is_closed
-    from alpa_lite.serve.http import status_of
-
-    for error, status in ((RayTaskError("stream", "trace", ValueError("x")), 500), (ActorDiedError(), 503)):
-        with pytest.raises(ServeError) as raised, _lost_is_closed():
-            raise error
-        assert status_of(raised.value) == status

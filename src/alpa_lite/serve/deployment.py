@@ -13,13 +13,14 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 from alpa_lite.api.shared_layout import SharedLayout
 from alpa_lite.cluster.cluster import Cluster
 from alpa_lite.errors import AlpaLiteError, EngineClosed, ServeError
 from alpa_lite.executor.ray.settings import RayExecutor
+from alpa_lite.serve.remote_answers import RemoteAnswers
 from alpa_lite.serve.settings import ServerSettings, ServeTarget
 from alpa_lite.serve.stored import StoredParams, shapes_of
 
@@ -118,100 +119,6 @@ class EngineActor:
             raise EngineClosed("the engine could not be started again. Its log says why. Ask whoever runs the server.")
 
 
-class _RemoteAnswers:
-    """``Answers`` of an actor that may be lost.
-
-    Attributes:
-        running: requests that have not all of their answer yet.
-        ending: whether new ones are refused.
-    """
-
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
-        self.ending = False
-        self.running = 0
-
-    async def end(self) -> None:
-        """New requests are refused from here on; returns when those that run have their answers."""
-        self.ending = True
-        with contextlib.suppress(EngineClosed):
-            await _asked(self._engine.close.remote())
-        while self.running:
-            await asyncio.sleep(0.02)
-
-    async def generate(self, body: Any) -> Any:
-        with self._counted():
-            return await _asked(self._engine.generate.remote(body))
-
-    async def check(self) -> None:
-        self._check_takes()
-        await _asked(self._engine.check.remote())
-
-    async def metrics(self) -> bytes:
-        return await _asked(self._engine.metrics.remote())
-
-    async def stream(self, body: Any) -> AsyncIterator[Any]:
-        import ray
-
-        with self._counted(), _lost_is_closed():
-            events = self._engine.stream.remote(body)
-            try:
-                async for event in events:
-                    yield _raised(await event)
-            except (asyncio.CancelledError, GeneratorExit):  # the client went away
-                ray.cancel(events)
-                raise
-
-    @contextlib.contextmanager
-    def _counted(self) -> Iterator[None]:
-        self._check_takes()
-        self.running += 1
-        try:
-            yield
-        finally:
-            self.running -= 1
-
-    def _check_takes(self) -> None:
-        if self.ending:
-            raise EngineClosed(
-                "the server is ending. It takes no more requests. Try another, or this one when it is back."
-            )
-
-
-async def _asked(answer: Any) -> Any:
-    import ray
-
-    with _lost_is_closed():
-        try:
-            return _raised(await answer)
-        except asyncio.CancelledError:
-            ray.cancel(answer)
-            raise
-
-
-@contextlib.contextmanager
-def _lost_is_closed() -> Iterator[None]:
-    from ray.exceptions import RayError, RayTaskError
-
-    try:
-        yield
-    except RayTaskError as error:  # a mistake of ours: what users' functions raise comes as a value
-        raise ServeError(
-            f"the engine's process failed at this request: {type(error.cause).__name__}. Its log says more. Ask whoever runs the "
-            "server."
-        ) from error
-    except RayError as error:
-        raise EngineClosed(
-            f"the engine was lost or takes no requests: {type(error).__name__}. It is started again. Try again."
-        ) from error
-
-
-def _raised(value: Any) -> Any:
-    if isinstance(value, ServeError):
-        raise value
-    return value
-
-
 class HttpReplica:
     """HTTP in front of an engine, as Ray Serve runs it. It starts the engine, outlives it, and says so when that is lost."""
 
@@ -229,7 +136,7 @@ class HttpReplica:
         )
         self._engine = engine.remote(make, settings)
         self._drain_s = settings.drain_s
-        self._answers = _RemoteAnswers(self._engine)
+        self._answers = RemoteAnswers(self._engine)
         self._failure = ray.get(self._engine.failure.remote())  # when it is there
         self._service = HttpService(
             self._answers,

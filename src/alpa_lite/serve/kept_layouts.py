@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-import jax
+import jax.numpy as jnp
 
 from alpa_lite.api.bound import Trees
 from alpa_lite.api.shared_layout import SharedLayout
@@ -34,7 +34,7 @@ _PACKAGES = ("jax", "jaxlib", "numpy", "ortools")  # that a plan depends on
 def kept_file(folder: str, graphs: Mapping[str, Graph], cluster: Cluster) -> Path:
     """Where the layout of such graphs on a cluster is kept."""
     digest = hashlib.sha256(_planner().encode())
-    digest.update(f"{cluster!r} {jax.numpy.result_type(float)}\n".encode())
+    digest.update(f"{cluster!r} {jnp.result_type(float)}\n".encode())
     for name, (_, args) in graphs.items():
         leaves = [(path, x.shape, str(x.dtype)) for path, x in argument_paths(args, {})]
         digest.update(f"{name} {leaves}\n".encode())

@@ -104,15 +104,17 @@ def test_a_folder_that_cannot_be_written_to_is_said(planned: list[Any], tmp_path
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("num_stages", [1, 2])
+@pytest.mark.parametrize("num_stages", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_an_engine_answers_the_same_with_a_layout_that_it_reads(
     num_stages: int, planned: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("alpa_lite.serve.engine._keep_compiled", lambda folder: None)  # JAX's is for the whole process
     model, params = model_and_params("gpt")
+    cluster = CLUSTER if num_stages == 1 else None
     answers = []
     for _ in range(2):
-        with al.serve.Engine(model, params, num_stages=num_stages, compile_cache=tmp_path, **FEW) as engine:
+        given = {"num_stages": num_stages, "cluster": cluster, "compile_cache": tmp_path}
+        with al.serve.Engine(model, params, **given, **FEW) as engine:
             answers.append((engine.generate([[1, 2, 3], [4]], max_tokens=6), texts(engine.plans)))
     assert answers[0] == answers[1]
     assert len(planned) == num_stages == len(list(tmp_path.iterdir()))

@@ -123,7 +123,8 @@ def test_a_cache_that_two_stages_read_is_carried_by_one():
         before = cache
         found, cache = step(params, cache, x)
         expected, want = func(params, want, x)
-        same((found, cache), (expected, want), atol=1e-4)
+        copied = jax.tree.map(jnp.copy, cache)  # JAX 0.11.2 takes over no array that NumPy looked at
+        same((found, copied), (expected, want), atol=1e-4)
     assert stage_of(step.plan(params, cache, x))["1/sum"] == 1
     assert before["sum"].is_deleted() and not cache["sum"].is_deleted()
 

@@ -113,7 +113,8 @@ def test_what_is_compiled_of_stages_keeps_the_budget(microbatches):
         assert len(stages) == 2
         assert all(stage.ratio == pytest.approx(1, abs=0.1) for stage in stages), stages
         fits = max(stage.peak_bytes for stage in stages) <= budget
-        assert fits == ("memory_budget_bytes" in options or (options["remat"] != "none" and microbatches == 4))
+        # With one microbatch the named values fit from JAX 0.11 on, which keeps less beside them.
+        assert fits == ("remat" not in options or peak(2, microbatches, options["remat"]) <= budget)
 
 
 @pytest.mark.medium

@@ -7,15 +7,18 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from alpa_lite.errors import EngineClosed, ServeError
+from alpa_lite.serve.answers import GenerateBody
 from alpa_lite.serve.http import status_of
 from alpa_lite.serve.remote_answers import RemoteAnswers
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'alpa-lite[serve]'")
 pytestmark = pytest.mark.medium  # seconds of waiting
 
+BODY = GenerateBody(tokens=[1, 10**30], top_p=0.5)  # what a client may send: the engine refuses it
 REFUSED_S = 1.5  # after which a call to an actor that starts is refused, as Ray does after 2 s
 
 
@@ -28,9 +31,9 @@ class Played:
         self.asked: list[str] = []
 
     def __getattr__(self, method: str) -> Any:
-        return SimpleNamespace(remote=lambda *args: self._call(method, self.state))
+        return SimpleNamespace(remote=lambda *args: self._call(method, self.state, args))
 
-    async def _call(self, method: str, state: Any) -> Any:
+    async def _call(self, method: str, state: Any, args: tuple[Any, ...]) -> Any:
         from ray.exceptions import ActorUnavailableError
 
         self.asked.append(method)
@@ -39,13 +42,15 @@ class Played:
             raise ActorUnavailableError("it starts", None)
         if isinstance(state, Exception):
             raise state
-        return "" if method == "failure" else method
+        if method == "generate":
+            assert msgspec.json.decode(*args, type=GenerateBody) == BODY
+        return "" if method == "failure" else method.encode()
 
 
 async def refused(answers: RemoteAnswers) -> tuple[EngineClosed, float]:
     start_s = time.monotonic()
     with pytest.raises(EngineClosed, match="Try again") as raised:
-        await answers.generate(None)
+        await answers.generate(BODY)
     return raised.value, time.monotonic() - start_s
 
 
@@ -53,7 +58,7 @@ def test_requests_are_refused_at_once_until_the_engine_is_back() -> None:
     async def run() -> None:
         engine = Played()
         answers = RemoteAnswers(engine)
-        assert await answers.generate(None) == "generate"
+        assert bytes(await answers.generate(BODY)) == b"generate"
         engine.state = "starts"
         _, first_s = await refused(answers)
         assert first_s >= REFUSED_S
@@ -62,7 +67,7 @@ def test_requests_are_refused_at_once_until_the_engine_is_back() -> None:
             _, later_s = await refused(answers)
             assert later_s < REFUSED_S / 2
             await asyncio.sleep(0.1)
-        for ask in (answers.check, answers.metrics, lambda: anext(answers.stream(None))):
+        for ask in (answers.check, answers.metrics, lambda: anext(answers.stream(BODY))):
             with pytest.raises(EngineClosed):
                 await ask()
         assert (engine.asked.count("generate"), set(engine.asked)) == (asked, {"generate", "failure"})
@@ -70,10 +75,10 @@ def test_requests_are_refused_at_once_until_the_engine_is_back() -> None:
         while answers._lost is not None:
             await asyncio.sleep(0.01)
         assert time.monotonic() - back_s < REFUSED_S / 2, "a look that was made before must not be waited for"
-        assert [await answers.generate(None), answers.running] == ["generate", 0]
+        assert [bytes(await answers.generate(BODY)), answers.running] == [b"generate", 0]
         looks = engine.asked.count("failure")
         await asyncio.sleep(REFUSED_S)  # those that were made before fail only now
-        assert await answers.metrics() == "metrics" and engine.asked.count("failure") == looks
+        assert await answers.metrics() == b"metrics" and engine.asked.count("failure") == looks
 
     asyncio.run(run())
 
@@ -109,7 +114,7 @@ def test_nothing_is_looked_for_at_the_end() -> None:
         assert answers._looking is not None
         await asyncio.wait_for(answers._looking, 5 * REFUSED_S)
         with pytest.raises(EngineClosed, match="the server is ending"):
-            await answers.generate(None)
+            await answers.generate(BODY)
 
     asyncio.run(run())
 
@@ -123,7 +128,7 @@ def test_what_fails_in_the_engines_process_is_no_loss() -> None:
         answers = RemoteAnswers(engine)
         engine.state = error
         with pytest.raises(ServeError) as raised:
-            await answers.generate(None)
+            await answers.generate(BODY)
         return status_of(raised.value), answers._lost is not None
 
     assert asyncio.run(asked(RayTaskError("stream", "trace", ValueError("x")))) == (500, False)

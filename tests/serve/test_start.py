@@ -278,7 +278,7 @@ def test_clients_are_not_told_why_an_engine_is_missing(capsys: pytest.CaptureFix
     from alpa_lite.serve.deployment import EngineActor
 
     async def asked(actor: EngineActor) -> list[Any]:
-        return [await actor.check(), await actor.generate(None), await anext(actor.stream(None))]
+        return [await actor.check(), await actor.generate(b""), await anext(actor.stream(b""))]
 
     actor = EngineActor(broken, al.serve.ServerSettings())
     for error in asyncio.run(asked(actor)):

@@ -16,6 +16,8 @@ import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from alpa_lite.api.shared_layout import SharedLayout
 from alpa_lite.cluster.cluster import Cluster
 from alpa_lite.errors import AlpaLiteError, EngineClosed, ServeError
@@ -25,7 +27,7 @@ from alpa_lite.serve.settings import ServerSettings, ServeTarget
 from alpa_lite.serve.stored import StoredParams, shapes_of
 
 if TYPE_CHECKING:
-    from alpa_lite.serve.answers import Answers
+    from alpa_lite.serve.answers import Answers, GenerateBody
     from alpa_lite.serve.engine import Engine
 
 APPLICATION = "alpa_lite"
@@ -36,7 +38,11 @@ _PROXY_S = 120.0  # for that proxy to start
 
 
 class EngineActor:
-    """An engine in a process of its own. Errors are values, so that they keep their kind and come without Ray's traces."""
+    """An engine in a process of its own: what ``RemoteAnswers`` asks.
+
+    Requests are ``GenerateBody`` and answers JSON, as clients send and get them. Errors are values, so that they
+    keep their kind and come without Ray's traces.
+    """
 
     def __init__(self, make: Callable[[], ServeTarget], settings: ServerSettings) -> None:
         self._drain_s = settings.drain_s
@@ -85,14 +91,15 @@ class EngineActor:
         """Why there is no engine; "" if there is one. For whoever runs the server: clients are not told."""
         return self._failure
 
-    async def generate(self, body: Any) -> Any:
-        return await self._told(lambda answers: answers.generate(body))
+    async def generate(self, body: bytes) -> bytes | ServeError:
+        answer = await self._told(lambda answers: answers.generate(_body(body)))
+        return answer if isinstance(answer, ServeError) else msgspec.json.encode(answer)
 
-    async def stream(self, body: Any) -> AsyncIterator[Any]:
+    async def stream(self, body: bytes) -> AsyncIterator[bytes | ServeError]:
         try:
             self._check_made()
-            async for event in self._answers.stream(body):
-                yield event
+            async for event in self._answers.stream(_body(body)):
+                yield msgspec.json.encode(event)
         except ServeError as error:
             yield error
 
@@ -117,6 +124,12 @@ class EngineActor:
     def _check_made(self) -> None:
         if self._failure:
             raise EngineClosed("the engine could not be started again. Its log says why. Ask whoever runs the server.")
+
+
+def _body(data: bytes) -> GenerateBody:
+    from alpa_lite.serve.answers import GenerateBody
+
+    return msgspec.json.decode(data, type=GenerateBody)
 
 
 class HttpReplica:

@@ -113,7 +113,7 @@ def test_what_is_compiled_of_stages_keeps_the_budget(microbatches):
         assert len(stages) == 2
         assert all(stage.ratio == pytest.approx(1, abs=0.1) for stage in stages), stages
         fits = max(stage.peak_bytes for stage in stages) <= budget
-        # With one microbatch the named values fit from JAX 0.11 on, which keeps less beside them.
+        # With one microbatch named values fit on JAX 0.11.2 and 0.12, which keep less beside them, and not on 0.10.2.
         assert fits == ("remat" not in options or peak(2, microbatches, options["remat"]) <= budget)
 
 

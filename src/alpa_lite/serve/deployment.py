@@ -40,8 +40,8 @@ _PROXY_S = 120.0  # for that proxy to start
 class EngineActor:
     """An engine in a process of its own: what ``RemoteAnswers`` asks.
 
-    Requests are ``GenerateBody`` and answers JSON, as clients send and get them. Errors are values, so that they
-    keep their kind and come without Ray's traces.
+    Requests and answers are JSON, as clients send and get it. Errors are values, so that they keep their kind and come without
+    Ray's traces.
     """
 
     def __init__(self, make: Callable[[], ServeTarget], settings: ServerSettings) -> None:

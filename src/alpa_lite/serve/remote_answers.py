@@ -23,7 +23,7 @@ class RemoteAnswers:
     Ray lets a call to an actor that is being started again wait for 2 s and refuses it then, also if the actor is there by that
     time. So once a call has found the engine lost, others are refused at once, until one of those that look for it has an answer.
 
-    Requests and answers cross as bytes, which Ray passes on in a fifth less time than objects.
+    Requests and answers cross as bytes, since Ray takes longer for objects, which it pickles.
 
     Args:
         engine: handle of the actor.

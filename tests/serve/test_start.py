@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import signal
 import socket
@@ -274,14 +273,12 @@ def broken() -> al.serve.ServeTarget:
 
 
 def test_clients_are_not_told_why_an_engine_is_missing(capsys: pytest.CaptureFixture) -> None:
-    """Who runs the server is: by ``failure``, and in the log of the engine's process."""
+    """Who runs the server is: the replica by ``listen``, and the log of the engine's process."""
     from alpa_lite.serve.deployment import EngineActor
 
-    async def asked(actor: EngineActor) -> list[Any]:
-        return [await actor.check(), await actor.generate(b""), await anext(actor.stream(b""))]
-
     actor = EngineActor(broken, al.serve.ServerSettings())
-    for error in asyncio.run(asked(actor)):
-        assert isinstance(error, EngineClosed) and "secret" not in str(error) and "Its log says why" in str(error)
-    assert "ValueError: a secret path" in asyncio.run(actor.failure())
+    with pytest.raises(EngineClosed, match="Its log says why") as raised:
+        actor._made()
+    assert "secret" not in str(raised.value)
+    assert "ValueError: a secret path" in actor._failure
     assert "ValueError: a secret path" in capsys.readouterr().err

@@ -13,21 +13,20 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
-
-import msgspec
 
 from alpa_lite.api.shared_layout import SharedLayout
 from alpa_lite.cluster.cluster import Cluster
 from alpa_lite.errors import AlpaLiteError, EngineClosed, ServeError
 from alpa_lite.executor.ray.settings import RayExecutor
 from alpa_lite.serve.remote_answers import RemoteAnswers
+from alpa_lite.serve.rpc import EngineServer, Listening
 from alpa_lite.serve.settings import ServerSettings, ServeTarget
 from alpa_lite.serve.stored import StoredParams, shapes_of
 
 if TYPE_CHECKING:
-    from alpa_lite.serve.answers import Answers, GenerateBody
+    from alpa_lite.serve.answers import Answers
     from alpa_lite.serve.engine import Engine
 
 APPLICATION = "alpa_lite"
@@ -38,16 +37,13 @@ _PROXY_S = 120.0  # for that proxy to start
 
 
 class EngineActor:
-    """An engine in a process of its own: what ``RemoteAnswers`` asks.
-
-    Requests and answers are JSON, as clients send and get it. Errors are values, so that they keep their kind and come without
-    Ray's traces.
-    """
+    """An engine in a process of its own, which the replica asks by gRPC (``rpc``), where ``listen`` says."""
 
     def __init__(self, make: Callable[[], ServeTarget], settings: ServerSettings) -> None:
         self._drain_s = settings.drain_s
         self._engine: Engine | None = None
         self._failure = ""
+        self._listening: asyncio.Task[Listening] | None = None  # several may ask while it starts
         try:
             self._load(make, settings)
         except AlpaLiteError as error:
@@ -87,49 +83,29 @@ class EngineActor:
         self._engine.warm_up()  # no request waits for a compiler
         self._answers = Answers(self._engine, encode=target.encode, decode=target.decode, timeout_s=settings.timeout_s)
 
-    async def failure(self) -> str:
-        """Why there is no engine; "" if there is one. For whoever runs the server: clients are not told."""
-        return self._failure
+    async def listen(self, node: str) -> Listening:
+        """Where it is asked, by a process on this node as Ray names it; on loopback where that is the engine's own."""
+        if self._listening is None:
+            self._listening = asyncio.create_task(self._listen(node))
+        return await asyncio.shield(self._listening)
 
-    async def generate(self, body: bytes) -> bytes | ServeError:
-        answer = await self._told(lambda answers: answers.generate(_body(body)))
-        return answer if isinstance(answer, ServeError) else msgspec.json.encode(answer)
+    async def _listen(self, node: str) -> Listening:
+        import ray
 
-    async def stream(self, body: bytes) -> AsyncIterator[bytes | ServeError]:
-        try:
-            self._check_made()
-            async for event in self._answers.stream(_body(body)):
-                yield msgspec.json.encode(event)
-        except ServeError as error:
-            yield error
-
-    async def check(self) -> Any:
-        return await self._told(lambda answers: answers.check())
-
-    async def metrics(self) -> Any:
-        return await self._told(lambda answers: answers.metrics())
+        own = node == ray.get_runtime_context().get_node_id()
+        host = "127.0.0.1" if own else ray.util.get_node_ip_address()
+        self._server = EngineServer(self._made)
+        return Listening(self._failure, *await self._server.start(f"[{host}]" if ":" in host else host))
 
     async def close(self) -> None:
         """Lets requests that run finish."""
         if self._engine is not None:
             await asyncio.to_thread(self._engine.close, drain_s=self._drain_s)
 
-    async def _told(self, ask: Callable[[Answers], Awaitable[Any]]) -> Any:
-        try:
-            self._check_made()
-            return await ask(self._answers)
-        except ServeError as error:
-            return error
-
-    def _check_made(self) -> None:
+    def _made(self) -> Answers:
         if self._failure:
             raise EngineClosed("the engine could not be started again. Its log says why. Ask whoever runs the server.")
-
-
-def _body(data: bytes) -> GenerateBody:
-    from alpa_lite.serve.answers import GenerateBody
-
-    return msgspec.json.decode(data, type=GenerateBody)
+        return self._answers
 
 
 class HttpReplica:
@@ -143,14 +119,15 @@ class HttpReplica:
         remote: Callable[[Any], Any] = ray.remote
         engine = remote(EngineActor).options(
             max_restarts=-1,
-            max_concurrency=settings.most_requests,
             num_cpus=settings.num_cpus,
             num_gpus=settings.num_gpus,
         )
         self._engine = engine.remote(make, settings)
         self._drain_s = settings.drain_s
-        self._answers = RemoteAnswers(self._engine)
-        self._failure = ray.get(self._engine.failure.remote())  # when it is there
+        node = ray.get_runtime_context().get_node_id()
+        listening = ray.get(self._engine.listen.remote(node))  # when it is there
+        self._failure = listening.failure
+        self._answers = RemoteAnswers(self._engine, node, listening)
         self._service = HttpService(
             self._answers,
             token=settings.token,

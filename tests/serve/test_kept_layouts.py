@@ -12,7 +12,7 @@ import pytest
 import alpa_lite as al
 from alpa_lite.plan.encode import encode_plan
 from alpa_lite.serve import layout as layouts
-from alpa_lite.serve.kept_layouts import kept_file
+from alpa_lite.serve.kept_layouts import _MOST, kept_files
 from tests.serve.engines import model_and_params
 from tests.serve.test_odd_models import VOCABULARY, Sums
 
@@ -70,10 +70,11 @@ def test_the_next_start_reads_what_it_would_plan(planned: list[Any], tmp_path: P
 def test_whatever_a_plan_depends_on_names_the_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def names() -> list[Path]:
         given = [graphs(Sums()), graphs(Sums(), slots=4), graphs(Sums(), buckets=(8,))]
-        found = [kept_file(str(tmp_path), one, CLUSTER) for one in given]
-        found += [kept_file(str(tmp_path), given[0], al.Cluster.parse(text)) for text in ("1x4:cpu", "1x2:h100-sxm")]
+        found = [kept_files(str(tmp_path), one, CLUSTER) for one in given]
+        found += [kept_files(str(tmp_path), given[0], al.Cluster.parse(text)) for text in ("1x4:cpu", "1x2:h100-sxm")]
         with jax.enable_x64(True):
-            return [*found, kept_file(str(tmp_path), given[0], CLUSTER)]
+            found.append(kept_files(str(tmp_path), given[0], CLUSTER))
+        return [file for files in found for file in files]
 
     before = names()
     assert names() == before
@@ -81,19 +82,32 @@ def test_whatever_a_plan_depends_on_names_the_file(monkeypatch: pytest.MonkeyPat
     assert len({*before, *names()}) == 2 * len(before)
 
 
-def test_plans_of_another_function_or_a_damaged_file_are_made_anew(planned: list[Any], tmp_path: Path) -> None:
+def test_parts_with_the_same_leaves_keep_a_layout_each(planned: list[Any], tmp_path: Path) -> None:
     given = graphs(Sums()), graphs(Differences())
-    file = kept_file(str(tmp_path), given[0], CLUSTER)
-    assert kept_file(str(tmp_path), given[1], CLUSTER) == file, "else this test says nothing"
-    for one, count in ((0, 1), (1, 2), (1, 2), (0, 3)):
+    files = kept_files(str(tmp_path), given[0], CLUSTER)
+    assert kept_files(str(tmp_path), given[1], CLUSTER) == files, "else this test says nothing"
+    for one, count in ((0, 1), (1, 2), (1, 2), (0, 2), (1, 2)):
         plans, _ = layouts.plans_of(given[one], None, CLUSTER, str(tmp_path))
         assert len(planned) == count
-        assert texts(plans) == texts(planned[-1].plans)
-    file.write_bytes(file.read_bytes()[:-100])
+        assert texts(plans) == texts(planned[one].plans)
+    assert sorted(tmp_path.iterdir()) == sorted(files[:2])
+
+
+def test_a_damaged_file_is_made_anew_and_files_stay_few(planned: list[Any], tmp_path: Path) -> None:
+    given = graphs(Sums()), graphs(Differences())
+    files = kept_files(str(tmp_path), given[0], CLUSTER)
     layouts.plans_of(given[0], None, CLUSTER, str(tmp_path))
-    assert len(planned) == 4
-    layouts.plans_of(given[0], None, CLUSTER, str(tmp_path))
-    assert len(planned) == 4
+    whole = files[0].read_bytes()
+    files[0].write_bytes(whole[:-100])
+    for _ in range(2):
+        layouts.plans_of(given[0], None, CLUSTER, str(tmp_path))
+        assert (len(planned), files[0].read_bytes()) == (2, whole)
+    for file in files[1:]:
+        file.write_bytes(whole)
+    layouts.plans_of(given[1], None, CLUSTER, str(tmp_path))
+    assert len(planned) == 3 and len(list(tmp_path.iterdir())) == _MOST
+    layouts.plans_of(given[1], None, CLUSTER, str(tmp_path))
+    assert len(planned) == 3
 
 
 def test_a_folder_that_cannot_be_written_to_is_said(planned: list[Any], tmp_path: Path) -> None:

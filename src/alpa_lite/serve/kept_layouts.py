@@ -1,18 +1,20 @@
 """Layouts that engines planned, kept beside their compiled programs, so that the next start plans nothing.
 
-In: the graphs of an engine that was given no layout, a cluster, and a folder. A file there is named by a digest of all that their
+In: the graphs of an engine that was given no layout, a cluster, and a folder. Files there are named by a digest of all that their
 plans depend on but for what the graphs compute: leaves, cluster, and the versions of whatever plans. What they compute is
-compared when they are traced, as with any layout; so what is read is what would be planned.
+compared when they are traced, as with any layout; so what is read is what would be planned. Parts of a model can have the same
+leaves and compute something else: each has a file of its own then.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib.metadata
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,27 +30,34 @@ from alpa_lite.serve.programs import traced_graphs
 from alpa_lite.trace.paths import argument_paths
 from alpa_lite.trace.program import Traced
 
+_MOST = 8  # layouts with the same leaves; a folder of years must not fill up, nor be searched for long
 _PACKAGES = ("jax", "jaxlib", "numpy", "ortools")  # that a plan depends on
 
 
-def kept_file(folder: str, graphs: Mapping[str, Graph], cluster: Cluster) -> Path:
-    """Where the layout of such graphs on a cluster is kept."""
+def kept_files(folder: str, graphs: Mapping[str, Graph], cluster: Cluster) -> list[Path]:
+    """Where layouts of graphs with these leaves are kept, by what the graphs compute: the first that is free is the next."""
     digest = hashlib.sha256(_planner().encode())
     digest.update(f"{cluster!r} {jnp.result_type(float)}\n".encode())
     for name, (_, args) in graphs.items():
         leaves = [(path, x.shape, str(x.dtype)) for path, x in argument_paths(args, {})]
         digest.update(f"{name} {leaves}\n".encode())
-    return Path(folder) / f"layout-{digest.hexdigest()[:32]}.json"
+    name = f"layout-{digest.hexdigest()[:32]}"
+    return [Path(folder) / f"{name}{f'-{number}' if number else ''}.json" for number in range(_MOST)]
 
 
-def read_kept(file: Path, graphs: Mapping[str, Graph]) -> tuple[Mapping[str, Plan], Mapping[str, Traced]] | None:
-    """The plans, and the graphs as they are run; None: there are none, or of other functions."""
-    try:
-        plans = SharedLayout.load(file).plans
-        traced = traced_graphs(graphs, plans)
-    except AlpaLiteError:  # whatever it is, planning anew mends it, or says it
-        return None
-    return {name: replace(plan, trees=Trees.of(traced[name])) for name, plan in plans.items()}, traced
+def read_kept(
+    files: Sequence[Path], graphs: Mapping[str, Graph]
+) -> tuple[Mapping[str, Plan], Mapping[str, Traced]] | Path:
+    """The plans, and the graphs as they are run; where there are none, the file in which to keep them."""
+    for file in files:
+        try:
+            plans = SharedLayout.load(file).plans
+        except AlpaLiteError:  # there is none, or it is damaged
+            return file
+        with contextlib.suppress(AlpaLiteError):  # they are of other functions
+            traced = traced_graphs(graphs, plans)
+            return {name: replace(plan, trees=Trees.of(traced[name])) for name, plan in plans.items()}, traced
+    return files[0]
 
 
 def keep(layout: SharedLayout, file: Path) -> None:

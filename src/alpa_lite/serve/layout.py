@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -25,7 +26,7 @@ from alpa_lite.lowering.lower import partition_spec
 from alpa_lite.plan.identity import some
 from alpa_lite.plan.plan import Plan
 from alpa_lite.planner.options import PlanOptions
-from alpa_lite.serve.kept_layouts import keep, kept_file, read_kept
+from alpa_lite.serve.kept_layouts import keep, kept_files, read_kept
 from alpa_lite.serve.model_graphs import DECODE, Graph, prefill_name
 from alpa_lite.serve.programs import arguments, check_types, traced_graphs
 from alpa_lite.trace.paths import argument_paths
@@ -87,12 +88,13 @@ def plans_of(
     if plans is not None:
         return _with_one_cache(graphs, plans), None
     cluster = cluster or local_cluster(False)
-    file = kept_file(folder, graphs, cluster) if folder else None
-    if file is not None and (kept := read_kept(file, graphs)):
+    if not folder:
+        return plan_graphs(graphs, cluster).plans, None
+    kept = read_kept(kept_files(folder, graphs, cluster), graphs)
+    if not isinstance(kept, Path):
         return kept
     layout = plan_graphs(graphs, cluster)
-    if file is not None:
-        keep(layout, file)
+    keep(layout, kept)
     return layout.plans, None
 
 

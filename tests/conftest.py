@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import secrets
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -28,6 +30,19 @@ def pytest_configure(config: pytest.Config) -> None:
     jax.config.update("jax_num_cpu_devices", 8)
     if config.option.markexpr != "gpu":
         jax.config.update("jax_platforms", "cpu")
+        _compile_less(config)
+
+
+def _compile_less(config: pytest.Config) -> None:
+    """Compiling takes a third of the tests' time, and more than a third of it is for programs that were compiled before, for
+    functions that are new to JAX. So LLVM optimises little (nothing at all makes loops that some tests run too slow), and a
+    folder of this process keeps what was compiled."""
+    os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=1")
+    folder = tempfile.TemporaryDirectory(prefix="alpa-lite-compiled-")
+    config.add_cleanup(folder.cleanup)
+    jax.config.update("jax_compilation_cache_dir", folder.name)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.02)  # less is faster to compile than to read
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -103,7 +103,7 @@ def test_partition_unknown_key_is_an_error(key):
     "num_ranks",
     [
         pytest.param(1, marks=pytest.mark.medium),
-        pytest.param(2, marks=pytest.mark.medium),
+        pytest.param(2, marks=[pytest.mark.medium, pytest.mark.slow]),
         pytest.param(4, marks=pytest.mark.slow),
     ],
 )

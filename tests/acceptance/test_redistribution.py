@@ -125,7 +125,7 @@ def test_tvm_partial_to_replicated_and_to_split():
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize(("rank", "coarse", "fine"), [(2, 81, 121), (3, 256, 361)])
+@pytest.mark.parametrize(("rank", "coarse", "fine"), [(2, 81, 121), pytest.param(3, 256, 361, marks=pytest.mark.slow)])
 def test_tvm_meshes_of_two_axes(rank, coarse, fine):
     """All ordered pairs on 2x2, run; ``coarse`` counts (x,y) and (y,x) on one dim as one spec."""
     made = engine((2, 2))

@@ -14,8 +14,9 @@ from examples.registry import EXAMPLES
 from tests.compiling import QUICK_COMPILE
 
 NAMES = sorted(EXAMPLES)
+_SLOW = [pytest.mark.medium, pytest.mark.slow]
 # All but one take seconds to compile.
-_MARKS = {"mlp": [], "resnet18": [pytest.mark.medium, pytest.mark.slow]}
+_MARKS = {"mlp": [], "moe": _SLOW, "resnet18": _SLOW}
 COMPILED = [pytest.param(name, marks=_MARKS.get(name, [pytest.mark.medium])) for name in NAMES]
 
 

@@ -78,7 +78,7 @@ def test_what_stages_exchange_is_no_state():
         assert {(part.args[a], part.results[r]) for a, r in program.aliases} <= set(step.whole.aliases)
 
 
-@pytest.mark.parametrize("num_stages", [2, 4])
+@pytest.mark.parametrize("num_stages", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_what_is_compiled_is_what_was_planned(num_stages):
     step = parallel(num_stages, "1f1b" if num_stages == 2 else "eager-1f1b")
     compiled = step.compile(*arguments())

@@ -52,7 +52,7 @@ def test_equals_the_step_itself(num_stages):
         assert np.linalg.norm(a - b) <= 2e-5 * np.linalg.norm(b)
 
 
-@pytest.mark.parametrize("num_stages", [2, 4])
+@pytest.mark.parametrize("num_stages", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_each_stage_owns_its_slice_of_stacked_state(num_stages):
     """Parameters, both moments and the new values of each; none is sent, and none is moved for the next step."""
     plan = parallel(num_stages).plan(STATE, BATCH)

@@ -78,7 +78,7 @@ def same(ours: Any, theirs: Any) -> None:
 
 @pytest.mark.medium
 @pytest.mark.parametrize("stages", [2, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("donated", [(), (1,)], ids=["kept", "donated"])
+@pytest.mark.parametrize("donated", [pytest.param((), marks=pytest.mark.slow), (1,)], ids=["kept", "donated"])
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("form", DECODES)
 def test_nothing_is_sent(form: str, change: str, donated: tuple[int, ...], stages: int) -> None:

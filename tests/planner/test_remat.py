@@ -68,7 +68,12 @@ def assert_right(got: Any) -> None:
         assert np.linalg.norm(np.asarray(a) - b) <= 2e-5 * np.linalg.norm(b)
 
 
-CASES = [(1, 1), (1, 4), (2, 1), (2, 4)]
+CASES = [
+    pytest.param(1, 1, marks=pytest.mark.slow),
+    (1, 4),
+    (2, 1),
+    pytest.param(2, 4, marks=pytest.mark.slow),
+]
 
 
 @pytest.mark.medium

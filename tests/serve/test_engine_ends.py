@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -57,6 +58,16 @@ def test_a_process_of_a_job_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         al.serve.Engine(*model_and_params("gpt"), **SIZES)
 
 
+@pytest.fixture
+def keeps_nothing() -> Iterator[None]:
+    """JAX keeps no compiled programs: an engine looks at its folder only where no other one is set."""
+    folder = jax.config.values["jax_compilation_cache_dir"]
+    jax.config.update("jax_compilation_cache_dir", None)
+    yield
+    jax.config.update("jax_compilation_cache_dir", folder)
+
+
+@pytest.mark.usefixtures("keeps_nothing")
 def test_sizes_that_are_none_are_refused() -> None:
     model, params = model_and_params("gpt")
     for settings, match in (

@@ -120,7 +120,7 @@ def crossing(layered: Layered) -> list[list[tuple[int, ...]]]:
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("model", MODELS)
 def test_the_result_is_the_same(model, count):
     step = al.value_and_grad(MODELS[model])

@@ -15,7 +15,8 @@ from tests.compiling import QUICK_COMPILE
 from tests.harness import difference, draw, run
 from tests.padding_steps import STEPS
 
-LONG = ("attention", "convolution", "adam")  # to compile
+# Long to compile: not in `make test`.
+LONG = ("attention", "convolution", "adam", "language_model", "contractions", "losses")
 
 
 def padded(name, multiple=8):

@@ -145,12 +145,12 @@ def test_errors_keep_their_kind_and_text(kind: type[ServeError]) -> None:
     """Without a cause: ``HttpReplica.check_health`` tells by it an engine that ended from one that is lost."""
 
     async def run(engine: Played, answers: RemoteAnswers) -> None:
-        engine.answers.error = kind("what you gave: '\u00e9\n\u20ac'. " + "x" * 10_000)
+        engine.answers.error = kind("what you gave: '\u00e9\n'. " + "\u6c34" * 10_000)
         for ask in (lambda: answers.generate(BODY), lambda: anext(answers.stream(BODY)), answers.check):
             with pytest.raises(kind) as raised:
                 await ask()
             assert type(raised.value) is kind and raised.value.__cause__ is None
-            assert str(raised.value).startswith("what you gave: '\u00e9\n\u20ac'. xxx")
+            assert str(raised.value).startswith("what you gave: '\u00e9\n'. \u6c34\u6c34")
         assert answers._lost is None and answers.running == 0
 
     played(run)

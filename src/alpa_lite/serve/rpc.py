@@ -1,7 +1,7 @@
 """Calls from the server's replica to the engine's process: gRPC, with bodies in JSON, as clients send and get them.
 
-Ray starts, watches and ends that process; calls through Ray took longer than all else that HTTP adds, for each streamed token
-again. Both sides are here: ``EngineServer`` and ``EngineChannel``.
+Ray starts, watches and ends that process; calls through Ray took longer than all else that HTTP adds. Both sides are here:
+``EngineServer`` and ``EngineChannel``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _PATH = "/alpa_lite.Engine/"
 _SECRET, _KIND = "alpa-lite-secret", "alpa-lite-error"  # keys of what comes beside bodies
-_TEXT = 2000  # characters of an error: it is sent as a header, and those have a limit
+_TEXT = 2000  # bytes of an error: it is a header, in which a byte may take three, and headers have 8 KiB
 _SIZES = (("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1))  # HTTP has the limit
 _PING_MS, _PONG_MS = 10_000, 20_000  # a host that is gone closes no connections
 _GRACE_S = 60.0
@@ -110,7 +110,8 @@ def _told(ask: Callable[[bytes], Awaitable[bytes]]) -> Callable[[bytes, Any], Aw
 
 
 async def _abort(context: Any, error: ServeError) -> None:
-    await context.abort(grpc.StatusCode.ABORTED, str(error)[:_TEXT], ((_KIND, type(error).__name__),))
+    text = str(error).encode()[:_TEXT].decode(errors="ignore")
+    await context.abort(grpc.StatusCode.ABORTED, text, ((_KIND, type(error).__name__),))
 
 
 async def _refuse(_: bytes, context: Any) -> None:

@@ -17,6 +17,8 @@ JOBS ?= 3
 # The first interpreter that starts and is new enough; pyenv leaves commands on the PATH that do not start.
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && { echo $$p; break; }; done)
+# Else every process that the tests start compiles our sources again.
+unexport PYTHONDONTWRITEBYTECODE
 UV := $(shell command -v uv 2>/dev/null)
 BIN := $(VENV)/bin
 # Files in order: the last ones are many short tests, so that no worker waits long for the other.

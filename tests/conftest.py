@@ -34,14 +34,19 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _compile_less(config: pytest.Config) -> None:
-    """Compiling takes a third of the tests' time, and more than a third of it is for programs that were compiled before, for
-    functions that are new to JAX. So LLVM optimises little (nothing at all makes loops that some tests run too slow), and a
-    folder of this process keeps what was compiled."""
+    """Compiling takes a third of the tests' time, and much of it is for programs that were compiled before. So LLVM optimises
+    little (nothing at all makes loops that some tests run too slow), and a folder keeps what was compiled, for this
+    process and all that it starts, workers and actors among them."""
     os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=1")
-    folder = tempfile.TemporaryDirectory(prefix="alpa-lite-compiled-")
-    config.add_cleanup(folder.cleanup)
-    jax.config.update("jax_compilation_cache_dir", folder.name)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.02)  # less is faster to compile than to read
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        folder = tempfile.TemporaryDirectory(prefix="alpa-lite-compiled-", ignore_cleanup_errors=True)
+        config.add_cleanup(folder.cleanup)
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = folder.name
+        os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.02"  # less is faster to compile than to read
+        os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+    # JAX, imported before, has read them already.
+    jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.02)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 

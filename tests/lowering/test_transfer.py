@@ -128,7 +128,7 @@ WAITING = [
 
 @jax.jit
 def slowly(x: Any) -> Any:
-    return jax.lax.fori_loop(0, 1000, lambda _, y: jnp.tanh(y @ y) * 0.01, x)
+    return jax.lax.fori_loop(0, 400, lambda _, y: jnp.tanh(y @ y) * 0.01, x)
 
 
 def seconds_to_move(move: Any, array: Any, to: NamedSharding) -> tuple[float, float]:

@@ -10,6 +10,7 @@ import difflib
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from importlib import resources
 from typing import Any
 
@@ -167,7 +168,8 @@ def _short_dtype(dtype: str) -> str:
     return {"bfloat16": "bf16", "float16": "f16", "float64": "f64"}.get(dtype, "f32")
 
 
-def _read_table() -> dict[str, Any]:
+@cache  # a file of the package, and nobody writes to what is returned
+def _read_table() -> Mapping[str, Any]:
     return tomllib.loads(resources.files("alpa_lite.cluster").joinpath("hardware.toml").read_text(encoding="utf-8"))
 
 

@@ -158,7 +158,9 @@ def test_planning_is_deterministic():
     assert first == second
 
 
-@pytest.mark.parametrize(("num_stages", "schedule"), [(2, "1f1b"), (4, "eager-1f1b")])
+@pytest.mark.parametrize(
+    ("num_stages", "schedule"), [(2, "1f1b"), pytest.param(4, "eager-1f1b", marks=pytest.mark.slow)]
+)
 def test_no_boundary_goes_through_the_host(num_stages, schedule, monkeypatch):
     """JAX reads an array on the host in one place; on the way it would wait for whatever makes the array."""
     args, read = arguments(), []

@@ -29,7 +29,7 @@ SUBMESHES = {
     "1+1+2+4": ((1, 1), (1, 1), (1, 2), (1, 4)),
 }
 FACTORS = (tuple(VARIANTS), SCHEDULES, (1, 4, 8), tuple(SUBMESHES))
-MOST_RUNS, QUICK_RUNS = 60, 8
+MOST_RUNS, QUICK_RUNS = 60, 5
 
 Run = tuple[str, str, int, str]
 
@@ -125,7 +125,7 @@ def test_every_pair_is_covered():
     few = list(zip(*quick(), strict=True))
     assert len(quick()) == QUICK_RUNS
     assert all(set(found) == set(choices) for found, choices in zip(few[1:], FACTORS[1:], strict=True))
-    assert len(set(few[0])) == QUICK_RUNS  # of nine models all but one
+    assert len(set(few[0])) == QUICK_RUNS  # models; the others run with `make test-all`
 
 
 @pytest.mark.medium

@@ -43,7 +43,7 @@ def cost_under(budget: float, graphs: dict[str, Any], specs: Any, weights: dict[
     [
         (60e6, (1000, 1, 1), 2),
         (38e6, (1000, 1, 1), 1),
-        (30e6, (1000, 1, 1), 1),
+        pytest.param(30e6, (1000, 1, 1), 1, marks=pytest.mark.slow),
         (38e6, (1, 1, 1), 0),
         (38e6, (10, 3, 1), 1),
         (38e6, (100, 10, 3), None),
@@ -82,7 +82,13 @@ def test_joint_optimum_within_a_budget_is_that_of_brute_force(
             26_501_321,
         ),
         # Alone no plan of "keep" is found within the budget.
-        ({"keep": (keep, 1024), "rows": (scaled(0, 1), 256)}, (2048, 2048), (13, 10), 11_754_836),
+        pytest.param(
+            {"keep": (keep, 1024), "rows": (scaled(0, 1), 256)},
+            (2048, 2048),
+            (13, 10),
+            11_754_836,
+            marks=pytest.mark.slow,
+        ),
         ({"soft": (softmax, 256), "keep": (keep, 4096)}, (1024, 1024), (4.1, 36.4), 11_015_795),
     ],
 )

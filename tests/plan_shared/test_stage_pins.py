@@ -196,8 +196,14 @@ PINNED = {
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("options", [TWO, SEARCHED], ids=["equal", "searched"])
-@pytest.mark.parametrize("case", PINNED)
+@pytest.mark.parametrize(
+    ("case", "options"),
+    [
+        pytest.param(case, options, id=f"{case}-{name}", marks=[pytest.mark.slow] * (case not in quick))
+        for options, name, quick in ((TWO, "equal", PINNED), (SEARCHED, "searched", ("boundaries", "none")))
+        for case in PINNED
+    ],
+)
 def test_pins_to_stages_hold_in_any_graph(case, options):
     """Whichever leads, and in either order."""
     given, count = PINNED[case]

@@ -13,6 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import alpa_lite as al
 from alpa_lite.errors import AlpaLiteError, LayerError, MemoryBudgetError, MicrobatchError
+from tests.marks import slow_but
 from tests.trace.cases import floats
 
 LAYERS, ROWS, WIDTH, HIDDEN = 5, 4096, 32, 128
@@ -109,7 +110,7 @@ def test_what_is_compiled_keeps_the_budget(microbatches):
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize("microbatches", slow_but({4}, [1, 4]))
 def test_what_is_compiled_of_stages_keeps_the_budget(microbatches):
     """XLA's figures of every program with the buffers that lie beside it, against each stage's prediction."""
     budget = budget_between(2, microbatches)

@@ -147,7 +147,8 @@ def kept_or(remat: str, budget: float) -> float:
 
 
 @pytest.mark.parametrize(
-    ("share", "more"), [(0.8, 1.01), (0.5, 1.3), pytest.param(0.3, math.inf, marks=pytest.mark.slow)]
+    ("share", "more"),
+    [(0.8, 1.01), *(pytest.param(*of, marks=pytest.mark.slow) for of in ((0.5, 1.3), (0.3, math.inf)))],
 )
 def test_recomputation_is_searched_with_the_cut(share, more):
     """It keeps the cut where that is cheaper than another one, or the only way; no cut that a user could give is better."""
@@ -157,6 +158,7 @@ def test_recomputation_is_searched_with_the_cut(share, more):
     assert more * found <= kept_or("none", budget)
 
 
+@pytest.mark.slow
 def test_what_fits_at_none_of_the_tables_rents_is_planned():
     """One rent leaves too much of what is held, the next one of what is at work."""
     budget = 0.28 * ample()

@@ -16,6 +16,7 @@ import pytest
 
 import alpa_lite as al
 from alpa_lite.errors import RequestError, ServeError
+from tests.marks import slow_but
 from tests.serve.clients import wait_until
 from tests.serve.engines import (
     NAMES,
@@ -32,7 +33,7 @@ from tests.serve.engines import (
 pytestmark = pytest.mark.medium  # each model's programs take seconds to compile
 
 
-@pytest.fixture(scope="module", params=[*NAMES, pytest.param("gpt, not pinned", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=slow_but({"llama"}, [*NAMES, "gpt, not pinned"]))
 def engine(request: pytest.FixtureRequest) -> Iterator[al.serve.Engine]:
     name = request.param.split(",")[0]
     layout = pinned(name) if name == request.param else None

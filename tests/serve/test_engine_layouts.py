@@ -16,6 +16,7 @@ from alpa_lite.errors import ServeError, TraceError
 from alpa_lite.serve.layout import plan_graphs
 from alpa_lite.serve.model_graphs import check_instance
 from examples.serving_models import GPT
+from tests.marks import slow_but
 from tests.serve.engines import (
     NAMES,
     PINS,
@@ -32,7 +33,7 @@ from tests.serve.engines import (
 pytestmark = pytest.mark.medium  # each model's programs take seconds to compile
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", slow_but({"llama"}, NAMES))
 def test_the_planned_memory_is_what_compiled_programs_take(name: str) -> None:
     """With a cache that is most of it: it must be counted once, and written in place."""
     model, params = model_and_params(name)

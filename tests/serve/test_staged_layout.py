@@ -13,6 +13,7 @@ import alpa_lite as al
 from alpa_lite.errors import ServeError
 from alpa_lite.serve.pipeline import Pipeline
 from examples.serving_models import GPT
+from tests.marks import slow_but
 from tests.serve.engines import STAGED_SIZES as SIZES
 from tests.serve.engines import addresses, model_and_params
 from tests.serve.engines import staged_expected as expected
@@ -152,7 +153,7 @@ def test_caches_of_all_groups_count() -> None:
         al.serve.Engine(model, params, tight, **SIZES | {"slots": 16})
 
 
-@pytest.mark.parametrize("name", ["decode", "prefill_8"])
+@pytest.mark.parametrize("name", slow_but({"decode"}, ["decode", "prefill_8"]))
 def test_the_cache_is_written_in_place(name: str) -> None:
     """It is there once, as the plan counts it, and the next call finds it where it was."""
     model, params = model_and_params("gpt")

@@ -22,6 +22,7 @@ from alpa_lite.trace.layers import Layered, assign_layers
 from alpa_lite.trace.microbatch import microbatches
 from alpa_lite.trace.program import Traced, trace
 from examples.registry import EXAMPLES
+from tests.marks import slow_but
 from tests.trace.cases import floats
 
 DEPTH, WIDTH, BATCH = 6, 8, 12
@@ -120,8 +121,8 @@ def crossing(layered: Layered) -> list[list[tuple[int, ...]]]:
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.slow), 3])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("count", slow_but({3}, [1, 3]))
+@pytest.mark.parametrize("model", slow_but({"unrolled", "remat reverse", "stacked up"}, MODELS))
 def test_the_result_is_the_same(model, count):
     step = al.value_and_grad(MODELS[model])
     with microbatches(count):

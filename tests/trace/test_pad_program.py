@@ -13,10 +13,10 @@ from alpa_lite.trace.program import trace
 from examples.registry import EXAMPLES
 from tests.compiling import QUICK_COMPILE
 from tests.harness import difference, draw, run
+from tests.marks import slow_but
 from tests.padding_steps import STEPS
 
-# Long to compile: not in `make test`.
-LONG = ("attention", "convolution", "adam", "language_model", "contractions", "losses")
+QUICK = ("reductions", "indexing")  # the others are long to compile
 
 
 def padded(name, multiple=8):
@@ -46,8 +46,8 @@ def test_the_padded_function_is_the_same_function(name):
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("shape", [pytest.param((4,), marks=pytest.mark.slow), (2, 4)], ids=str)
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in LONG)) for n in STEPS])
+@pytest.mark.parametrize("shape", slow_but({(2, 4)}, [(4,), (2, 4)]), ids=str)
+@pytest.mark.parametrize("name", slow_but(QUICK, STEPS))
 def test_random_layouts_of_the_padded_function(name, shape):
     fn, args, _, made = padded(name)
     expected = jax.jit(fn, compiler_options=QUICK_COMPILE)(*args)

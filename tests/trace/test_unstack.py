@@ -124,10 +124,14 @@ def run(op: FlatOp, given: list[Any]) -> list[Any]:
 
 
 STEPS = [*((loss, "sgd") for loss in LOSSES), *(("plain", update) for update in UPDATES), ("whole", "mixing")]
+QUICK = (("plain", "sgd"), ("whole", "mixing"))
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize(("loss", "update"), dict.fromkeys(STEPS))
+@pytest.mark.parametrize(
+    ("loss", "update"),
+    [pytest.param(*step, marks=[pytest.mark.slow] * (step not in QUICK)) for step in dict.fromkeys(STEPS)],
+)
 def test_the_step_is_the_same(loss, update):
     step = step_of(loss, update)
     _, layered = traced(step, PARAMS, X)

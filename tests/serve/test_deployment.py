@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -72,6 +73,35 @@ def test_the_target_of_the_examples_is_found() -> None:
     assert found.encode is not None and found.decode is not None
     assert found.decode(list(found.encode("def"))) == "def"
     assert found.model.config.seq_len == 64
+
+
+def test_all_that_ask_at_once_are_told_one_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And those that ask after a failure are told the next one."""
+    import ray
+
+    from alpa_lite.serve import deployment
+
+    actor = deployment.EngineActor.__new__(deployment.EngineActor)
+    actor._listening, actor._failure = None, ""
+    context = SimpleNamespace(get_node_id=lambda: "node")
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
+    start, failures = deployment.EngineServer.start, ["no port"]
+
+    async def fails_once(server: Any, host: str) -> Any:
+        if failures:
+            raise OSError(failures.pop())
+        return await start(server, host)
+
+    monkeypatch.setattr(deployment.EngineServer, "start", fails_once)
+
+    async def ask() -> None:
+        with pytest.raises(OSError, match="no port"):
+            await actor.listen("node")
+        first, second = await asyncio.gather(actor.listen("node"), actor.listen("node"))
+        assert first == second == await actor.listen("node")
+        await actor._server.stop()
+
+    asyncio.run(ask())
 
 
 def test_it_listens_on_loopback_alone(port: int) -> None:

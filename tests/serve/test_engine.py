@@ -187,6 +187,8 @@ def test_numbers_of_numpy_and_jax_are_numbers(engine: al.serve.Engine) -> None:
     settings = {"max_tokens": np.int64(3), "timeout_s": np.float32(500), "stop": jax.numpy.array([255, 254])}
     with engine.submit(np.array([1, 2, 3], np.uint8), **settings) as request:
         assert 1 <= len(request.result(np.float32(500))) <= 3
+    mixed = [np.uint64(1), np.int8(2), jax.numpy.int32(3)]  # NumPy's type for these is float64
+    assert engine.generate([mixed, (1, 2, 3)], max_tokens=3) == [list(request.tokens[:3])] * 2
     assert (request.stop, request.timeout_s, type(request.max_tokens)) == ({254, 255}, 500.0, int)
     with pytest.raises(
         RequestError, match=r"timeout_s='a' was given; it must be a number of seconds up to .*test_engine"
@@ -209,6 +211,8 @@ def test_requests_that_cannot_be_served_are_refused(engine: al.serve.Engine) -> 
         ([1] * 24, {"max_tokens": 9}, "together they may be at most max_length=32"),
         ([1.5], {}, "it must be a list of whole numbers"),
         ([[1]], {}, "it must be a list of whole numbers"),
+        ([True, 1], {}, "it must be a list of whole numbers"),
+        ([2**70], {}, "it must be a list of whole numbers"),
         (jax.random.key(0), {}, "a prompt was given that cannot be read: .*test_engine"),
         (deleted, {}, "a prompt was given that cannot be read: Array has been deleted"),
         ([256], {}, "the token 256 was given; the model's tokens are 0 to 255"),

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -144,11 +145,68 @@ def test_the_thread_ends_when_the_engine_is_closed_or_forgotten() -> None:
     forgotten._scheduler.call(lambda: busy.wait() and None)
     request = forgotten.submit([1, 2, 3], max_tokens=28)
     threading.Timer(0.2, busy.set).start()
+    thread = forgotten._thread
     del forgotten
     gc.collect()
+    thread.join(120)
     assert engines() == before
     with pytest.raises(EngineClosed, match=r"it was dropped, or its process ended, without close\(\)"):
         request.result()
+
+
+def test_an_engine_is_dropped_by_the_collector_while_a_request_is_read() -> None:
+    """Its thread may wait for that request, so the one that drops it must not wait for the thread."""
+    engine = al.serve.Engine(*model_and_params("gpt"), **SIZES)
+    thread, request = engine._thread, engine.submit([1, 2, 3], max_tokens=28)
+    held, dropped = [engine], threading.Event()
+    held.append(held)
+    del engine
+
+    def drop() -> None:
+        with request._changed:
+            held.pop(0)
+            gc.collect()
+        dropped.set()
+
+    threading.Thread(target=drop, daemon=True).start()
+    assert dropped.wait(60)
+    thread.join(60)
+    assert not thread.is_alive() and request.finish_reason == "closed"
+
+
+def test_all_requests_of_an_engine_that_is_closed_end_as_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those that end after the first one has told its reader."""
+    engine = al.serve.Engine(*model_and_params("gpt"), **SIZES)
+    entered, closed = threading.Event(), threading.Event()
+    told = engine._scheduler._finished
+    monkeypatch.setattr(engine._scheduler, "_finished", lambda request: (told(request), time.sleep(0.3)))
+
+    def busy() -> None:
+        entered.set()
+        closed.wait(60)
+
+    engine._scheduler.call(busy)
+    assert entered.wait(60)
+    failed: list[BaseException] = []
+
+    def ask() -> None:
+        try:
+            engine.generate([[1], [2], [3]])
+        except EngineClosed as error:
+            failed.append(error)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    while engine.statistics().queued < 3:
+        time.sleep(0.01)
+    closing = threading.Thread(target=engine.close)
+    closing.start()
+    while not engine.closed:
+        time.sleep(0.01)
+    closed.set()
+    asking.join(60)
+    closing.join(60)
+    assert failed and engine.statistics().finished["closed"] == 3
 
 
 SCRIPT = """

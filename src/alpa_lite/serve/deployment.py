@@ -85,7 +85,7 @@ class EngineActor:
 
     async def listen(self, node: str) -> Listening:
         """Where it is asked, by a process on this node as Ray names it; on loopback where that is the engine's own."""
-        if self._listening is None:
+        if self._listening is None or (self._listening.done() and self._listening.exception()):
             self._listening = asyncio.create_task(self._listen(node))
         return await asyncio.shield(self._listening)
 

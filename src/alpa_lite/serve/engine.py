@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from alpa_lite.serve.hosts import Hosts
 
 _GREEDY = Sampling()
+_DROPPED = "it was dropped, or its process ended, without close()"
 _TEXT = (str, bytes, bytearray)
 _ENCODE = "Encode text with the model's own tokenizer, where tokens are bytes with text.encode()."
 
@@ -133,11 +134,15 @@ class Engine:
         )
         self.vocab_size = self.programs.vocab_size
         self._scheduler = Scheduler(self.programs, queue_limit=limit, prefills_per_step=prefills_per_step)
-        # The thread holds the scheduler, not the engine: an engine that nobody holds ends its thread. The finalizer also runs
-        # at the end of the process, before JAX's own clean-up, as it was registered later.
+        # The thread holds the scheduler, not the engine: an engine that nobody holds ends its thread. Whoever drops it waits for
+        # no lock: it may be the garbage collector, in a thread that holds one for which the engine's waits.
         wide = jax.dtypes.canonicalize_dtype(np.int64) == np.int64
-        self._thread = threading.Thread(target=_run, args=(self._scheduler, wide), name="alpa_lite-engine", daemon=True)
-        self._end = weakref.finalize(self, _end, self._scheduler, self._thread, self.programs)
+        run = (self._scheduler, self.programs, wide)
+        self._thread = threading.Thread(target=_run, args=run, name="alpa_lite-engine", daemon=True)
+        dropped = threading.Thread(target=self._scheduler.close, args=(_DROPPED,), daemon=True)
+        weakref.finalize(self, dropped.start).atexit = False  # pyrefly: ignore[missing-attribute]
+        # At the end of the process, before JAX's own clean-up, as it was registered later.
+        weakref.finalize(self._thread, _end, weakref.ref(self._scheduler), weakref.ref(self._thread))
         self._thread.start()
 
     # -- requests ------------------------------------------------------------------------------------------------------
@@ -201,8 +206,9 @@ class Engine:
                 requests.append(self._submit(prompt, max_tokens, own, stop, None, wait=True))
             return [list(request.result()) for request in requests]
         finally:
-            for request in requests:
-                request.cancel()
+            if not self._scheduler.ending:  # else all that are left end as closed
+                for request in requests:
+                    request.cancel()
 
     def _submit(
         self,
@@ -232,7 +238,7 @@ class Engine:
                 f"too). At {user_line()}. {_ENCODE}"
             )
         try:
-            tokens = np.frombuffer(prompt, np.uint8) if isinstance(prompt, (bytes, bytearray)) else np.asarray(prompt)
+            tokens = np.frombuffer(prompt, np.uint8) if isinstance(prompt, (bytes, bytearray)) else _array_of(prompt)
         except ValueError:  # rows of different lengths
             tokens = np.empty(1, object)
         except (TypeError, RuntimeError) as error:  # a key of random numbers, an array that was deleted
@@ -325,15 +331,25 @@ class Engine:
             self._scheduler.drain()
             self._thread.join(real(drain_s))
         self._scheduler.close("it was asked to")
-        self._end()
         if self._thread is not threading.current_thread():
-            self._thread.join()  # also where another thread closes it at the same time
+            self._thread.join()
 
     def __enter__(self) -> Engine:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _array_of(prompt: Any) -> np.ndarray:
+    """NumPy alone takes truth values between numbers for 0 and 1, and whole numbers of two of its types for fractions."""
+    if not isinstance(prompt, (list, tuple)):
+        return np.asarray(prompt)
+    found = [whole(token) for token in prompt]
+    if None not in found:
+        return np.asarray(found)
+    array = np.asarray(prompt)
+    return array if array.dtype.kind not in "iu" else array.astype(object)
 
 
 def _check_several(prompts: Any, sampling: Any) -> None:
@@ -354,19 +370,23 @@ def _check_several(prompts: Any, sampling: Any) -> None:
         )
 
 
-def _run(scheduler: Scheduler, wide: bool) -> None:
+def _run(scheduler: Scheduler, runner: Programs | Pipeline | Hosts, wide: bool) -> None:
     """``wide``: whether JAX takes numbers of 64 bits, as it did for the graphs: that may be a setting of one thread alone."""
-    # Prompts, tokens and settings of draws cross on purpose, also where the user has JAX watch for transfers.
-    with jax.transfer_guard_host_to_device("allow"), jax.enable_x64(wide):
-        scheduler.run()
+    try:
+        # Prompts, tokens and settings of draws cross on purpose, also where the user has JAX watch for transfers.
+        with jax.transfer_guard_host_to_device("allow"), jax.enable_x64(wide):
+            scheduler.run()
+    finally:
+        if not isinstance(runner, (Programs, Pipeline)):  # actors, which are processes of their own
+            runner.close()
 
 
-def _end(scheduler: Scheduler, thread: threading.Thread, runner: Programs | Pipeline | Hosts) -> None:
-    scheduler.close("it was dropped, or its process ended, without close()")  # unless it was closed before
-    if thread is not threading.current_thread():
-        thread.join()
-    if not isinstance(runner, (Programs, Pipeline)):  # actors, which are processes of their own
-        runner.close()
+def _end(scheduler: weakref.ref[Scheduler], thread: weakref.ref[threading.Thread]) -> None:
+    """Ends an engine that still runs when the process ends; nothing where its thread is gone."""
+    running, left = thread(), scheduler()
+    if running is not None and left is not None:
+        left.close(_DROPPED)
+        running.join()
 
 
 def _keep_compiled(folder: str) -> None:

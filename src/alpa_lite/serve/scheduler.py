@@ -131,6 +131,11 @@ class Scheduler:
             self._changed.notify_all()
 
     @property
+    def ending(self) -> bool:
+        """Whether those that it has end, too."""
+        return self._closed is not None
+
+    @property
     def idle(self) -> bool:
         """Whether there is nothing to do."""
         with self._changed:

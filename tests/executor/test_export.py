@@ -267,6 +267,14 @@ def test_an_array_of_several_processes_is_refused():
         raw_array(far, plan(2).inputs[3])
 
 
+def test_an_array_that_is_gone_is_refused(tmp_path):
+    gone = jax.tree.map(jnp.array, batch())
+    gone["x"].delete()
+    with pytest.raises(ExportError, match=r"'1/x' was deleted, or donated.*ShapeDtypeStruct"):
+        plan(2).export(step, tmp_path / "out", state(), gone)
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_step_that_jax_cannot_export(tmp_path):
     def printing(x):
         jax.debug.print("{}", x.sum())

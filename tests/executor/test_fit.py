@@ -293,6 +293,10 @@ def test_arguments_that_cannot_be(tmp_path: Path) -> None:
         al.fit(local, **given | {"data": 7})
     with pytest.raises(ArgumentsError, match="on_nan='ignore' was given"):
         al.fit(local, **given, on_nan="ignore")
+    gone = jax.tree.map(jax.numpy.array, state())
+    jax.tree.leaves(gone)[0].delete()
+    with pytest.raises(ArgumentsError, match=r"'init/.*' of al\.fit was deleted, or donated .*test_fit.*"):
+        al.fit(local, **given | {"init": gone})
     with pytest.raises(ArgumentsError, match=r"It must be an al\.Checkpoint"):
         al.fit(local, **given, checkpoint=str(tmp_path))
     (tmp_path / "file").write_text("")

@@ -34,6 +34,7 @@ from alpa_lite.executor.batches import Batches
 from alpa_lite.executor.host_data import HostData
 from alpa_lite.numeric import whole
 from alpa_lite.plan.checkpoint_folder import CheckpointFolder
+from alpa_lite.trace.paths import leaf_paths
 
 _SMALL = 64  # elements of a metric that is checked for NaN and told
 
@@ -221,6 +222,16 @@ class _Run:
 
     # -- where a run begins -------------------------------------------------------------------------------------------
 
+    def _copied_init(self) -> Any:
+        """On the host: a step that donates its state must not take the user's arrays, from which a restart begins."""
+        for path, leaf in leaf_paths(self.init, "init"):
+            if isinstance(leaf, jax.Array) and leaf.is_deleted():
+                raise ArgumentsError(
+                    f"{path!r} of al.fit was deleted, or donated to a step that ran since. The first state must have values. At "
+                    f"{user_line()}. Give what that step returned, or a function that makes the state."
+                )
+        return jax.tree.map(np.array, self.init)
+
     def _start(self) -> tuple[Any, int]:
         """The state of the newest checkpoint and the position after it, or the first state and 0."""
         first = self.batches.first
@@ -229,8 +240,7 @@ class _Run:
         folder = self.folder
         found = self.step.restore_newest(folder) if folder is not None else None
         if found is None or folder is None:
-            made = self.step.init(self.init) if callable(self.init) else jax.tree.map(np.array, self.init)
-            return made, 0
+            return self.step.init(self.init) if callable(self.init) else self._copied_init(), 0
         state, manifest = found
         self.newest = folder.path(None)
         self.saved_at = manifest.position

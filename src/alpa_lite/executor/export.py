@@ -220,8 +220,13 @@ def raw_array(value: Any, leaf: Leaf) -> np.ndarray:
     """The values as a type that ``.npy`` knows: keys as their words, bfloat16 and such as unsigned integers.
 
     Raises:
-        ExportError: the array's parts are on other processes.
+        ExportError: the array's parts are on other processes, or it is gone.
     """
+    if getattr(value, "is_deleted", bool)():
+        raise ExportError(
+            f"the argument {leaf.path!r} was deleted, or donated to a step that ran since. An export stores the values of arrays. "
+            "Pass what that step returned, or jax.ShapeDtypeStruct to store none."
+        )
     if not getattr(value, "is_fully_addressable", True):
         raise ExportError(
             f"the argument {leaf.path!r} is spread over several processes. An export is written by one process, which must "

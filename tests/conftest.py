@@ -8,6 +8,7 @@ import secrets
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
@@ -48,6 +49,26 @@ def _compile_less(config: pytest.Config) -> None:
     jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.02)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A file is run by one worker, as with ``--dist loadfile``, and all files that use Ray by one: each worker would start a
+    cluster of its own, whose processes cost time until the last test, whether anyone asks them or not."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    tests = Path(__file__).parent
+    using = {
+        f"tests/{p.relative_to(tests).as_posix()}" for p in tests.rglob("test_*.py") if "ray_session" in p.read_text()
+    }
+
+    class OneCluster(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return "Ray" if file in using else file
+
+    return OneCluster(config, log)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

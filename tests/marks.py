@@ -11,3 +11,9 @@ import pytest
 def slow_but(quick: Container[Any], cases: Iterable[Any]) -> list[Any]:
     """``cases`` of one parameter; `make test` runs those in ``quick``, `make test-all` runs all."""
     return [pytest.param(case, marks=[] if case in quick else [pytest.mark.slow]) for case in cases]
+
+
+def medium_from(first: int, slow: int, count: int) -> list[Any]:
+    """Numbers of random cases: `make check` runs those before ``first``, `make test` those before ``slow``."""
+    mark = {first: pytest.mark.medium, slow: pytest.mark.slow}
+    return [pytest.param(n, marks=[mark[start] for start in mark if n >= start][-1:]) for n in range(count)]

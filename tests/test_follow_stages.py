@@ -23,6 +23,7 @@ from alpa_lite.lowering.transfer import Transfers
 from alpa_lite.planner.stage_layers import layer_cuts
 from alpa_lite.trace.program import trace
 from alpa_lite.trace.staged import layers_of
+from tests.marks import slow_but
 
 CLUSTER = al.Cluster.parse("1x4:cpu")
 KEY = jax.random.key(0)
@@ -263,7 +264,10 @@ def test_a_layout_that_does_not_divide_is_refused_on_stages():
         al.plan(mlp, *args, cluster=al.Cluster.parse("2x4:cpu"), follow=follow, options=options)
 
 
-@pytest.mark.parametrize("names", [*itertools.permutations(("early", "late", "both"))])
+ORDERS = [*itertools.permutations(("early", "late", "both"))]
+
+
+@pytest.mark.parametrize("names", slow_but(ORDERS[:2], ORDERS))
 def test_a_layout_is_followed_whatever_the_order_of_its_graphs(names):
     """Where a leaf is read is known of all graphs, not of the first alone."""
 

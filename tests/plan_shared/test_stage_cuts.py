@@ -102,7 +102,7 @@ CUT_OTHERWISE = {
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("options", [TWO, al.PlanOptions(num_stages=2, submeshes="auto")], ids=["equal", "searched"])
+@pytest.mark.parametrize("options", [TWO, pytest.param(SEARCHED, marks=pytest.mark.slow)], ids=["equal", "searched"])
 @pytest.mark.parametrize("case", CUT_OTHERWISE)
 def test_never_dearer_than_with_the_stages_of_one_graph(case, options):
     """With the stages and layouts of any graph's own plan as pins, all together cost as much or more."""

@@ -31,10 +31,10 @@ from alpa_lite.intraop.solve import solve
 from alpa_lite.plan.pins import PinnedDims, ResolvedPins
 from alpa_lite.planner.posing import allowed_choices, pin_ops
 from alpa_lite.trace.program import trace
+from tests.marks import medium_from
 
 NUM_PROGRAMS = 210
-NUM_QUICK = 60  # in `make check`; `make test` runs them all
-MORE = range(NUM_QUICK, NUM_PROGRAMS)
+NUM_CHECK, NUM_TEST = 60, 100  # in `make check`, in `make test`; all in `make test-all`
 MAX_DECISIONS = 8
 MAX_COMBINATIONS = 300_000
 MESHES = (((2,), ("x",)), ((4,), ("x",)), ((2, 2), ("x", "y")))
@@ -253,7 +253,7 @@ def check(s: Small, pins: ResolvedPins | None, budget: int | None, peak: np.ndar
     assert s.totals[chosen] == pytest.approx(solution.objective, rel=1e-9, abs=1e-15)
 
 
-@pytest.mark.parametrize("seed", [*range(NUM_QUICK), *(pytest.param(n, marks=pytest.mark.medium) for n in MORE)])
+@pytest.mark.parametrize("seed", medium_from(NUM_CHECK, NUM_TEST, NUM_PROGRAMS))
 def test_the_optimum_is_that_of_brute_force(seed):
     s = small(seed)
     line = timeline(s.program)

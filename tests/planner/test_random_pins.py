@@ -22,10 +22,10 @@ from alpa_lite.planner.options import PlanOptions
 from alpa_lite.planner.plan_step import Versions, plan_step
 from alpa_lite.trace.pins import resolve_pins
 from alpa_lite.trace.program import Traced, trace
+from tests.marks import medium_from
 
 NUM_SETS = 200
-NUM_QUICK = 40  # in `make check`; `make test` runs them all
-MORE = range(NUM_QUICK, NUM_SETS)
+NUM_CHECK, NUM_TEST = 40, 100  # in `make check`, in `make test`; all in `make test-all`
 AXES = {"data": 2, "model": 2}
 CLUSTER = al.Cluster.parse("1x4:v100-sxm2-16gb")
 FREE = P.UNCONSTRAINED
@@ -157,7 +157,7 @@ def only(demands: Demands, members: tuple[str, ...]) -> Demands:
     )
 
 
-@pytest.mark.parametrize("seed", [*range(NUM_QUICK), *(pytest.param(n, marks=pytest.mark.medium) for n in MORE)])
+@pytest.mark.parametrize("seed", medium_from(NUM_CHECK, NUM_TEST, NUM_SETS))
 def test_pins_are_honoured_or_refused_with_a_smallest_clash(seed):
     check_demands(random_demands(seed))
 

@@ -224,8 +224,8 @@ def raw_array(value: Any, leaf: Leaf) -> np.ndarray:
     """
     if getattr(value, "is_deleted", bool)():
         raise ExportError(
-            f"the argument {leaf.path!r} was deleted, or donated to a step that ran since. An export stores the values of arrays. "
-            "Pass what that step returned, or jax.ShapeDtypeStruct to store none."
+            f"the argument {leaf.path!r} was deleted, or donated to a step that ran since. An export stores the values of "
+            "arrays. Pass what that step returned, or jax.ShapeDtypeStruct to store none."
         )
     if not getattr(value, "is_fully_addressable", True):
         raise ExportError(

@@ -28,7 +28,7 @@ from alpa_lite.intraop.repeats import node_classes
 from alpa_lite.intraop.solve import solve
 from alpa_lite.intraop.state import LARGE_GAP
 from alpa_lite.planner.posing import MeshTask, pose
-from alpa_lite.planner.units import in_ties
+from alpa_lite.planner.ties import in_ties
 
 
 @dataclass(frozen=True, slots=True)

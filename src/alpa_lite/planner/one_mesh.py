@@ -25,7 +25,7 @@ from alpa_lite.plan.records import SearchStep
 from alpa_lite.planner.budget import MeshResult, within_budget
 from alpa_lite.planner.posing import MeshTask, Posed, pose, task_costs
 from alpa_lite.planner.rent import bytes_at, with_rent
-from alpa_lite.planner.units import in_ties, scale_of, solve_in_units
+from alpa_lite.planner.ties import in_ties, scale_of, solve_in_units
 from alpa_lite.planner.write_out import write_out
 
 

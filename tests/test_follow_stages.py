@@ -190,6 +190,7 @@ def test_a_function_follows_its_own_plan(name):
     assert again.pipeline.transfers == plan.pipeline.transfers
 
 
+@pytest.mark.medium
 def test_rows_that_other_stages_read_too_are_followed():
     """They say nothing of where their readers go, and still the leaf is cut so; of a layout, and of a plan in it."""
 
@@ -212,6 +213,7 @@ def test_rows_that_other_stages_read_too_are_followed():
     assert again.parameter_layout == layout.parameter_layout
 
 
+@pytest.mark.medium
 def test_rows_are_followed_by_several_functions():
     def scanned(params, x):
         return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["w"])[0]
@@ -254,6 +256,7 @@ def test_a_leaf_that_some_graph_reads_at_home_alone_is_read_there():
     assert not {leaf.path for leaf in plan.stages[1].inputs} & {"0/a", "0/b"}
 
 
+@pytest.mark.medium
 def test_a_layout_that_does_not_divide_is_refused_on_stages():
     args = layers(16, 18, 16), jax.ShapeDtypeStruct((8, 16), jnp.float32)
     options = al.PlanOptions(num_stages=2, mesh_shape=(4,), axis_names=("x",))
@@ -267,6 +270,7 @@ def test_a_layout_that_does_not_divide_is_refused_on_stages():
 ORDERS = [*itertools.permutations(("early", "late", "both"))]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("names", slow_but(ORDERS[:2], ORDERS))
 def test_a_layout_is_followed_whatever_the_order_of_its_graphs(names):
     """Where a leaf is read is known of all graphs, not of the first alone."""

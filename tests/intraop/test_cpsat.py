@@ -6,6 +6,7 @@ import itertools
 import time
 
 import numpy as np
+import pytest
 
 from alpa_lite.intraop.core import Core, extract_core
 from alpa_lite.intraop.cpsat import IntegerResult, solve_whole
@@ -37,6 +38,7 @@ def ask(core: Core, upper: float, hint: list[int] | None = None) -> IntegerResul
     return solve_whole(core, round(upper - core.constant), hint, [], time.monotonic() + 20, 0)
 
 
+@pytest.mark.medium
 def test_finds_the_optimum_and_proves_it() -> None:
     for seed in range(12):
         for limit in (None, 24):

@@ -152,6 +152,7 @@ def test_a_leaf_that_a_training_step_copies_is_named():
         al.plan_shared(graphs, shared="0", cluster=CLUSTER, options=TWO)
 
 
+@pytest.mark.medium
 def test_a_layout_is_followed_by_all_its_graphs_together():
     """Leaves that one of them reads on another stage than their own do not say where the layers of all end."""
     params = {"table": jnp.ones((12, 8)), "bias": jnp.ones(8), "a": jnp.ones((8, 8)), "b": jnp.ones((8, 8))}

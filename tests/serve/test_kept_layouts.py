@@ -82,6 +82,7 @@ def test_whatever_a_plan_depends_on_names_the_file(monkeypatch: pytest.MonkeyPat
     assert len({*before, *names()}) == 2 * len(before)
 
 
+@pytest.mark.medium
 def test_parts_with_the_same_leaves_keep_a_layout_each(planned: list[Any], tmp_path: Path) -> None:
     given = graphs(Sums()), graphs(Differences())
     files = kept_files(str(tmp_path), given[0], CLUSTER)
@@ -93,6 +94,7 @@ def test_parts_with_the_same_leaves_keep_a_layout_each(planned: list[Any], tmp_p
     assert sorted(tmp_path.iterdir()) == sorted(files[:2])
 
 
+@pytest.mark.medium
 def test_a_damaged_file_is_made_anew_and_files_stay_few(planned: list[Any], tmp_path: Path) -> None:
     given = graphs(Sums()), graphs(Differences())
     files = kept_files(str(tmp_path), given[0], CLUSTER)

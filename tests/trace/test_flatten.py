@@ -194,6 +194,7 @@ def test_a_debug_callback_in_a_loop_is_not_dead():
     assert len(seen) == 2 * 8
 
 
+@pytest.mark.medium
 def test_rows_that_are_taken_one_by_one_are_slices():
     """JAX 0.12 has one op for all rows of an array that is iterated over; each row may lie on another stage."""
 

@@ -120,6 +120,7 @@ def test_a_result_that_should_be_equal_on_all_devices_is_compared():
         al.rules.check(lambda x: (x * 2, x.sum()), "i -> i, ", jax.ShapeDtypeStruct((8,), jnp.float32))
 
 
+@pytest.mark.medium
 def test_minor_factors_are_checked_under_their_major_ones():
     """(a b) -> a b: b is contiguous only where a is split completely."""
     whole = jax.ShapeDtypeStruct((16,), jnp.float32)

@@ -37,7 +37,7 @@ SIZES: dict[str, Any] = {"slots": 4, "max_length": 4096, "buckets": (8, 32)}
 def expected() -> list[list[int]]:
     """Greedy answers of an engine in this process."""
     served = target()
-    with al.serve.Engine(served.model, served.params(), **SIZES) as engine:
+    with al.serve.Engine(served.model, served.params(), cluster=al.Cluster.parse("1x2:cpu"), **SIZES) as engine:
         return [list(tokens) for tokens in engine.generate(PROMPTS, max_tokens=12)]
 
 
@@ -253,7 +253,7 @@ def test_the_command_line_serves_and_ends(ray_session: None, tmp_path: Path) -> 
             assert any(line.startswith("serving ") for line in served.stdout)
             assert ask(port, [1, 2])[0] == 401
             assert ask(port, [1, 2], Authorization="Bearer secret")[0] == 200
-            body = {"tokens": [1, 2], "max_tokens": 2000, "stream": True}
+            body = {"tokens": [1, 2], "max_tokens": 1000, "stream": True}
             with begin(port, body, Authorization="Bearer secret") as running:
                 events = [running.readline()]
                 served.send_signal(signal.SIGTERM)
@@ -267,7 +267,7 @@ def test_the_command_line_serves_and_ends(ray_session: None, tmp_path: Path) -> 
             raise
         told, _ = served.communicate(timeout=300)
     tokens = [json.loads(event.removeprefix(b"data: ")) for event in events if event.strip()]
-    assert len(tokens) == 2001 and tokens[-1]["finish_reason"] == "length"
+    assert len(tokens) == 1001 and tokens[-1]["finish_reason"] == "length"
     assert served.returncode == 0 and told == "ending: requests that run have 300 s\n"
     with pytest.raises(OSError):
         ask(port, [1, 2])

@@ -30,7 +30,7 @@ from alpa_lite.errors import (
 )
 from alpa_lite.executor.local import stage_meshes
 from alpa_lite.intraop.problem import Solution
-from alpa_lite.planner import units
+from alpa_lite.planner import ties
 
 CLUSTER = al.Cluster.parse("1x8:cpu")
 MESH = al.PlanOptions(mesh_shape=(2, 4), axis_names=("data", "model"))
@@ -246,7 +246,7 @@ def test_no_solution_in_the_time_limit(monkeypatch):
     none = Solution(
         choice=np.zeros(0, dtype=np.int64), objective=math.inf, lower_bound=0.0, gap=math.inf, status="no-solution"
     )
-    monkeypatch.setattr(units, "solve", lambda problem, **_: none)
+    monkeypatch.setattr(ties, "solve", lambda problem, **_: none)
     refused(
         SolverError,
         jax.grad(lambda w, x: (x @ w).sum()),

@@ -17,7 +17,7 @@ from alpa_lite.costs.profile import PeakReport
 from alpa_lite.intraop.problem import IntraOpProblem, Solution, Usage
 from alpa_lite.intraop.solve import solve
 from alpa_lite.plan.records import MemoryProfile
-from alpa_lite.planner import pipeline, stage_fit, units
+from alpa_lite.planner import pipeline, stage_fit, ties
 from alpa_lite.planner.budget import MeshResult
 from alpa_lite.planner.options import PlanOptions
 from alpa_lite.planner.posing import MeshTask
@@ -221,7 +221,7 @@ def test_a_plan_that_the_time_limit_cut_short_says_so(monkeypatch: pytest.Monkey
 def test_few_solves_for_stages_of_a_gpt_in_tight_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """GPT 1.3B on 8 V100s as four stages in 5.5 GB: every stage is too large at its cheapest and much dearer under a rent."""
     limited: list[list[bool]] = []  # of every stage, whether solves had a limit
-    real_fit, real_solve = pipeline.fit_stage, units.solve
+    real_fit, real_solve = pipeline.fit_stage, ties.solve
 
     def fit(*args: Any) -> stage_fit.StageFit:
         limited.append([])
@@ -232,7 +232,7 @@ def test_few_solves_for_stages_of_a_gpt_in_tight_memory(monkeypatch: pytest.Monk
         return real_solve(problem, **given)
 
     monkeypatch.setattr(pipeline, "fit_stage", fit)
-    monkeypatch.setattr(units, "solve", counted)
+    monkeypatch.setattr(ties, "solve", counted)
     step, args = pipelined(published.config_of(4))
     # 300 s is no limit here, whatever else the machine does.
     options = al.PlanOptions(num_stages=4, num_microbatches=128, memory_budget_bytes=5.5e9, time_limit_s=300)

@@ -159,31 +159,55 @@ def test_a_second_server_is_refused_and_the_first_stays(port: int, expected: lis
     assert json.loads(ask(port, PROMPTS[0])[1])["tokens"] == expected[0]
 
 
-@pytest.mark.parametrize("comes", [True, False])
-def test_a_proxy_that_is_started_again_is_waited_for(monkeypatch: pytest.MonkeyPatch, comes: bool) -> None:
-    """On a busy machine Ray Serve gives up its first proxy, and with it ``serve.start``."""
+@pytest.mark.parametrize("comes", ["soon", "late", "again", "never"])
+def test_a_proxy_that_is_started_again_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, comes: str
+) -> None:
+    """On a busy machine Ray Serve gives up its first proxy, and with it ``serve.start``, or while that returns. Where none
+    comes, Ray Serve itself is started once more."""
+    import ray
     from ray import serve
     from ray.exceptions import ActorDiedError
     from ray.serve.schema import ProxyStatus, ServeStatus
 
     from alpa_lite.serve import deployment
 
-    def lost(**_: Any) -> None:
-        raise ActorDiedError
+    calls: list[str] = []
 
-    statuses = iter([ProxyStatus.STARTING, ProxyStatus.HEALTHY if comes else ProxyStatus.UNHEALTHY])
-    ended = []
-    monkeypatch.setattr(serve, "start", lost)
-    monkeypatch.setattr(serve, "status", lambda: ServeStatus(proxies={"node": next(statuses, ProxyStatus.STARTING)}))
-    monkeypatch.setattr(serve, "shutdown", lambda: ended.append(True))
+    def start(**_: Any) -> None:
+        calls.append("start")
+        if comes != "soon":
+            raise ActorDiedError if len(calls) == 1 else TimeoutError
+
+    def status() -> ServeStatus:
+        healthy = comes in ("soon", "late") or (comes == "again" and "shutdown" in calls)
+        last = ProxyStatus.HEALTHY if healthy else ProxyStatus.UNHEALTHY
+        return ServeStatus(proxies={"node": next(statuses, last)})
+
+    logs = tmp_path / "session" / "logs" / "serve"
+    logs.mkdir(parents=True)
+    (logs / "controller_1.log").write_text(
+        "INFO now controller 1 -- Fine.\nWARNING now controller 1 -- Not ready.\n" * 2
+    )
+    context = SimpleNamespace(get_temp_dir=lambda: str(tmp_path), get_session_name=lambda: "session")
+    statuses = iter([ProxyStatus.STARTING, ProxyStatus.UNHEALTHY, ProxyStatus.STARTING])
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
+    monkeypatch.setattr(serve, "start", start)
+    monkeypatch.setattr(serve, "status", status)
+    monkeypatch.setattr(serve, "shutdown", lambda: calls.append("shutdown"))
+    monkeypatch.setattr(deployment, "_PROXY_S", 1.0)
     settings = al.serve.ServerSettings(port=free_port(), **SIZES)
-    if comes:
-        deployment._start_proxy(settings)
-    else:
-        monkeypatch.setattr(deployment, "_PROXY_S", 1.0)
-        with pytest.raises(ServeError, match=r"proxy did not start within 1 s on 127\.0\.0\.1:\d+.* try again"):
+    if comes == "never":
+        told = (
+            r"proxy did not start on 127\.0\.0\.1:\d+ within 1 s, 2 times; Not ready\. .* session in /.*, and try again"
+        )
+        with pytest.raises(ServeError, match=told):
             deployment._start_proxy(settings)
-    assert ended == [True] * (not comes)
+    else:
+        deployment._start_proxy(settings)
+    assert next(statuses, None) is None
+    once, again = ["start"], ["start", "shutdown", "start"]
+    assert calls == {"soon": once, "late": once, "again": again, "never": [*again, "shutdown"]}[comes]
 
 
 @pytest.mark.parametrize("gone", [True, False])

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from alpa_lite.api.shared_layout import SharedLayout
@@ -34,6 +36,8 @@ _MARGIN_S = 5.0  # for answers to come from the engine's process when it has end
 _SENT_S = 0.5  # for answers to come through Ray Serve's proxy
 _LOOK_S = 1.0  # between two looks at whether Ray is still there
 _PROXY_S = 120.0  # for that proxy to start
+_PROXY_STARTS = 2
+_SOON_S = 0.05  # between two looks at it
 
 
 class EngineActor:
@@ -270,29 +274,56 @@ def _end(drain_s: float) -> None:
 
 
 def _start_proxy(settings: ServerSettings) -> None:
+    """Starts Ray Serve, and once more where its proxy does not come: a process of Ray may hang while it starts."""
+    import ray
+    from ray import serve
+
+    warnings = ""
+    for _ in range(_PROXY_STARTS):
+        try:
+            if _proxy_comes(settings):
+                return
+            warnings = _last_warnings()
+        except BaseException:  # whoever waits for it was interrupted
+            serve.shutdown()
+            raise
+        serve.shutdown()
+        check_free(settings.host, settings.port)
+    context = ray.get_runtime_context()
+    raise ServeError(
+        f"Ray Serve's HTTP proxy did not start on {settings.host}:{settings.port} within {_PROXY_S:.0f} s, {_PROXY_STARTS} times"
+        f"{warnings}. It needs a machine that is not too busy. See Ray's logs, of session {context.get_session_name()} in "
+        f"{context.get_temp_dir()}, and try again."
+    )
+
+
+def _proxy_comes(settings: ServerSettings) -> bool:
     """Starts Ray Serve. It gives up a proxy that is not there after 15 s, and starts another with more time, as often as it
-    takes; ``serve.start`` waits for the first one alone."""
+    takes; ``serve.start`` waits for the first one alone, and returns too where that answers as it is given up."""
     from ray import serve
     from ray.exceptions import RayActorError
     from ray.serve.schema import ProxyStatus
 
     end_s = time.monotonic() + _PROXY_S
-    try:
-        with contextlib.suppress(RayActorError):
-            serve.start(proxy_location="HeadOnly", http_options={"host": settings.host, "port": settings.port})
-            return
-        while ProxyStatus.HEALTHY not in serve.status().proxies.values():
-            if time.monotonic() > end_s:
-                raise TimeoutError
-            time.sleep(0.2)
-    except BaseException as error:  # whoever waits for it was interrupted, too
-        serve.shutdown()
-        if not isinstance(error, TimeoutError):
-            raise
-        raise ServeError(
-            f"Ray Serve's HTTP proxy did not start within {_PROXY_S:.0f} s on {settings.host}:{settings.port}. It needs a "
-            "machine that is not too busy. See Ray's logs, and try again."
-        ) from error
+    with contextlib.suppress(RayActorError, TimeoutError):
+        serve.start(proxy_location="HeadOnly", http_options={"host": settings.host, "port": settings.port})
+    while ProxyStatus.HEALTHY not in serve.status().proxies.values():
+        if time.monotonic() > end_s:
+            return False
+        time.sleep(_SOON_S)
+    return True
+
+
+def _last_warnings() -> str:
+    """Those of Ray Serve's controller, where it runs on this machine."""
+    import ray
+
+    context = ray.get_runtime_context()
+    folder = Path(context.get_temp_dir(), context.get_session_name(), "logs", "serve")
+    logs = sorted(folder.glob("controller_*.log"), key=os.path.getmtime)
+    lines = logs[-1].read_text().splitlines() if logs else []
+    told = [line.partition(" -- ")[2] for line in lines if line.startswith(("WARNING", "ERROR"))]
+    return "".join(f"; {line.rstrip('.')}" for line in dict.fromkeys(told[-3:]))
 
 
 def _check_cluster(settings: ServerSettings) -> None:

@@ -131,6 +131,16 @@ def test_a_stage_that_spans_two_hosts() -> None:
             np.testing.assert_allclose(np.linalg.norm(np.asarray(a)), np.linalg.norm(np.asarray(b)), rtol=1e-5)
 
 
+def test_workers_have_their_drivers_priority() -> None:
+    """Ray's own default, niceness 15, leaves them next to nothing beside other work of the session."""
+    import ray
+
+    def priority() -> int:
+        return os.getpriority(os.PRIO_PROCESS, 0)
+
+    assert ray.get(ray.remote(num_cpus=0)(priority).remote()) == priority()
+
+
 def test_a_workers_port_is_nobody_elses_until_jax_listens() -> None:
     import ray
 

@@ -17,6 +17,7 @@ from alpa_lite.executor import checkpoint_item
 from alpa_lite.executor.checkpoint_item import ItemWriter, read_leaves
 from alpa_lite.plan.checkpoint_folder import CheckpointFolder
 from tests.executor.checkpoint_states import assert_equal, leaves, mesh, placed, saved, structs
+from tests.marks import slow_but
 
 ocp = pytest.importorskip("orbax.checkpoint", reason="Orbax is not installed: pip install 'alpa-lite[checkpoint]'")
 
@@ -90,7 +91,7 @@ CUTS = {"whole": (), "thirds": (2, 6), "one row": (1,), "as stored": (4,), "besi
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("packed_bytes", [-1, 2**20])
+@pytest.mark.parametrize("packed_bytes", slow_but([2**20], [-1, 2**20]))
 @pytest.mark.parametrize("stored", CUTS)
 @pytest.mark.parametrize("wanted", CUTS)
 def test_rows_are_stored_and_wanted_in_any_cuts(tmp_path, monkeypatch, stored, wanted, packed_bytes):

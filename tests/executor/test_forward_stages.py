@@ -13,6 +13,7 @@ import pytest
 import alpa_lite as al
 from alpa_lite.errors import LayerError, MicrobatchError, ScheduleError
 from examples.serving_models import GPT
+from tests.marks import slow_but
 
 pytestmark = pytest.mark.medium
 CLUSTER = al.Cluster.parse("1x4:cpu")
@@ -255,7 +256,7 @@ def new_leaves(cache: Any, x: Any, h: Any, params: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("donated", [True, False])
-@pytest.mark.parametrize("boundaries", [True, False])
+@pytest.mark.parametrize("boundaries", slow_but([True], [True, False]))
 @pytest.mark.parametrize("what", new_leaves(dict.fromkeys("ab", jnp.ones(2)), jnp.ones(2), jnp.ones(2), [jnp.ones(2)]))
 def test_next_values_that_no_op_makes_alone(what: str, boundaries: bool, donated: bool) -> None:
     """Each is an array of its own, and the value that it should be, call after call."""

@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import alpa_lite as al
+from tests.marks import slow_but
 
 WIDTH, SLOTS = 64, 8
 
@@ -34,7 +35,7 @@ def late(params: Any, cache: Any, x: jax.Array) -> Any:
 
 @pytest.mark.medium
 @pytest.mark.parametrize("spec", [P(), P("x"), P(None, "x")], ids=str)
-@pytest.mark.parametrize("donated", [(), (1,)], ids=["kept", "donated"])
+@pytest.mark.parametrize("donated", slow_but([(1,)], [(), (1,)]), ids=["kept", "donated"])
 def test_a_next_value_comes_back_to_its_stage(spec: P, donated: tuple[int, ...]) -> None:
     keys = jax.random.split(jax.random.key(0), 5)
     params = [0.2 * jax.random.normal(key, (WIDTH, WIDTH)) for key in keys[:4]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from jax import lax
 
 import alpa_lite as al
 from alpa_lite.errors import LayerError
+from tests.marks import slow_but
 
 LAYERS, SLOTS, WIDTH = 4, 8, 32
 CLUSTER = al.Cluster.parse("1x4:cpu")
@@ -79,8 +81,9 @@ def same(ours: Any, theirs: Any) -> None:
 @pytest.mark.medium
 @pytest.mark.parametrize("stages", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("donated", [pytest.param((), marks=pytest.mark.slow), (1,)], ids=["kept", "donated"])
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("form", DECODES)
+@pytest.mark.parametrize(
+    ("form", "change"), slow_but([("stacked", "copy"), ("listed", "reorder")], itertools.product(DECODES, CHANGES))
+)
 def test_nothing_is_sent(form: str, change: str, donated: tuple[int, ...], stages: int) -> None:
     params, cache, x, which = given(form)
     graphs = {change: (CHANGES[change], (params, cache, which)), "decode": (DECODES[form], (params, cache, x))}

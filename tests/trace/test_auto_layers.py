@@ -252,7 +252,10 @@ def example(name: str, count: int) -> Layered:
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize(("name", "count"), [("gpt_linen", 4), ("llama_nnx", 4), ("moe", 2), ("resnet18", 3)])
+@pytest.mark.parametrize(
+    ("name", "count"),
+    slow_but([("llama_nnx", 4), ("moe", 2)], [("gpt_linen", 4), ("llama_nnx", 4), ("moe", 2), ("resnet18", 3)]),
+)
 def test_examples(name, count):
     layered = example(name, count)
     assert layered.num_layers == count

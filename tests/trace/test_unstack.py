@@ -236,7 +236,11 @@ def forward(step: Any, layers: int = 3) -> LayeredStep:
 @pytest.mark.parametrize(
     ("put", "joined"),
     [
-        pytest.param(put, joined, marks=() if put == "update slice" else pytest.mark.medium)
+        pytest.param(
+            put,
+            joined,
+            marks=() if put == "update slice" else pytest.mark.slow if joined else pytest.mark.medium,
+        )
         for put in PUTS
         for joined in (False, True)
     ],

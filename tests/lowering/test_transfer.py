@@ -21,7 +21,7 @@ from alpa_lite.lowering import transfer as transfers
 from alpa_lite.lowering.lower import partition_spec
 from alpa_lite.lowering.transfer import Functions, Transfer, Transfers
 from tests.harness import device_mesh
-from tests.marks import slow_but
+from tests.marks import slow_rows_but
 
 MESHES = ((1,), (2,), (4,), (2, 2), (2, 4))
 SHAPE = (8, 16, 8)
@@ -145,7 +145,7 @@ def seconds_to_move(move: Any, array: Any, to: NamedSharding) -> tuple[float, fl
 
 @pytest.mark.medium
 @pytest.mark.parametrize(
-    ("before", "one", "after", "other"), slow_but(WAITING[:2], [("[x,_,_]", 2, "[x,_,_]", 2), *WAITING])
+    ("before", "one", "after", "other"), slow_rows_but(WAITING[:2], [("[x,_,_]", 2, "[x,_,_]", 2), *WAITING])
 )
 def test_the_driver_does_not_wait_for_the_producer(before, one, after, other):
     array = jax.device_put(np.ones((4, 192, 192), np.float32), sharding(before, mesh((one,))))
@@ -157,7 +157,7 @@ def test_the_driver_does_not_wait_for_the_producer(before, one, after, other):
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize(("before", "one", "after", "other"), slow_but(WAITING[:1], WAITING))
+@pytest.mark.parametrize(("before", "one", "after", "other"), slow_rows_but(WAITING[:1], WAITING))
 def test_device_put_does_wait(before, one, after, other):
     """Why this module exists, and proof that the test above can fail. Once this one fails, JAX has become better."""
     array = jax.device_put(np.ones((4, 192, 192), np.float32), sharding(before, mesh((one,))))

@@ -14,7 +14,7 @@ from jax import lax
 
 import alpa_lite as al
 from alpa_lite.errors import LayerError
-from tests.marks import slow_but
+from tests.marks import slow_rows_but
 
 LAYERS, SLOTS, WIDTH = 4, 8, 32
 CLUSTER = al.Cluster.parse("1x4:cpu")
@@ -82,7 +82,7 @@ def same(ours: Any, theirs: Any) -> None:
 @pytest.mark.parametrize("stages", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("donated", [pytest.param((), marks=pytest.mark.slow), (1,)], ids=["kept", "donated"])
 @pytest.mark.parametrize(
-    ("form", "change"), slow_but([("stacked", "copy"), ("listed", "reorder")], itertools.product(DECODES, CHANGES))
+    ("form", "change"), slow_rows_but([("stacked", "copy"), ("listed", "reorder")], itertools.product(DECODES, CHANGES))
 )
 def test_nothing_is_sent(form: str, change: str, donated: tuple[int, ...], stages: int) -> None:
     params, cache, x, which = given(form)

@@ -22,7 +22,7 @@ from alpa_lite.trace.layers import Layered, assign_layers
 from alpa_lite.trace.microbatch import microbatches
 from alpa_lite.trace.program import Traced, trace
 from examples.registry import EXAMPLES
-from tests.marks import slow_but
+from tests.marks import slow_but, slow_rows_but
 from tests.trace.cases import floats
 
 DEPTH, WIDTH, BATCH = 6, 8, 12
@@ -254,7 +254,7 @@ def example(name: str, count: int) -> Layered:
 @pytest.mark.medium
 @pytest.mark.parametrize(
     ("name", "count"),
-    slow_but([("llama_nnx", 4), ("moe", 2)], [("gpt_linen", 4), ("llama_nnx", 4), ("moe", 2), ("resnet18", 3)]),
+    slow_rows_but([("llama_nnx", 4), ("moe", 2)], [("gpt_linen", 4), ("llama_nnx", 4), ("moe", 2), ("resnet18", 3)]),
 )
 def test_examples(name, count):
     layered = example(name, count)

@@ -29,7 +29,7 @@ SUBMESHES = {
     "1+1+2+4": ((1, 1), (1, 1), (1, 2), (1, 4)),
 }
 FACTORS = (tuple(VARIANTS), SCHEDULES, (1, 4, 8), tuple(SUBMESHES))
-MOST_RUNS, QUICK_RUNS = 60, 3
+MOST_RUNS, QUICK_RUNS = 60, 5
 LONG = ("resnet", "moe", "gpt", "scanned llama")  # to compile
 
 Run = tuple[str, str, int, str]

@@ -56,8 +56,8 @@ def connect(address: str | None, num_cpus: int) -> bool:
                 _node_ip_address="127.0.0.1",
                 object_store_memory=_OBJECT_STORE_BYTES,
                 # Ray tells of calls that it tries again as of failures. Ray Serve's clean end has such: its controller is
-                # killed while this process waits for two. Its workers have niceness 15 unless told otherwise, and are hardly
-                # run beside any other work of the session: Ray Serve's proxy then takes minutes to start.
+                # killed while this process waits for two. And Ray gives workers niceness 15, with which they hardly run
+                # beside any other work of the session: Ray Serve's proxy then takes minutes to start.
                 _system_config={"enable_output_error_log_if_still_retry": False, "worker_niceness": 0},
             )
         return True

@@ -81,7 +81,7 @@ CASES = {
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow_but(("layers", "scan"), CASES))
 def test_trained_parameters_are_used_where_they_are(name, monkeypatch):
     forward, init = CASES[name]
     step, state = trained(forward, init())

@@ -27,6 +27,7 @@ from benchmarks.conversion_pairs import all_pairs, one_per_class
 from tests.compiling import QUICK_COMPILE
 from tests.conversion_runs import check_conversions
 from tests.harness import RandomCosts, device_mesh, jax_mesh
+from tests.marks import slow_but
 
 Pair = tuple[ShardingSpec, ShardingSpec]
 
@@ -119,7 +120,7 @@ def test_many_samples_on_larger_meshes(mesh, shape):
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("mesh", [(4,), (2, 4), (2, 2, 2)])
+@pytest.mark.parametrize("mesh", slow_but({(4,), (2, 4)}, [(4,), (2, 4), (2, 2, 2)]))
 def test_every_single_step_does_what_it_says(mesh):
     made, shape = conversions(mesh), (8, 16)
     steps = made.space(2).steps

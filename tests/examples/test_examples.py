@@ -17,7 +17,7 @@ from tests.marks import slow_but
 NAMES = sorted(EXAMPLES)
 _SLOW = [pytest.mark.medium, pytest.mark.slow]
 # All but one take seconds to compile.
-_MARKS = {"mlp": [], "moe": _SLOW, "resnet18": _SLOW}
+_MARKS = {"mlp": [], "gpt_linen": _SLOW, "moe": _SLOW, "resnet18": _SLOW}
 COMPILED = [pytest.param(name, marks=_MARKS.get(name, [pytest.mark.medium])) for name in NAMES]
 
 

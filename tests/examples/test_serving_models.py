@@ -13,6 +13,7 @@ import pytest
 from examples import gpt_linen, llama_nnx
 from examples.serving_models import MODELS
 from tests.compiling import QUICK_COMPILE
+from tests.marks import slow_but
 
 NAMES = [pytest.param(name, marks=pytest.mark.medium) for name in sorted(MODELS)]  # compiling takes seconds
 quick = partial(jax.jit, compiler_options=QUICK_COMPILE)
@@ -31,7 +32,8 @@ def given(name: str) -> tuple[Any, Any, jax.Array, jax.Array]:
     return model, params, tokens, quick(model.logits)(params, tokens)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.medium
+@pytest.mark.parametrize("name", slow_but(("llama",), sorted(MODELS)))
 def test_params_are_those_of_the_training_state(name: str) -> None:
     model, params, _, _ = given(name)
     shapes = jax.tree.map(lambda x: (x.shape, x.dtype), params)

@@ -26,6 +26,7 @@ from alpa_lite.executor.global_arguments import given_values
 from alpa_lite.executor.launch import LaunchRequest, launch
 from alpa_lite.executor.load_export import load_part
 from tests.executor.exported_steps import batch, plan, shapes, state, step
+from tests.marks import slow_but
 
 pytest.importorskip("flatbuffers", reason="flatbuffers is not installed: pip install 'alpa-lite[export]'")
 
@@ -112,7 +113,7 @@ def test_the_coordinator_listens_at_loopback_alone(exported, monkeypatch):
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("single", [False, True])
+@pytest.mark.parametrize("single", slow_but({True}, [False, True]))
 def test_two_steps_on_two_ranks_and_in_one_process(exported, tmp_path, single):
     """State goes round, the batch stays; the values are those of the plain function."""
     out = tmp_path / "results.npz"

@@ -58,7 +58,7 @@ def reference() -> list[np.ndarray]:
     ("num_stages", "schedule"),
     [
         (2, "1f1b"),
-        (2, "gpipe"),
+        pytest.param(2, "gpipe", marks=pytest.mark.slow),
         pytest.param(4, "eager-1f1b", marks=pytest.mark.slow),
         pytest.param(2, "zb-h1", marks=pytest.mark.slow),
     ],

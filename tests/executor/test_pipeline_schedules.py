@@ -92,7 +92,7 @@ def halves_or_whole(num_stages: int, num_microbatches: int) -> list[list[str]]:
 CASES = [
     (2, "zb-h1", 1),
     (2, halves_or_whole, 1),
-    (4, "interleaved-1f1b", 2),
+    pytest.param(4, "interleaved-1f1b", 2, marks=pytest.mark.slow),
     (2, one_at_a_time, 1),
     (3, first_and_last_together, 1),
 ]

@@ -98,12 +98,12 @@ def check_pair(
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 4))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 8))])
 def test_sampled_pairs(seed, copied):
     """On the next devices (which overlap or wrap round if the meshes are large), gathered or not."""
     rng, functions = np.random.default_rng(seed), Functions()
     every = pairs()
-    for k in rng.choice(len(every), 30, replace=False):
+    for k in rng.choice(len(every), 15, replace=False):
         first, gather_bytes = int(rng.choice([np.prod(every[k][0]) % 8, 1])), int(rng.choice([0, 1 << 30]))
         check_pair(every[k], first, gather_bytes, functions, copied)
 

@@ -202,7 +202,7 @@ PINNED = {
     [
         pytest.param(case, options, id=f"{case}-{name}", marks=[pytest.mark.slow] * (case not in quick))
         for options, name, quick in (
-            (TWO, "equal", ("boundaries, in both", "none", "within a layer")),
+            (TWO, "equal", ("within a layer",)),
             (SEARCHED, "searched", ("boundaries",)),
         )
         for case in PINNED

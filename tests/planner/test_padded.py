@@ -54,7 +54,7 @@ PINNED = {"0/0/wte": P("x", None)}
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("shape", slow_but({(8,), (2, 4)}, [(2,), (4,), (8,), (2, 4)]), ids=str)
+@pytest.mark.parametrize("shape", slow_but({(8,)}, [(2,), (4,), (8,), (2, 4)]), ids=str)
 def test_vocabulary_of_gpt2(shape):
     """50257 rows over 2, 4 and 8 devices: pinned to be split, so padded."""
     step, args, plan = planned(50257, shape, pins=PINNED)

@@ -72,7 +72,7 @@ def assert_right(got: Any) -> None:
 CASES = [
     pytest.param(1, 1, marks=pytest.mark.slow),
     (1, 4),
-    (2, 1),
+    pytest.param(2, 1, marks=pytest.mark.slow),
     pytest.param(2, 4, marks=pytest.mark.slow),
 ]
 
@@ -140,7 +140,7 @@ def test_where_everything_fits_nothing_is_recomputed():
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("stages", slow_but({1}, [1, 2]))
 def test_asked_for_by_hand(stages):
     every, named = (parallel(stages, 4, remat=remat) for remat in ("all", ("hidden",)))
     plan = every.plan(WEIGHTS, X)

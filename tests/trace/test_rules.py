@@ -69,7 +69,7 @@ QUICK = frozenset(
 CASES = [
     pytest.param(f, n, id=f"{f}-{n}", marks=[] if n in QUICK else [pytest.mark.medium])
     for number, (f, n) in enumerate(NAMES)
-    if n in QUICK or (n not in COSTLY and number % 4 == 1)
+    if n in QUICK or (n not in COSTLY and number % 8 == 1)
 ]
 
 

@@ -214,7 +214,7 @@ SHORT = {
     "up": {"kernel": jax.ShapeDtypeStruct((16, 30), jnp.float32), "bias": jax.ShapeDtypeStruct((30,), jnp.float32)},
     "down": {"kernel": jax.ShapeDtypeStruct((30, 8), jnp.float32)},
 }
-OTHER = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), made_state()["params"])
+OTHER = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), jax.eval_shape(made_state)["params"])
 
 
 @pytest.mark.parametrize(

@@ -398,11 +398,12 @@ def lowered(fn: Callable[..., Any], *args: Any) -> Callable[..., Any]:
     return Lowering.of(MESH, decisions, (), ()).local_function(traced.flat, *ends)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("fn", "args"),
     [
         (jax.grad(mlp), ([array(256, 256)] * 4, array(512, 256))),
-        pytest.param(jax.grad(attention), (array(4, 128, 128), array(8, 64, 128)), marks=pytest.mark.medium),
+        (jax.grad(attention), (array(4, 128, 128), array(8, 64, 128))),
         (jax.grad(batch_norm), ([array(3, 3, 32, 32)] * 3, array(8, 16, 16, 32))),
         (jax.grad(rnn), (array(64, 64), array(32, 64, 64))),
         (jax.grad(rematerialised), ([array(256, 256)] * 4, array(512, 256))),

@@ -90,6 +90,7 @@ COPIES = {
 }
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", STEPS)
 def test_the_peak_is_that_of_xla_on_cpus(name: str) -> None:
     plan = al.plan(STEPS[name], *ARGS, cluster=al.Cluster.parse("1x1:cpu"), donate_argnums=1)

@@ -83,7 +83,8 @@ def every_kind_plan(axes: tuple[str, ...], n: int) -> tuple[Collective, ...]:
     return tuple(plan(kind, axes, size) for kind, size in sizes.items())
 
 
-@pytest.mark.parametrize("named", [True, pytest.param(False, marks=pytest.mark.medium)])
+@pytest.mark.medium
+@pytest.mark.parametrize("named", [True, False])
 @pytest.mark.parametrize(
     ("mesh", "axes"),
     [(LINE, ("x",)), (GRID, ("x",)), (GRID, ("y",)), (GRID, ("x", "y")), (CUBE, ("x", "z")), (CUBE, ("y",))],

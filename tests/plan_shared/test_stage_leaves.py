@@ -43,6 +43,7 @@ LEAVES = {
 }
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", READERS)
 def test_a_leaf_that_one_graph_reads(name):
     """Behind the cut: without a reader it would lie on the first stage."""

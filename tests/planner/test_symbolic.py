@@ -61,6 +61,7 @@ def test_across_hosts_other_prices_are_planned_anew(planned):
     assert len(planned) > 4
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("costs", ["alpa", "slapo-2023-05", "slapo-head", "hidet", "ring"])
 def test_every_convention_specialises_to_what_it_plans(costs):
     """Some charge for every contraction that is repeated, by the number of devices, or forbid it."""

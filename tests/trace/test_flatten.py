@@ -119,7 +119,8 @@ def users(x, w, *, mesh, check_vma=True):
 W = np.linspace(-1, 1, 32, dtype=np.float32).reshape(4, 8)
 
 
-@pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=pytest.mark.medium)])
+@pytest.mark.medium
+@pytest.mark.parametrize("check_vma", [True, False])
 def test_a_users_shard_map_runs_on_its_own_layout(check_vma):
     mesh = jax_mesh(device_mesh((2, 4)))
 

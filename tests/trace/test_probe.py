@@ -57,18 +57,8 @@ CASES = {
 }  # fmt: skip
 
 
-ALIKE = (
-    "min",
-    "product",
-    "broadcast operand",
-    "comparison",
-    "mean is no sum of means",
-)  # with others, as far as probing goes
-
-
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.medium] if case in ALIKE else []) for case in CASES]
-)
+@pytest.mark.medium
+@pytest.mark.parametrize("case", CASES)
 def test_layouts_found(case):
     fn, args, want = CASES[case]
     found = layouts(fn, *args)

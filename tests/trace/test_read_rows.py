@@ -49,6 +49,7 @@ def same_values(f: Any, made: ClosedJaxpr) -> None:
         assert ours.dtype == theirs.dtype
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("what", READS)
 def test_a_known_row_is_a_slice(what: str) -> None:
     for i in range(ROWS):
@@ -68,6 +69,7 @@ PARTS: dict[str, Any] = {
 }
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("what", PARTS)
 def test_a_part_of_a_known_row(what: str) -> None:
     f = lambda stack: PARTS[what](stack, (stack[0, 0, 0] > 9).astype(int))  # noqa: E731

@@ -49,12 +49,8 @@ def layouts(rule):
     return {(x.operands, x.results, x.reduce, x.reduce_op) for x in al.rules.enumerate_sharded(rule, 2)}
 
 
-ALIKE = ("matmul of transposed", "batched matmul", "min", "transpose")  # with others, as far as the check goes
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.medium] if name in ALIKE else []) for name in OPS]
-)
+@pytest.mark.medium
+@pytest.mark.parametrize("name", OPS)
 def test_right_rules_pass(name):
     fn, ranks, text, kinds = OPS[name]
     assert al.rules.check(fn, text, *structs(ranks), **kinds) == resolved(name, text, kinds)

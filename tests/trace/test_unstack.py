@@ -233,13 +233,14 @@ def forward(step: Any, layers: int = 3) -> LayeredStep:
     return unstack(found.layered, found.program.aliases)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("put", "joined"),
     [
         pytest.param(
             put,
             joined,
-            marks=() if put == "update slice" else pytest.mark.slow if joined else pytest.mark.medium,
+            marks=pytest.mark.slow if joined and put != "update slice" else (),
         )
         for put in PUTS
         for joined in (False, True)

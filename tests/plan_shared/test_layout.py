@@ -81,7 +81,9 @@ def test_a_plan_is_no_layout(tmp_path: Path) -> None:
     ("change", "message"),
     [
         (lambda text: text[: len(text) // 2], "is no layout file"),
-        (lambda text: text.replace('"format_version": 1', '"format_version": 9', 1), "version 9"),
+        (lambda text: text.replace('"format_version": 1', '"format_version": 9', 1), "format version 9"),
+        (lambda text: text.replace('"format_version": 1', '"format_version": 9, "more": 0', 1), "format version 9"),
+        (lambda text: text.replace('"alpa_lite shared layout"', '"else"', 1), "no layout file: its format is 'else'"),
         (lambda text: text.replace('"0/0"', '"0/7"', 1), "inconsistent: .*has not all the leaves"),
         (lambda text: text.replace('"product"', '"other"', 1), "inconsistent: .*is of the graphs"),
         (lambda text: text.replace('"product":3.0', '"product":-3.0', 1), "the weight of 'product' is -3"),

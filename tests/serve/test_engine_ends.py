@@ -20,6 +20,7 @@ import pytest
 import alpa_lite as al
 from alpa_lite.errors import EngineClosed, ServeError
 from alpa_lite.executor.compiled import delete_damaged
+from alpa_lite.serve import engine as engines
 from alpa_lite.serve.layout import plan_graphs
 from examples.serving_models import GPT
 from tests.serve.engines import (
@@ -252,6 +253,24 @@ def test_programs_that_were_written_half_are_made_again(tmp_path: Any) -> None:
     assert not found.stderr.strip(), "JAX warns of what it cannot read"
     assert {file: file.stat().st_size for file in place.glob("*-cache")}.keys() == files.keys()
     assert all(file.stat().st_size > size // 2 for file, size in files.items())
+
+
+def test_the_folder_of_programs_may_begin_at_home(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "home").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    kept: list[str] = []
+    monkeypatch.setattr(engines, "_keep_compiled", kept.append)
+    model, params = model_and_params("gpt")
+    with al.serve.Engine(model, params, **SIZES, compile_cache="~/programs"):
+        pass
+    assert kept == [str(tmp_path / "home" / "programs")]
+    assert [file.suffix for file in (tmp_path / "home" / "programs").iterdir()] == [".json"], "the layout"
+    assert not (tmp_path / "~").exists()
+    relative = al.RayExecutor(compile_cache="programs")
+    assert relative.cache_folder == str(tmp_path / "programs"), "actors begin elsewhere"
+    assert al.RayExecutor(compile_cache="~/programs").cache_folder == "~/programs", "each has a home of its own"
+    assert al.RayExecutor(compile_cache="").cache_folder == ""
 
 
 def test_what_another_process_is_writing_stays(tmp_path: Any) -> None:

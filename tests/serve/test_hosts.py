@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ import alpa_lite as al
 from alpa_lite.errors import ClusterError, EngineClosed, ServeError
 from examples.serving_models import Llama
 from tests.serve.clients import BACK_S, kill_actor_under_load, wait_until
+from tests.serve.test_odd_models import Bigrams, ByName, Called, WithKeys
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'alpa-lite[ray]'")
 pytestmark = [pytest.mark.ray, pytest.mark.medium]
@@ -132,6 +134,33 @@ def other_params() -> Any:
     """Not the same in two processes."""
     made = params()
     return made | {"head": {"kernel": made["head"]["kernel"].at[0, 0].set(os.getpid())}}
+
+
+@pytest.mark.slow
+def test_parameters_of_any_kind(ray_session: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tree that can be called, keys, a function that makes keys, and a checkpoint by a path from the user's folder."""
+    following = np.random.default_rng(0).permutation(32)
+    table = np.eye(32, dtype=np.float32)[following]
+    keyed = {"table": table, "key": jax.random.key(1)}
+    saved = al.parallelize(lambda state: state)
+    saved.plan({"params": {"table": table}})
+    saved.save(tmp_path / "checkpoints", {"params": {"table": table}}, step=1)
+    monkeypatch.chdir(tmp_path)
+    stored = al.serve.StoredParams("checkpoints", {"table": jax.ShapeDtypeStruct((32, 32), np.float32)})
+    wanted = [3]
+    for _ in range(4):
+        wanted.append(int(following[wanted[-1]]))
+    for model, given in (
+        (ByName(), Called(jnp.asarray(table))),
+        (WithKeys(), keyed),
+        (WithKeys(), lambda: keyed),
+        (Bigrams(), stored),
+    ):
+        cluster = al.Cluster.parse("2x1:cpu")
+        with al.serve.Engine(
+            model, given, executor=WATCHED, cluster=cluster, slots=2, max_length=8, buckets=(4,)
+        ) as made:
+            assert made.generate([[3]], max_tokens=4) == [wanted[1:]]
 
 
 @pytest.mark.slow

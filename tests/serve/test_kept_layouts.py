@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -104,12 +105,17 @@ def test_a_damaged_file_is_made_anew_and_files_stay_few(planned: list[Any], tmp_
     for _ in range(2):
         layouts.plans_of(given[0], None, CLUSTER, str(tmp_path))
         assert (len(planned), files[0].read_bytes()) == (2, whole)
+    fewer = al.SharedLayout.load(files[0])
+    parts = {name: {"prefill_4": getattr(fewer, name)["prefill_4"]} for name in ("plans", "weights", "own", "shared")}
+    replace(fewer, **parts, lower_bound=0.0).save(files[0])  # whole, and of other graphs
+    layouts.plans_of(given[0], None, CLUSTER, str(tmp_path))
+    assert (len(planned), files[0].read_bytes()) == (3, whole)
     for file in files[1:]:
         file.write_bytes(whole)
     layouts.plans_of(given[1], None, CLUSTER, str(tmp_path))
-    assert len(planned) == 3 and len(list(tmp_path.iterdir())) == _MOST
+    assert len(planned) == 4 and len(list(tmp_path.iterdir())) == _MOST
     layouts.plans_of(given[1], None, CLUSTER, str(tmp_path))
-    assert len(planned) == 3
+    assert len(planned) == 4
 
 
 def test_a_folder_that_cannot_be_written_to_is_said(planned: list[Any], tmp_path: Path) -> None:

@@ -69,6 +69,25 @@ def test_no_cache_and_typed_keys(with_keys: bool) -> None:
     assert list(found) == expected[1:]
 
 
+def test_a_model_without_parameters_and_cache_is_refused() -> None:
+    with pytest.raises(ServeError, match=r"neither parameters nor a cache.*test_odd_models.*init_cache"):
+        al.serve.Engine(Bigrams(), {}, **SIZES)
+
+
+class Narrow(Bigrams):
+    """Whose logits have 8 bits."""
+
+    def decode(self, params: Any, cache: Any, tokens: jax.Array) -> tuple[jax.Array, Any]:
+        return params["table"][tokens].astype(jnp.float8_e4m3fn), cache
+
+
+@pytest.mark.medium
+def test_logits_of_8_bits() -> None:
+    following = np.random.default_rng(0).permutation(32)
+    with al.serve.Engine(Narrow(), {"table": jnp.eye(32)[following]}, **SIZES) as engine:
+        assert engine.generate([[3]], max_tokens=2) == [[following[3], following[following[3]]]]
+
+
 @jax.tree_util.register_dataclass
 @dataclass
 class Called:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ import pytest
 
 import alpa_lite as al
 from alpa_lite.errors import ServeError
+from alpa_lite.plan.checkpoint import MANIFEST
 from alpa_lite.serve.pipeline import Pipeline, cut_by_model
 from examples.serving_models import GPT, MODELS
 from tests.compiling import QUICK_COMPILE
@@ -83,7 +85,7 @@ def test_while_a_stage_works_on_a_group_the_one_before_has_the_next(monkeypatch:
     assert order == [(0, 0), (0, 1), (1, 0), (0, 2), (1, 1), (1, 2)]
 
 
-def test_what_cannot_be_cut_is_refused() -> None:
+def test_what_cannot_be_cut_is_refused(tmp_path: Path) -> None:
     model, params = model_and_params()
     with pytest.raises(ServeError, match=r"num_stages=3 was given for 8 devices.*test_pipeline"):
         al.serve.Engine(model, params, num_stages=3, **SIZES)
@@ -93,7 +95,9 @@ def test_what_cannot_be_cut_is_refused() -> None:
         cut_by_model(model, params, num_stages=2, num_groups=3, **SIZES)
 
     llama = MODELS["llama"]("small")
-    stored = al.serve.StoredParams("nowhere", jax.eval_shape(llama.init_params, jax.random.key(0)))
+    (tmp_path / "step_00000001").mkdir()
+    (tmp_path / "step_00000001" / MANIFEST).touch()
+    stored = al.serve.StoredParams(tmp_path, jax.eval_shape(llama.init_params, jax.random.key(0)))
     with pytest.raises(
         ServeError, match=r"cannot be picked of shapes alone: TypeError.*test_pipeline.*Load the parameters"
     ):

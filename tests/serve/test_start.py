@@ -7,7 +7,7 @@ import signal
 import socket
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import pytest
@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 import alpa_lite as al
 from alpa_lite.cli import main
+from alpa_lite.cli.serve import _check_target
 from alpa_lite.errors import EngineClosed, ServeError
 from benchmarks.ray_session import free_port
 from tests.marks import NEEDS_RAY_SERVE
@@ -88,6 +89,7 @@ def test_an_engine_that_cannot_be_made_says_why_without_rays_traces(ray_session:
             ["tests.serve.served_target:target", "--checkpoint", "tests"],
             "there is no checkpoint in '",
         ),
+        (["tests.serve.served_target:target", "--host", ""], "host='' was given; it must be the name or address"),
     ],
 )
 def test_bad_settings_are_told_at_once(given: list[str], words: str) -> None:
@@ -126,6 +128,8 @@ def test_a_layout_of_other_sizes_is_told_before_ray_starts(
     [
         ({"port": 70000}, r"port=70000 was given; it must be a whole number from 1 to 65535"),
         ({"port": 0}, r"port=0 "),
+        ({"host": " "}, r"host=' ' was given; .*loopback.*--host"),
+        ({"host": None}, r"host=None was given"),
         ({"body_bytes": -1}, r"body_bytes=-1 .*--body-bytes"),
         ({"body_timeout_s": 0}, r"body_timeout_s=0 .*--body-timeout"),
         ({"timeout_s": float("nan")}, r"timeout_s=nan was given; it must be seconds"),
@@ -170,6 +174,34 @@ def a_tuple() -> tuple[int, int]:
 
 def nothing() -> None:
     raise AssertionError("it is not called")
+
+
+class Named(Protocol):
+    """Which Python cannot compare with a class."""
+
+    name: str
+
+
+def anything() -> Any:
+    raise AssertionError("it is not called")
+
+
+def named() -> Named:
+    raise AssertionError("it is not called")
+
+
+@pytest.mark.parametrize("name", ["anything", "named"])
+def test_targets_that_say_little_are_taken(name: str) -> None:
+    _check_target(f"tests.serve.test_start:{name}")
+
+
+@pytest.mark.parametrize("line", ["import not_there", "from json import not_there"])
+def test_what_a_target_cannot_import_is_told_of_it(tmp_path: Path, line: str) -> None:
+    (tmp_path / "own.py").write_text(f"import json\n{line}\n")
+    found = CliRunner().invoke(main, ["serve", f"{tmp_path}/own.py:target"])
+    assert found.exit_code == 2, found.output
+    assert f"the target '{tmp_path}/own.py:target': " in found.output and "not_there" in found.output
+    assert f"({tmp_path}/own.py:2)" in found.output and "Ray" not in found.output
 
 
 @pytest.mark.parametrize(("name", "said"), [("a_tuple", r"tuple"), ("nothing", "None")])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +18,7 @@ import alpa_lite as al
 from alpa_lite.errors import CheckpointError
 from examples import gpt_linen
 from examples.serving_models import MODELS
-from tests.serve.engines import assert_split, split_layout
+from tests.serve.engines import assert_split, model_and_params, split_layout
 
 pytestmark = pytest.mark.medium
 P = PartitionSpec
@@ -95,6 +96,82 @@ def test_parameters_that_are_picked_keep_their_names(tmp_path: Path) -> None:
         assert [float(leaf[0]) for leaf in jax.tree.leaves(found)] == want
     with pytest.raises(ValueError, match="'w' is none of the parameters"):
         half.picked(lambda p: {"w": jax.ShapeDtypeStruct((6,), np.float32)})
+
+
+def saved(folder: Path, value: float, step: int) -> None:
+    params = {"in": np.full(3, value, np.float32), "out": np.full(3, value, np.float32)}
+    made = al.parallelize(lambda state: state)
+    made.plan({"params": params})
+    made.save(folder, {"params": params}, step=step)
+
+
+def loaded(stored: Any) -> list[float]:
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return [float(leaf[0]) for leaf in jax.tree.leaves(stored.load(jax.tree.map(lambda _: sharding, stored.shapes)))]
+
+
+STRUCTS = {name: jax.ShapeDtypeStruct((3,), np.float32) for name in ("in", "out")}
+
+
+def test_parts_are_of_one_checkpoint_while_newer_ones_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(tmp_path / "checkpoints", 1.0, 1)
+    monkeypatch.chdir(tmp_path)
+    settled = al.serve.StoredParams("checkpoints", STRUCTS).found()
+    first = settled.picked(lambda p: {"in": p["in"]})
+    saved(tmp_path / "checkpoints", 2.0, 2)
+    monkeypatch.chdir("/")  # as that of actors
+    second = settled.picked(lambda p: {"out": p["out"]})
+    assert loaded(first) == loaded(second) == loaded(settled.found().picked(lambda p: {"in": p["in"]})) == [1.0]
+    assert loaded(al.serve.StoredParams(tmp_path / "checkpoints", STRUCTS)) == [2.0, 2.0]
+    shutil.rmtree(settled.place)  # as training does with old ones
+    with pytest.raises(CheckpointError, match=r"step_00000001' is no checkpoint"):
+        loaded(settled)
+    assert loaded(settled.found()) == [2.0, 2.0]
+
+
+def test_stages_are_of_one_checkpoint(tmp_path: Path) -> None:
+    """The model's own ``pick`` is where something happens between two stages."""
+    model, params = model_and_params("gpt")
+
+    def save(step: int) -> None:
+        made = al.parallelize(lambda state: state)
+        state = {"params": jax.tree.map(lambda x: np.full(x.shape, step, x.dtype), params)}
+        made.plan(state)
+        made.save(tmp_path, state, step=step)
+
+    class Watched(type(model)):  # type: ignore[misc]
+        def split(self, num_stages: int) -> Any:
+            parts = super().split(num_stages)
+
+            def late(p: Any, pick: Any = parts[-1][1]) -> Any:
+                save(2)
+                return pick(p)
+
+            return [*parts[:-1], (parts[-1][0], late)]
+
+    save(1)
+    stored = al.serve.StoredParams(tmp_path, jax.eval_shape(lambda: params))
+    with al.serve.Engine(Watched(model.config), stored, num_stages=2, **SIZES) as engine:
+        assert {float(leaf.max()) for stage in engine.params for leaf in jax.tree.leaves(stage)} == {1.0}
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"step": "1"}, r"step='1' was given; it must be a whole number from 0, or None. At .*test_stored"),
+        ({"step": True}, "step=True was given"),
+        ({"step": -1}, "step=-1 was given"),
+        ({"step": [1]}, r"step=\[1\] was given"),
+        ({"path": 1}, "path=1 was given; it must be a str"),
+        ({"dir": ""}, "got '' of type str as a path"),
+        ({"dir": "a\0b"}, r"nor one with a null character"),
+    ],
+)
+def test_settings_that_cannot_be(given: Any, words: str) -> None:
+    with pytest.raises(CheckpointError, match=words):
+        al.serve.StoredParams(**{"dir": "checkpoints", "shapes": STRUCTS} | given)
 
 
 SCRIPT = """

@@ -24,7 +24,15 @@ def elementwise() -> dict[str, Case]:
         "binary": (lambda x, y: [x + y, x - y, x * y, x / (y * y + 1), jnp.maximum(x, y), lax.atan2(x, y)], (x, y)),
         "compare": (lambda x, y: [x < y, x == y, (x >= y) & (y > 0), jnp.isfinite(x), ~(x < y)], (x, y)),
         "integer": (lambda n: [n // 3, n % 5, n << 2, n ^ 7, lax.population_count(n)], (ints(100, 8, 12),)),
-        "convert": (lambda x: [x.astype(jnp.bfloat16), x.astype(jnp.int32), (x > 0).astype(jnp.float32)], (x,)),
+        "convert": (
+            lambda x: [
+                x.astype(jnp.bfloat16),
+                x.astype(jnp.int32),
+                (x > 0).astype(jnp.float32),
+                x.astype(jnp.float8_e4m3fn).astype(jnp.float32),
+            ],
+            (x,),
+        ),
         "bitcast": (lambda x: lax.bitcast_convert_type(x, jnp.uint32), (x,)),
         "bitcast_bytes": (lambda x: lax.bitcast_convert_type(x, jnp.uint8), (x,)),
         "clamp": (lambda x: [lax.clamp(-0.5, x, 0.5), jnp.clip(x, -1, 1)], (x,)),

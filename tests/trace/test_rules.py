@@ -129,6 +129,8 @@ def test_a_blocked_dim_is_noticed(monkeypatch):
         (lambda x: x / 3.0, True),
         (lambda x: 3.0 / x, False),
         (lambda x: x.astype(jnp.bfloat16), False),
+        (lambda x: x.astype(jnp.float8_e4m3fn), False),
+        (lambda x: x.astype(jnp.float8_e4m3fn).astype(jnp.float32), False),
         (lambda x: x.T, True),
         (lambda x: jnp.abs(x), False),
         (lambda x: jnp.maximum(x, 0.0), False),

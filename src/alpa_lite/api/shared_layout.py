@@ -33,6 +33,13 @@ _PRICE_DIGITS = 2
 _ROUNDING = 1e-12  # of an objective: sums in another order differ by less
 
 
+class _Header(msgspec.Struct):
+    """What files of all versions begin with."""
+
+    format: str = ""
+    format_version: int = 0
+
+
 class _File(msgspec.Struct, forbid_unknown_fields=True):
     """A file; plans are as in plan files, ``shared`` has the paths of the shared leaves in every graph."""
 
@@ -131,7 +138,16 @@ class SharedLayout:
         """
         file = as_path(path, 'al.SharedLayout.load("layout.json")', PlanFileError)
         try:
-            found = msgspec.json.decode(file.read_bytes(), type=_File)
+            data = file.read_bytes()
+            header = msgspec.json.decode(data, type=_Header)
+            if header.format == FORMAT and header.format_version != FORMAT_VERSION:
+                raise PlanFileError(
+                    f"the layout {str(path)!r} has format version {header.format_version}; this version of alpa_lite reads "
+                    f"version {FORMAT_VERSION}. At {user_line()}. Make the layout again."
+                )
+            found = msgspec.json.decode(data, type=_File)
+            if found.format != FORMAT:
+                raise msgspec.ValidationError(f"its format is {found.format!r:.60}")
         except OSError as error:
             raise PlanFileError(
                 f"cannot read the layout {str(path)!r}: {error.strerror}. Layouts are written by `layout.save`. At "
@@ -147,11 +163,6 @@ class SharedLayout:
                 f"{str(path)!r} is no layout file: {error}. Layouts are written by `layout.save`; plans are read by "
                 "al.load_plan. Save the layout again instead of editing the file."
             ) from error
-        if (found.format, found.format_version) != (FORMAT, FORMAT_VERSION):
-            raise PlanFileError(
-                f"{str(path)!r} is a file of {found.format!r}, version {found.format_version}; this version of alpa_lite reads "
-                f"{FORMAT!r}, version {FORMAT_VERSION}. Make the layout again."
-            )
         layout = cls(
             plans={
                 name: replace(read_plan(bytes(text), f"{path}, plan {name!r}"), trees=Trees())

@@ -9,7 +9,7 @@ import sys
 import threading
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_origin, get_type_hints
 
 import typer
 
@@ -212,7 +212,11 @@ def _check_target(target: str) -> None:
     except (NameError, AttributeError, TypeError):  # names that are there for type checkers alone
         return
     kind = get_origin(said) or said
-    if kind is type(None) or (isinstance(kind, type) and not issubclass(ServeTarget, kind)):
+    try:
+        other = isinstance(kind, type) and not issubclass(ServeTarget, kind)
+    except TypeError:  # protocols that say nothing of classes
+        return
+    if kind is not Any and (kind is type(None) or other):
         raise _other_target(target, f"says that it returns {getattr(said, '__name__', said)}")
 
 

@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -109,7 +110,10 @@ def _file(place: str, text: str) -> ModuleType:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module  # dataclasses look their module up by name
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except ImportError as error:
+        raise _not_imported(text, error, path.parent) from error
     return module
 
 
@@ -117,11 +121,22 @@ def _module(place: str, text: str) -> ModuleType:
     _look_in(Path.cwd())
     try:
         return importlib.import_module(place)
-    except ModuleNotFoundError as error:
-        raise TargetError(
-            f"the target {text!r}: {error}. A target is {_FORMS}; modules are looked up in the installed packages and "
-            f"in {Path.cwd()}. Correct the name, install what is missing, or run the command from the project's folder."
-        ) from None
+    except ImportError as error:
+        raise _not_imported(text, error, Path.cwd()) from error
+
+
+def _not_imported(text: str, error: ImportError, folder: Path) -> TargetError:
+    """``folder``: where modules are looked up, too."""
+    lines = traceback.extract_tb(error.__traceback__)
+    own = [
+        f" ({line.filename}:{line.lineno})"
+        for line in lines
+        if "importlib" not in line.filename and line.filename != __file__
+    ]
+    return TargetError(
+        f"the target {text!r}: {error}{own[-1] if own else ''}. A target is {_FORMS}; modules are looked up in the installed "
+        f"packages and in {folder}. Correct the name, install what is missing, or run the command from the project's folder."
+    )
 
 
 def _look_in(folder: Path) -> None:

@@ -15,12 +15,13 @@ from alpa_lite.errors import AlpaLiteError, user_line
 
 def as_path(path: object, call: str, error: type[AlpaLiteError]) -> Path:
     """What a user gave as a path; ``call`` is how it should have been given, for the message."""
-    if isinstance(path, str | PathLike) and path != "":  # Path("") would be the current folder
+    # Path("") would be the current folder.
+    if isinstance(path, str | PathLike) and path != "" and "\0" not in str(path):
         return Path(path)
     shown = getattr(path, "__qualname__", repr(path))
     raise error(
         f"{call.partition('(')[0]} got {shown:.80} of type {type(path).__name__} as a path. Allowed is a str or an "
-        f"os.PathLike, and not an empty one. At {user_line()}. Write {call}."
+        f"os.PathLike, and not an empty one, nor one with a null character. At {user_line()}. Write {call}."
     )
 
 

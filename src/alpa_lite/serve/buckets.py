@@ -130,6 +130,9 @@ def _cheapest_cuts(sizes: np.ndarray, counts: np.ndarray, fixed: np.ndarray, k: 
     ``best[j]``: cheapest cost of covering sizes 0..j with the buckets used so far, the last of them being size j. With one more,
 
         best'[j] = min over i < j of best[i] + waste(i + 1..j) + fixed[j]
+
+    Waste satisfies the quadrangle inequality, so that the best i does not fall as j rises (Yao 1980): with that of the middle
+    one known, both halves have less to look at.
     """
     requests, tokens = np.concatenate([[0], np.cumsum(counts)]), np.concatenate([[0], np.cumsum(counts * sizes)])
     best = sizes * requests[1:] - tokens[1:] + fixed
@@ -138,10 +141,16 @@ def _cheapest_cuts(sizes: np.ndarray, counts: np.ndarray, fixed: np.ndarray, k: 
     for used in range(1, k):
         following = np.full(sizes.size, math.inf)
         came_from = np.zeros(sizes.size, np.int64)
-        for j in range(used, sizes.size):
-            costs = best[:j] + sizes[j] * (requests[j + 1] - requests[1 : j + 1]) - (tokens[j + 1] - tokens[1 : j + 1])
-            came_from[j] = int(np.argmin(costs))
-            following[j] = costs[came_from[j]] + fixed[j]
+        parts = [(used, sizes.size, used - 1, sizes.size - 1)]  # j from where to where, and among which i
+        while parts:
+            begin, end, low, high = parts.pop()
+            j = (begin + end) // 2
+            before = slice(low + 1, min(high, j) + 1)
+            waste = sizes[j] * (requests[j + 1] - requests[before]) - (tokens[j + 1] - tokens[before])
+            costs = best[low : before.stop - 1] + waste
+            came_from[j] = i = low + int(np.argmin(costs))
+            following[j] = costs[i - low] + fixed[j]
+            parts += [part for part in ((begin, j, low, i + 1), (j + 1, end, i, high)) if part[0] < part[1]]
         best = following
         choices.append(came_from)
         found.append(best[-1])

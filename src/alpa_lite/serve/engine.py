@@ -116,6 +116,7 @@ class Engine:
         if compile_cache is not None:
             folder = str(as_path(compile_cache, 'al.serve.Engine(compile_cache="folder")', ServeError))
             if settings is None:
+                folder = os.path.expanduser(folder)
                 _keep_compiled(folder)
             else:
                 settings = replace(settings, compile_cache=settings.compile_cache or folder)

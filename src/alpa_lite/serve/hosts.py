@@ -39,7 +39,7 @@ from alpa_lite.serve.pipeline import Part, in_turns
 from alpa_lite.serve.programs import Programs, check_plans, padded, run_all, traced_graphs, vocab_size_of
 from alpa_lite.serve.sampling import Rows
 from alpa_lite.serve.staged_programs import StagedCharge, StagedPrograms, placed_at
-from alpa_lite.serve.stored import StoredParams, device_bytes, digests
+from alpa_lite.serve.stored import StoredParams, device_bytes, is_maker, made_here
 from alpa_lite.trace.program import Traced
 
 _STARTS = 3  # of new actors, before the engine ends
@@ -68,8 +68,7 @@ class HostPrograms:
     """The part of one actor: ``Programs`` on a mesh of which this process has some devices. Only the first process answers."""
 
     def __init__(self, process: int, charge: Charge) -> None:
-        params = charge.params() if callable(charge.params) else charge.params
-        self._digests = digests(params) if callable(charge.params) else {}
+        params, self._digests = made_here(charge.params)
         made = graphs(charge.model, params, **charge.sizes, given=charge.given)
         plans = {name: replace(read_plan(data, name), trees=Trees()) for name, data in charge.plans.items()}
         self._programs = Programs(charge.model, params, made, plans, **charge.sizes, num_groups=charge.num_groups)
@@ -360,8 +359,14 @@ class Hosts:
 
 def _sent_params(part: Part) -> Any:
     """As actors are given them: arrays are on the host."""
-    stays = isinstance(part.params, StoredParams) or callable(part.params)
+    stays = isinstance(part.params, StoredParams) or is_maker(part.params)
     return part.params if stays else jax.device_get(part.params)
+
+
+def _settled(charges: Sequence[Any]) -> list[Any]:
+    """With parameters of one checkpoint for all actors, also where a newer one is written while they start."""
+    places = [charge.params.found().place for charge in charges[:1] if isinstance(charge.params, StoredParams)]
+    return [replace(c, params=replace(c.params, place=places[0])) for c in charges] if places else list(charges)
 
 
 def _sent_plans(part: Part) -> dict[str, bytes]:
@@ -394,7 +399,7 @@ def _starter(
             read_at=read_at,
             num_groups=num_groups,
         )
-        return lambda: StagedGroup(plans[0], charge, settings)
+        return lambda: StagedGroup(plans[0], _settled([charge])[0], settings)
     charges = [
         Charge(
             model=part.model,
@@ -406,4 +411,4 @@ def _starter(
         )
         for part in parts
     ]
-    return lambda: PartGroup(plans, charges, settings)
+    return lambda: PartGroup(plans, _settled(charges), settings)

@@ -54,6 +54,8 @@ def read_kept(
             plans = SharedLayout.load(file).plans
         except AlpaLiteError:  # there is none, or it is damaged
             return file
+        if plans.keys() != graphs.keys():  # somebody changed it
+            return file
         with contextlib.suppress(AlpaLiteError):  # they are of other functions
             traced = traced_graphs(graphs, plans)
             return {name: replace(plan, trees=Trees.of(traced[name])) for name, plan in plans.items()}, traced

@@ -109,6 +109,11 @@ def plan_graphs(graphs: Mapping[str, Graph], cluster: Cluster | None = None) -> 
     params, cache = graphs[DECODE][1][:2]
     held = {"0": params, "1": cache}  # a model may have no parameters, or no cache
     shared = tuple(place for place, tree in held.items() if jax.tree_util.tree_leaves(tree))
+    if not shared:
+        raise ServeError(
+            f"the model has neither parameters nor a cache. An engine serves a model that has one of them. At {user_line()}. "
+            "Give it what its answers depend on as params= or in init_cache."
+        )
     return plan_shared(
         graphs, shared=shared, cluster=cluster or local_cluster(False), weights=weights, donate_argnums=1
     )

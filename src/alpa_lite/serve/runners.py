@@ -91,6 +91,8 @@ def runner_of(
     if is_maker(params):
         check_maker(params)
         params = params() if settings is None else params
+    if isinstance(params, StoredParams):
+        params = params.found()  # stages and hosts read their parts one after the other
     _check_values(params)
     planned = 1
     if layout is not None and not isinstance(layout, Sequence):

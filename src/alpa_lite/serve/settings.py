@@ -110,6 +110,11 @@ class ServerSettings:
                     f"{name}={value!r:.60} was given; it must be {kind} from {low:g}{most}. Correct it{at}."
                 )
             object.__setattr__(self, name, found)
+        if not isinstance(self.host, str) or not self.host.strip():  # "" would be every interface
+            raise ServeError(
+                f"host={self.host!r:.60} was given; it must be the name or address of one of this machine's interfaces. Leave it "
+                "out for loopback, or write 0.0.0.0 for all of them (at the command line --host)."
+            )
         slots, max_length, buckets = checked_sizes(
             self.slots, self.max_length, (1,) if self.buckets is None else self.buckets
         )

@@ -25,7 +25,7 @@ from alpa_lite.plan.records import Leaf
 from alpa_lite.serve.model_graphs import DECODE, prefill_name
 from alpa_lite.serve.programs import arguments, padded
 from alpa_lite.serve.sampling import Rows, Sampler
-from alpa_lite.serve.stored import device_bytes, digests, placed_parts
+from alpa_lite.serve.stored import device_bytes, made_here, placed_parts
 
 _LOGITS = -1  # their name among what an actor keeps, until the next tokens are drawn
 
@@ -106,8 +106,7 @@ class StagedPrograms:
         self._site, self._one_world, self._calls = site, one_world, 0
         self._kept: dict[int, Any] = {}
         self._graphs: dict[str, _Graph] = {}
-        params = charge.params() if callable(charge.params) else charge.params
-        self._digests = digests(params) if callable(charge.params) else {}
+        params, self._digests = made_here(charge.params)
         plan = read_plan(charge.plans[DECODE], DECODE)
         of_params, of_cache = arguments(plan, "0"), arguments(plan, "1")
         # All graphs have these leaves, or rows of leaves, at the same paths and on the same stages.

@@ -20,13 +20,17 @@ import numpy as np
 
 from alpa_lite.errors import CheckpointError, ServeError, user_line
 from alpa_lite.executor.checkpoint_item import read_leaves
+from alpa_lite.executor.host_tiles import raw_values, whole_tiles
 from alpa_lite.executor.places import Place, whole_tree
 from alpa_lite.executor.state_rows import rows_of
-from alpa_lite.plan.checkpoint import ROOT_LEAF, CheckpointManifest, check_files
+from alpa_lite.numeric import whole
+from alpa_lite.plan.checkpoint import MANIFEST, ROOT_LEAF, CheckpointManifest, check_files, read_manifest
 from alpa_lite.plan.checkpoint_folder import CheckpointFolder
 from alpa_lite.plan.files import as_path
 from alpa_lite.plan.leaf_rows import rows_path
 from alpa_lite.trace.paths import leaf_paths
+
+_CALL = 'al.serve.StoredParams("checkpoints", shapes)'
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +41,13 @@ class StoredParams:
         dir: folder of checkpoints, as ``step.save`` and ``al.fit`` write them.
         shapes: the parameters as a pytree of ``jax.ShapeDtypeStruct``, as ``model`` takes them.
         path: of the parameters in the state that was saved, e.g. "params" for ``state.params``; "" if they were all of it.
-        step: which checkpoint; None for the newest.
+        step: which checkpoint; None for the newest when an engine starts.
         verify: compare the files' digests first, which reads them once more.
         names: paths of the leaves in the saved state; () = their own, below ``path``.
+        place: folder of the checkpoint itself, see ``found``; "" = that of ``step`` when it is read.
+
+    Raises:
+        CheckpointError: ``dir``, ``path`` or ``step`` is of another type.
     """
 
     dir: str | PathLike[str]
@@ -48,6 +56,37 @@ class StoredParams:
     step: int | None = None
     verify: bool = True
     names: tuple[str, ...] = ()
+    place: str = ""
+
+    def __post_init__(self) -> None:
+        as_path(self.dir, _CALL, CheckpointError)
+        step = whole(self.step)
+        for name, fits, allowed in (
+            ("path", isinstance(self.path, str), "a str"),
+            ("step", self.step is None or (step is not None and step >= 0), "a whole number from 0, or None"),
+        ):
+            if not fits:
+                raise CheckpointError(
+                    f"StoredParams: {name}={getattr(self, name)!r:.60} was given; it must be {allowed}. At {user_line()}. Write "
+                    f"for example {_CALL[:-1]}, path='params', step=200)."
+                )
+        object.__setattr__(self, "step", step)
+
+    def found(self) -> StoredParams:
+        """The same, of a checkpoint that is settled: whoever reads a part of it later, elsewhere too, reads of the same one.
+
+        Another one is looked for where that has been removed meanwhile.
+
+        Raises:
+            CheckpointError: there is none.
+        """
+        if self.place and (Path(self.place) / MANIFEST).is_file():
+            return self
+        # Absolute: others that read of it may run elsewhere.
+        return replace(self, dir=Path(self.dir).absolute(), place=str(self._newest().absolute()))
+
+    def _newest(self) -> Path:
+        return CheckpointFolder(Path(self.dir)).path(self.step)
 
     def picked(self, pick: Callable[[Any], Any]) -> StoredParams:
         """Those of them that a function picks out of all, wherever it puts them.
@@ -81,8 +120,8 @@ class StoredParams:
         Raises:
             CheckpointError: there is no such checkpoint, it is damaged, or holds other parameters.
         """
-        folder = CheckpointFolder(as_path(self.dir, 'al.serve.StoredParams("checkpoints", shapes)', CheckpointError))
-        manifest, place = folder.read(self.step), folder.path(self.step)
+        place = Path(self.place) if self.place else self._newest()
+        manifest = read_manifest(place)
         shapes = jax.tree_util.tree_leaves(self.shapes)
         names = self._names()
         self._check_path(manifest, place)
@@ -165,7 +204,7 @@ def placed_parts(params: Any, places: Sequence[Place]) -> list[jax.Array]:
     parts = [rows_of(leaves[number], rows) for number, rows, _ in places]
     shardings = [sharding for _, _, sharding in places]
     if jax.process_count() > 1:  # all processes have the same
-        return list(map(from_host, parts, shardings))
+        return [whole_tiles(x).array(own) for x, own in zip(parts, shardings, strict=True)]
     # A copy: on CPUs an array would share memory with the caller's, who may change it (also with may_alias=False).
     return [
         _moved(x, own) if isinstance(x, jax.Array) else jax.device_put(np.array(x), own)
@@ -184,7 +223,18 @@ def _moved(x: jax.Array, sharding: jax.sharding.Sharding) -> jax.Array:
 
 def digests(params: Any) -> dict[str, int]:
     """Of parameters on the host, by path: whether two processes made the same."""
-    return {path: zlib.crc32(np.ascontiguousarray(leaf).view(np.uint8).data) for path, leaf in leaf_paths(params, "")}
+    return {
+        path: zlib.crc32(np.ascontiguousarray(raw_values(leaf)).view(np.uint8).data)
+        for path, leaf in leaf_paths(params, "")
+    }
+
+
+def made_here(params: Any) -> tuple[Any, dict[str, int]]:
+    """Parameters as a worker is given them, and their digests where a function makes them."""
+    if not is_maker(params):
+        return params, {}
+    made = params()
+    return made, digests(made)
 
 
 def device_bytes(arrays: Iterable[jax.Array]) -> dict[int, int]:

@@ -102,4 +102,7 @@ def _widens(op: FlatOp, flat: FlatJaxpr) -> bool:
     if isinstance(op.inputs[0], Literal):
         return False
     old, new = flat.avals[op.inputs[0]].dtype, op.params["new_dtype"]
-    return jax.numpy.issubdtype(old, jax.numpy.floating) and jax.numpy.promote_types(old, new) == new
+    try:
+        return jax.numpy.issubdtype(old, jax.numpy.floating) and jax.numpy.promote_types(old, new) == new
+    except jax.dtypes.TypePromotionError:  # of floats of 8 bits and fewer, which nothing is said of
+        return False

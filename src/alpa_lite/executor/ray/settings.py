@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -45,8 +46,9 @@ class RayExecutor:
 
     @property
     def cache_folder(self) -> str:
-        """For compiled programs; "~" is the home of whoever looks there. "" = none."""
-        return DEFAULT_CACHE if self.compile_cache is None else self.compile_cache
+        """For compiled programs; "~" is the home of whoever looks there, other paths begin where this process is. "" = none."""
+        folder = DEFAULT_CACHE if self.compile_cache is None else self.compile_cache
+        return folder if not folder or folder.startswith("~") else os.path.abspath(folder)
 
     def __post_init__(self) -> None:
         for name in ("heartbeat_s", "hang_timeout_s", "progress_timeout_s", "start_timeout_s"):

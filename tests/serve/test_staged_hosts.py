@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 import re
@@ -160,7 +161,11 @@ def test_a_model_that_cannot_be_sent(ray_session: None, engine: al.serve.Engine,
     model, params = model_and_params("gpt")
     layout = staged_layout("gpt", "2x2:cpu")
     with (tmp_path / "log").open("w") as file:
-        for kept, why in ((threading.Lock(), "lock"), (file, "files that are not opened for reading")):
+        for kept, why in (
+            (threading.Lock(), "lock"),
+            (file, "files that are not opened for reading"),
+            (ctypes.pointer(ctypes.c_int(1)), "containing pointers"),
+        ):
             locked = Locked(model.config, kept)
             with pytest.raises(ServeError, match=rf"cannot be sent to the actors: .*{why}.*test_staged_hosts"):
                 al.serve.Engine(locked, params, layout, executor=WATCHED, **SIZES)

@@ -133,7 +133,7 @@ class ServingGroup(ActorGroup):
         for site, other in zip(self.sites, found, strict=True):
             first = found[first_of(site)]
             if other != first:
-                path = next(path for path in first if first[path] != other.get(path))
+                path = next(path for path in {**first, **other} if first.get(path) != other.get(path))
                 raise ServeError(
                     f"the function that makes the parameters made other values of {path!r} in {describe(site)} than in "
                     f"{describe(self.sites[first_of(site)])}. All need the same ones. At {user_line()}. Give it a fixed key, or "
@@ -197,6 +197,8 @@ def _put(charge: Charge | StagedCharge) -> Any:
     except (
         TypeError,
         AttributeError,
+        ValueError,  # of pointers
+        RecursionError,
         pickle.PicklingError,
     ) as error:  # Ray's have in their text all that it tried to send
         cause = (

@@ -3,16 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
-
-# By name alone: importing it takes a second in each worker, whether it has such a test or not.
-NEEDS_RAY_SERVE = pytest.mark.skipif(
-    find_spec("ray") is None or find_spec("starlette") is None,
-    reason="Ray Serve is not installed: pip install 'alpa-lite[serve]'",
-)
 
 
 def slow_but(quick: Container[Any], cases: Iterable[Any]) -> list[Any]:

@@ -18,10 +18,10 @@ from alpa_lite.cli import main
 from alpa_lite.cli.serve import _check_target
 from alpa_lite.errors import EngineClosed, ServeError
 from benchmarks.ray_session import free_port
-from tests.marks import NEEDS_RAY_SERVE
 from tests.serve.served_target import not_a_target, target
 
-pytestmark = [NEEDS_RAY_SERVE, pytest.mark.ray, pytest.mark.medium]
+pytest.importorskip("ray.serve", reason="Ray Serve is not installed: pip install 'alpa-lite[serve]'")
+pytestmark = [pytest.mark.ray, pytest.mark.medium]
 
 
 def test_a_port_that_is_taken(ray_session: None) -> None:

@@ -131,7 +131,7 @@ def _not_imported(text: str, error: ImportError, folder: Path) -> TargetError:
     own = [
         f" ({line.filename}:{line.lineno})"
         for line in lines
-        if "importlib" not in line.filename and line.filename != __file__
+        if line.filename not in (__file__, importlib.__file__) and not line.filename.startswith("<frozen importlib")
     ]
     return TargetError(
         f"the target {text!r}: {error}{own[-1] if own else ''}. A target is {_FORMS}; modules are looked up in the installed "

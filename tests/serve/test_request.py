@@ -45,6 +45,30 @@ def test_event_loops_read_tokens_too() -> None:
         assert asyncio.run(read_all(scheduler)) == [answer([n], 20) for n in range(6)]
 
 
+@pytest.mark.parametrize("turns", range(8))
+def test_a_reader_that_is_cancelled_as_a_token_comes_ends(turns: int) -> None:
+    """At whichever turn of its event loop: else what it reads runs on, for nobody."""
+
+    async def read(request: Request) -> list[int]:
+        with request:
+            return [token async for token in request]
+
+    async def cancelled() -> None:
+        request = request_of(1, count=10, timeout_s=60)
+        reader = asyncio.create_task(read(request))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        request._append(2)
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        reader.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(reader, 2)
+        assert request.finish_reason == "cancelled"
+
+    asyncio.run(cancelled())
+
+
 def test_a_reader_that_stops_reading_harms_nobody_and_its_block_cancels() -> None:
     with running(scheduler_of(FakeRunner(1, delay_s=0.001))) as scheduler:
         with request_of(1, count=10_000) as request:

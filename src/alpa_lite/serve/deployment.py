@@ -149,7 +149,8 @@ class HttpReplica:
     async def end(self) -> None:
         """Returns when the requests that run have their answers, or can have none in time."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._answers.end(), self._drain_s + _MARGIN_S)
+            async with asyncio.timeout(self._drain_s + _MARGIN_S):
+                await self._answers.end()
 
     async def check_health(self) -> None:
         """Ray Serve asks now and then. An engine that ended by itself is started again here; this replica is replaced, and the

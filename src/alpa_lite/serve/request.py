@@ -115,7 +115,9 @@ class Request:
             for index in range(self.max_tokens):
                 while not self._has(index):
                     try:
-                        await asyncio.wait_for(woken.wait(), self._left_s())
+                        # Not `wait_for`: before Python 3.12 that loses a cancellation which comes with a token (gh-86296).
+                        async with asyncio.timeout(self._left_s()):
+                            await woken.wait()
                     except TimeoutError:
                         self._expire()
                     woken.clear()

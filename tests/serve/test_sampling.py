@@ -149,3 +149,11 @@ def test_where_the_largest_logit_is_no_number_there_is_no_token(temperature: flo
     rows = rows_of(*[Sampling(temperature)] * 5)
     got = run(np.stack([*odd, np.full_like(LOGITS, -np.inf), LOGITS]), rows).tolist()
     assert [token == NO_TOKEN for token in got] == [True, True, False, True, False]
+
+
+def test_logits_of_64_bits_may_be_beyond_those_of_32() -> None:
+    """Only their differences count."""
+    rows = rows_of(*(Sampling(temperature=1.0, seed=seed) for seed in range(64)))
+    with jax.enable_x64(True):
+        found = np.asarray(run(np.tile([-1e300, 1e39, 1e39, 0.0], (64, 1)), rows))
+    assert set(found.tolist()) == {1, 2} and 16 <= (found == 1).sum() <= 48

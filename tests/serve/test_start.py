@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import signal
 import socket
 from collections.abc import Callable
@@ -24,15 +25,20 @@ pytest.importorskip("ray.serve", reason="Ray Serve is not installed: pip install
 pytestmark = [pytest.mark.ray, pytest.mark.medium]
 
 
-def test_a_port_that_is_taken(ray_session: None) -> None:
+@pytest.mark.parametrize(("host", "shown"), [("127.0.0.1", "127.0.0.1"), ("::1", "[::1]")])
+def test_a_port_that_is_taken(ray_session: None, host: str, shown: str) -> None:
     from alpa_lite.serve import deployment
 
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listening:
+        try:
+            listening.bind((host, 0))
+        except OSError:
+            pytest.skip("this machine has no IPv6")
         listening.listen()
         taken = listening.getsockname()[1]
-        with pytest.raises(ServeError, match=rf"cannot listen on 127.0.0.1:{taken}.*--port"):
-            deployment.start(target, al.serve.ServerSettings(port=taken, cluster="1x1:cpu"))
+        settings = al.serve.ServerSettings(host=host, port=taken, cluster="1x1:cpu")
+        with pytest.raises(ServeError, match=rf"cannot listen on {re.escape(shown)}:{taken}: Address .*--port"):
+            deployment.start(target, settings)
 
 
 def test_more_than_the_cluster_has(ray_session: None) -> None:

@@ -124,7 +124,7 @@ def serve(
         _check_target(target)
         if checkpoint is not None:
             CheckpointFolder(checkpoint.resolve()).path()  # there is one
-        check_free(host, port)
+        check_free(settings)
         logging.getLogger("ray.serve").setLevel(logging.WARNING)  # it calls ready what has no engine yet
         ending.raises(False)
         connect(address or None, _cpus(settings))
@@ -132,7 +132,7 @@ def serve(
         ending.raises(True)
         start(partial(served, target, os.getcwd()), settings, started=ending.has_begun)
         try:
-            typer.echo(f"serving {target} at http://{host}:{port}: POST /generate, GET /health, GET /metrics")
+            typer.echo(f"serving {target} at http://{settings.address}: POST /generate, GET /health, GET /metrics")
             ending.asked.wait()
             typer.echo(f"ending: requests that run have {drain_s:g} s")
         finally:

@@ -24,7 +24,7 @@ from alpa_lite.errors import AlpaLiteError, EngineClosed, ServeError
 from alpa_lite.executor.ray.settings import RayExecutor
 from alpa_lite.serve.remote_answers import RemoteAnswers
 from alpa_lite.serve.rpc import EngineServer, Listening
-from alpa_lite.serve.settings import ServerSettings, ServeTarget
+from alpa_lite.serve.settings import ServerSettings, ServeTarget, bracketed
 from alpa_lite.serve.stored import StoredParams, shapes_of
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ class EngineActor:
         own = node == ray.get_runtime_context().get_node_id()
         host = "127.0.0.1" if own else ray.util.get_node_ip_address()
         self._server = EngineServer(self._made)
-        return Listening(self._failure, *await self._server.start(f"[{host}]" if ":" in host else host))
+        return Listening(self._failure, *await self._server.start(bracketed(host)))
 
     async def close(self) -> None:
         """Lets requests that run finish."""
@@ -198,7 +198,7 @@ def start(
     """
     from ray import serve
 
-    check_free(settings.host, settings.port)
+    check_free(settings)
     _check_cluster(settings)
     _start_proxy(settings)
     deployed: Callable[[Any], Any] = serve.deployment
@@ -289,10 +289,10 @@ def _start_proxy(settings: ServerSettings) -> None:
             serve.shutdown()
             raise
         serve.shutdown()
-        check_free(settings.host, settings.port)
+        check_free(settings)
     context = ray.get_runtime_context()
     raise ServeError(
-        f"Ray Serve's HTTP proxy did not start on {settings.host}:{settings.port} within {_PROXY_S:.0f} s, {_PROXY_STARTS} times"
+        f"Ray Serve's HTTP proxy did not start on {settings.address} within {_PROXY_S:.0f} s, {_PROXY_STARTS} times"
         f"{warnings}. It needs a machine that is not too busy. See Ray's logs, of session {context.get_session_name()} in "
         f"{context.get_temp_dir()}, and try again."
     )
@@ -346,16 +346,16 @@ def _check_cluster(settings: ServerSettings) -> None:
             )
 
 
-def check_free(host: str, port: int) -> None:
+def check_free(settings: ServerSettings) -> None:
     """Raises ``ServeError`` if nobody can listen there."""
     import socket
 
-    with socket.socket() as listening:
+    with socket.socket(socket.AF_INET6 if ":" in settings.host else socket.AF_INET) as listening:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            listening.bind((host, port))
+            listening.bind((settings.host, settings.port))
         except OSError as error:
             raise ServeError(
-                f"the server cannot listen on {host}:{port}: {error.strerror}. It must be an address of this machine and a port "
-                "that is free. Give another --port, or another --host."
+                f"the server cannot listen on {settings.address}: {error.strerror}. It must be an address of this machine and a "
+                "port that is free. Give another --port, or another --host."
             ) from error

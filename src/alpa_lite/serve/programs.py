@@ -254,13 +254,14 @@ def vocab_size_of(graphs: Mapping[str, Graph], plans: Mapping[str, Plan]) -> int
     logits = {name: plans[name].outputs[0].value for name in graphs}
     size = logits[DECODE].shape[-1]
     for name, value in logits.items():
-        if len(value.shape) != 2 or value.shape[-1] != size or not jnp.issubdtype(value.dtype, jnp.floating):
+        fits = len(value.shape) == 2 and 0 < size == value.shape[-1]
+        if not fits or not jnp.issubdtype(value.dtype, jnp.floating):
             positions = ", of the last token of each prompt alone" if len(value.shape) == 3 else ""
             both = f", and {DECODE!r} returns {logits[DECODE]}. Both" if name != DECODE else ". It"
             raise ServeError(
                 f"{name!r} returns {value}{both} must be logits: floating-point numbers of shape (slots, "
-                f"vocabulary){positions}, of one vocabulary. At {user_line()}. Correct the model; see "
-                "al.serve.Model."
+                f"vocabulary){positions}, of one vocabulary{'' if size else ', which is not empty'}. At {user_line()}. Correct "
+                "the model; see al.serve.Model."
             )
     return size
 

@@ -150,13 +150,16 @@ def sample(logits: jax.Array, rows: Rows) -> jax.Array:
         int32 (rows,); ``NO_TOKEN`` where the largest logit is no finite number.
     """
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    largest = jnp.max(logits, axis=-1, keepdims=True)  # of any and nan it is nan
 
     def drawn() -> jax.Array:
-        found = jax.vmap(_draw)(logits.astype(jnp.float32), *rows)
+        # Their differences alone count; numbers of 64 bits need not be numbers of 32.
+        narrow = logits - largest if logits.dtype.itemsize > 4 else logits
+        found = jax.vmap(_draw)(narrow.astype(jnp.float32), *rows)
         return jnp.where(rows.temperature > 0, found, greedy)
 
     found = jax.lax.cond(jnp.any(rows.temperature > 0), drawn, lambda: greedy)
-    return jnp.where(jnp.isfinite(jnp.max(logits, axis=-1)), found, NO_TOKEN)  # the largest of any and nan is nan
+    return jnp.where(jnp.isfinite(largest[:, 0]), found, NO_TOKEN)
 
 
 def _draw(

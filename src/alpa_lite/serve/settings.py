@@ -167,7 +167,17 @@ class ServerSettings:
             )
 
     @property
+    def address(self) -> str:
+        """As a URL has it."""
+        return f"{bracketed(self.host)}:{self.port}"
+
+    @property
     def most_requests(self) -> int:
         """That are let through to the engine, which itself says when it has too many."""
         limit = 4 * self.slots if self.queue_limit is None else self.queue_limit
         return 2 * (self.slots + limit + _MARGIN)
+
+
+def bracketed(host: str) -> str:
+    """A host as it stands before a port: IPv6 has colons of its own."""
+    return f"[{host}]" if ":" in host else host

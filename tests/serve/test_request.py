@@ -185,7 +185,7 @@ def test_a_deadline_ends_a_request_while_the_model_is_busy() -> None:
             start_s = time.monotonic()
             with pytest.raises(DeadlineExceeded, match="0 of 3 tokens"):
                 way(request)
-            assert time.monotonic() - start_s < 4
+            assert time.monotonic() - start_s < 1.8
         whole = request_of(7, count=1)
         scheduler.submit(whole)
         with pytest.raises(TimeoutError, match=r"within 0\.05 s"):

@@ -264,3 +264,39 @@ def test_nothing_is_looked_for_at_the_end() -> None:
         assert "close" not in engine.asked
 
     played(run)
+
+
+def test_a_look_that_ends_late_does_not_hide_that_the_engine_is_given_up() -> None:
+    from ray.exceptions import ActorDiedError
+
+    async def run(engine: Played, answers: RemoteAnswers) -> None:
+        await engine.dies()
+        await refused(answers)
+        await until(lambda: "listen" in engine.asked)  # which is refused only in a while
+        engine.state = ActorDiedError()
+        await until(lambda: answers._looking is not None and answers._looking.done())
+        assert isinstance(answers._lost, ActorDiedError)
+
+    played(run)
+
+
+def test_an_engine_that_drains_is_not_taken_for_one_that_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look at its health may be on its way when the end begins."""
+    import ray
+
+    from alpa_lite.serve.deployment import HttpReplica
+
+    killed: list[Any] = []
+    monkeypatch.setattr(ray, "kill", lambda actor, **_: killed.append(actor))
+    ending = False
+
+    async def check() -> None:
+        replica._answers.ending = ending
+        raise EngineClosed("the engine has ended, or is about to")
+
+    replica: Any = SimpleNamespace(_engine="engine", _answers=SimpleNamespace(ending=False, check=check))
+    asyncio.run(HttpReplica.check_health(replica))
+    assert killed == ["engine"], "one that ended by itself is started again"
+    ending = True
+    asyncio.run(HttpReplica.check_health(replica))
+    assert killed == ["engine"]

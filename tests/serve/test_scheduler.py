@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import threading
 import time
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -12,6 +15,7 @@ from hypothesis import strategies as st
 from alpa_lite.errors import DeadlineExceeded, EngineClosed, QueueFull, ServeError
 from alpa_lite.serve.request import Request
 from alpa_lite.serve.sampling import NO_TOKEN, Rows
+from alpa_lite.serve.statistics import Histogram
 from tests.serve.fake_runner import FakeRunner, answer, finish, request_of, running, scheduler_of
 
 EVENTS = st.lists(
@@ -283,3 +287,88 @@ def test_calls_wait_until_no_request_runs() -> None:
     assert called == [True] and future.result(1) is None
     with pytest.raises(ZeroDivisionError):
         failing.result(1)
+
+
+def test_a_call_that_ends_the_engine_is_told() -> None:
+    """As what may not be caught does: whoever waits for the call must not wait for ever."""
+
+    def ends() -> None:
+        raise SystemExit("no more")
+
+    scheduler = scheduler_of()
+    call = scheduler.call(ends)
+    with pytest.raises(SystemExit, match="no more"):
+        scheduler.run()
+    with pytest.raises(SystemExit, match="no more"):
+        call.result(0)
+    assert scheduler.shut
+
+
+def test_a_request_is_always_in_the_queue_or_in_a_slot() -> None:
+    """Whoever looks, and whenever."""
+    scheduler, seen = scheduler_of(), []
+    take = scheduler._slots.take
+
+    def looked_at() -> int | None:
+        look = threading.Thread(target=lambda: seen.append(scheduler.statistics()))
+        looks.append(look)
+        look.start()
+        look.join(0.1)
+        return take()
+
+    looks: list[threading.Thread] = []
+    scheduler._slots.take = looked_at  # pyrefly: ignore[bad-assignment]
+    scheduler.submit(request_of(1))
+    scheduler.step()
+    for look in looks:
+        look.join()
+    assert [found.queued + found.active for found in seen] == [1]
+
+
+def test_the_collector_may_end_a_request_while_others_are_counted() -> None:
+    """A reader that was dropped in a reference cycle holds its request until the collector comes, in any thread at any place."""
+    with running(scheduler_of()) as scheduler:
+        request = request_of(1, count=10**6)
+        scheduler.submit(request)
+
+        def collected() -> Histogram:
+            gc.collect()
+            return Histogram()
+
+        gc.disable()
+        try:
+            drop_in_a_cycle(request)
+            scheduler.counters._queue_time.read = collected  # pyrefly: ignore[bad-assignment]
+            look = threading.Thread(target=scheduler.statistics, daemon=True)
+            look.start()
+            look.join(10)
+        finally:
+            gc.enable()
+        assert not look.is_alive() and request.finish_reason == "cancelled"
+        assert scheduler.statistics().finished == {"cancelled": 1}
+
+
+def drop_in_a_cycle(request: Request) -> None:
+    def tokens() -> Iterator[int]:
+        with request:
+            yield from request
+
+    reader = tokens()
+    next(reader)
+    cycle: list[object] = [reader]
+    cycle.append(cycle)
+
+
+def test_a_request_that_the_collector_ends_while_it_ends_is_counted_once() -> None:
+    scheduler = scheduler_of()
+    request = request_of(1, count=1)
+    count = scheduler.counters.finished
+
+    def collected(reason: str) -> None:
+        request.cancel()
+        count(reason)
+
+    scheduler.counters.finished = collected  # pyrefly: ignore[bad-assignment]
+    scheduler.submit(request)
+    finish(scheduler)
+    assert scheduler.statistics().finished == {"length": 1} and request.finish_reason == "length"

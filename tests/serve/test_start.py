@@ -6,6 +6,10 @@ import contextlib
 import re
 import signal
 import socket
+import subprocess
+import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
@@ -320,3 +324,39 @@ def test_clients_are_not_told_why_an_engine_is_missing(capsys: pytest.CaptureFix
     assert "secret" not in str(raised.value)
     assert "ValueError: a secret path" in actor._failure
     assert "ValueError: a secret path" in capsys.readouterr().err
+
+
+def test_two_signals_at_once_end_a_server() -> None:
+    """Several at once may come while one is handled, or be taken by another thread while the first one waits for good."""
+    script = (
+        "from alpa_lite.cli.serve import _Ending\n"
+        "ending = _Ending()\n"
+        "ending.catch()\n"
+        "ending.has_begun()\n"
+        "while True:\n"
+        "    ending.asked = False\n"
+        "    print('waits', flush=True)\n"
+        "    ending.wait()\n"
+        "    print('ended', flush=True)\n"
+        "    input()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as child:
+        watch = threading.Timer(60, child.kill)
+        watch.start()
+        try:
+            assert child.stdin is not None and child.stdout is not None
+            for gap in range(40):
+                assert child.stdout.readline() == "waits\n"
+                time.sleep(0.005)
+                child.send_signal(signal.SIGINT)
+                for _ in range(15 * gap):
+                    pass
+                child.send_signal(signal.SIGTERM)
+                assert child.stdout.readline() == "ended\n"
+                child.stdin.write("\n")
+                child.stdin.flush()
+        finally:
+            watch.cancel()
+            child.kill()

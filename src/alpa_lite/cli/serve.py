@@ -6,7 +6,7 @@ import logging
 import os
 import signal
 import sys
-import threading
+import time
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_origin, get_type_hints
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from alpa_lite.serve.settings import ServerSettings, ServeTarget
 
 _BAD_INPUT, _INTERRUPTED = 2, 130
+_LOOK_S = 0.05  # between two looks at whether a signal came: what waits for good may miss two that come at once
 _WANTED = "al.serve.ServeTarget(model, params, ...)"
 
 
@@ -133,12 +134,12 @@ def serve(
         start(partial(served, target, os.getcwd()), settings, started=ending.has_begun)
         try:
             typer.echo(f"serving {target} at http://{settings.address}: POST /generate, GET /health, GET /metrics")
-            ending.asked.wait()
+            ending.wait()
             typer.echo(f"ending: requests that run have {drain_s:g} s")
         finally:
             stop(drain_s)
     except (KeyboardInterrupt, Exception) as error:
-        if ending.asked.is_set() and not ending.begun:  # whatever came of it
+        if ending.asked and not ending.begun:  # whatever came of it
             typer.echo("ended while it was starting", err=True)
             raise typer.Exit(_INTERRUPTED) from None
         if isinstance(error, ImportError):
@@ -154,15 +155,15 @@ def serve(
 
 
 class _Ending:
-    """What SIGINT and SIGTERM do: they interrupt while the server starts, and then whoever waits for ``asked`` ends it.
+    """What SIGINT and SIGTERM do: they interrupt while the server starts, and then whoever waits ends it.
 
     While Ray starts, the first one waits: half started, it ends with a segmentation fault. It is kept in mind all the time, as
-    interrupts are lost where their caller gets no exception, as in JAX's callback for the garbage collector.
+    interrupts are lost where their caller gets no exception, as in JAX's callback for the garbage collector. No lock is taken:
+    a signal may come while another one is handled, in the same thread.
     """
 
     def __init__(self) -> None:
-        self.asked = threading.Event()
-        self.begun, self._raises = False, True
+        self.asked, self.begun, self._raises = False, False, True
 
     def catch(self) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -171,16 +172,20 @@ class _Ending:
     def raises(self, so: bool) -> None:
         """Whether signals interrupt from here on, and now, where one did not do so before."""
         self._raises = so
-        if self.asked.is_set():
+        if self.asked:
             raise KeyboardInterrupt
 
     def has_begun(self) -> None:
         self.raises(False)
         self.begun = True
 
+    def wait(self) -> None:
+        """Until a signal has come."""
+        while not self.asked:
+            time.sleep(_LOOK_S)
+
     def _on_signal(self, *_: object) -> None:
-        again = self.asked.is_set()
-        self.asked.set()
+        again, self.asked = self.asked, True
         if not self.begun:
             typer.echo("ending: the server is still starting, and its engine has up to half a minute", err=True)
         if self._raises or (again and not self.begun):

@@ -7,7 +7,7 @@ cancelled, so is its request.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 
 import msgspec
 
@@ -92,7 +92,7 @@ class Answers:
         with self._submitted(body) as running:
             return self._whole(running, [token async for token in running])
 
-    async def stream(self, body: GenerateBody) -> AsyncIterator[TokenEvent | GenerateAnswer]:
+    async def stream(self, body: GenerateBody) -> AsyncGenerator[TokenEvent | GenerateAnswer, None]:
         """Tokens as they come, then the whole answer; raises as ``generate``.
 
         A text is what a token adds to the few before it, so that a long answer is not decoded again for each of its tokens. A

@@ -162,6 +162,8 @@ class HttpReplica:
         try:
             await self._answers.check()
         except EngineClosed as error:
+            if self._answers.ending:  # it drains
+                return
             if error.__cause__ is None:
                 ray.kill(self._engine, no_restart=False)
             elif isinstance(error.__cause__, ray.exceptions.ActorDiedError):

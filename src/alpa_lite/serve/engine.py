@@ -317,6 +317,8 @@ class Engine:
     def close(self, *, drain_s: float = 0.0) -> None:
         """Ends the engine: takes no more requests, and ends those that are not finished.
 
+        From any thread, but not in a signal handler, which may have interrupted a ``submit`` of its own thread: set a flag there.
+
         Args:
             drain_s: seconds that requests may go on for before that.
 

@@ -26,15 +26,16 @@ An error is a JSON object, {"error": text}:
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hmac
 import re
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncGenerator, Awaitable
+from contextlib import aclosing, suppress
 from typing import Any, Protocol, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from alpa_lite.errors import DeadlineExceeded, EngineClosed, EngineLost, QueueFull, RequestError, ServeError
 from alpa_lite.serve.answers import GenerateAnswer, GenerateBody, TokenEvent
@@ -52,7 +53,7 @@ class Backend(Protocol):
     """What answers, as ``Answers`` or with the same as JSON already. All raise ``ServeError``s."""
 
     async def generate(self, body: GenerateBody) -> GenerateAnswer | msgspec.Raw: ...
-    def stream(self, body: GenerateBody) -> AsyncIterator[TokenEvent | GenerateAnswer | msgspec.Raw]: ...
+    def stream(self, body: GenerateBody) -> AsyncGenerator[TokenEvent | GenerateAnswer | msgspec.Raw, None]: ...
     async def check(self) -> None: ...
     async def metrics(self) -> bytes: ...
 
@@ -126,11 +127,9 @@ class HttpService:
             try:
                 first = await _unless_gone(request, anext(events))  # what is refused has a status of its own
             except BaseException:
-                await events.aclose()  # pyrefly: ignore[missing-attribute] - an asynchronous generator
+                await events.aclose()
                 raise
-            return StreamingResponse(
-                _sent(first, events), media_type="text/event-stream", headers={"Cache-Control": "no-store"}
-            )
+            return _Events(first, events)
         return _json(200, await _unless_gone(request, self._backend.generate(body)))
 
     async def _body(self, request: Request) -> bytes:
@@ -148,7 +147,7 @@ class HttpService:
     async def _whole_body(self, request: Request) -> bytes:
         limit, found = self._body_bytes, bytearray()
         too_large = f"the body is larger than {limit} bytes, which is the most that is taken. Send a shorter prompt."
-        with contextlib.suppress(ValueError):
+        with suppress(ValueError):
             if int(request.headers.get("content-length", "0")) > limit:
                 raise _Refused(413, too_large)
         async for chunk in request.stream():
@@ -163,16 +162,26 @@ def _check_method(request: Request, *allowed: str) -> None:
         raise _Refused(405, f"{request.method} was sent. This path takes {allowed[0]}.", Allow=", ".join(allowed))
 
 
-async def _sent(first: Any, events: AsyncIterator[Any]) -> AsyncIterator[bytes]:
-    """Server-sent events. When the client goes away this is cancelled, and with it the request."""
+class _Events(StreamingResponse):
+    """Server-sent events. When the client goes away this is cancelled, and with it the request, which Starlette leaves to the
+    collector where that comes while something is sent."""
+
+    def __init__(self, first: Any, events: AsyncGenerator[Any, None]) -> None:
+        self._events, self._sent = events, _sent(first, events)
+        super().__init__(self._sent, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(self._events), aclosing(self._sent):
+            await super().__call__(scope, receive, send)
+
+
+async def _sent(first: Any, events: AsyncGenerator[Any, None]) -> AsyncGenerator[bytes, None]:
     try:
         yield _event(first)
         async for event in events:
             yield _event(event)
     except ServeError as error:  # the status is sent already
         yield _event({"error": _shown(error), "status": status_of(error)})
-    finally:
-        await events.aclose()  # pyrefly: ignore[missing-attribute] - an asynchronous generator
 
 
 async def _unless_gone(request: Request, answer: Awaitable[_T]) -> _T:

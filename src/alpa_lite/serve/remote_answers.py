@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -68,7 +68,7 @@ class RemoteAnswers:
         with self._lost_is_closed():
             return await self._channel.call("metrics")
 
-    async def stream(self, body: GenerateBody) -> AsyncIterator[msgspec.Raw]:
+    async def stream(self, body: GenerateBody) -> AsyncGenerator[msgspec.Raw, None]:
         with self._counted(), self._lost_is_closed():
             async with contextlib.aclosing(self._channel.stream(msgspec.json.encode(body))) as events:
                 async for event in events:
@@ -131,12 +131,13 @@ class RemoteAnswers:
         await asyncio.gather(*looks)
 
     async def _ask_where(self) -> None:
-        from ray.exceptions import RayError
+        from ray.exceptions import ActorDiedError, RayError
 
         try:
             listening = await self._engine.listen.remote(self._node)
         except RayError as error:
-            self._lost = self._lost and error
+            if not isinstance(self._lost, ActorDiedError):  # a look that was made before may end after it
+                self._lost = self._lost and error
             return
         if self._lost is not None:
             left, self._open, self._listening, self._lost = self._open, None, listening, None

@@ -20,6 +20,10 @@ def _nobody(request: Request) -> None:
     pass
 
 
+def _uncounted(reason: str) -> None:
+    pass
+
+
 class Request:
     """Made by ``engine.submit``. Iterate over it, with ``for`` or ``async for``, to get tokens as they come.
 
@@ -51,7 +55,7 @@ class Request:
         self._reason: str | None = None
         self._error: BaseException | None = None
         self._listeners: list[Callable[[], None]] = []
-        self._count: Callable[[str], None] = lambda reason: None
+        self._count: Callable[[str], None] = _uncounted
         self._on_finish: Callable[[Request], None] = _nobody
 
     # -- for users -----------------------------------------------------------------------------------------------------
@@ -188,7 +192,8 @@ class Request:
     def _ended(self, reason: str, error: BaseException | None = None) -> Callable[[Request], None]:
         """Ends it; to be called with its lock. Returns whom to tell without it."""
         # A reader that sees `done` must see why, and find it counted.
-        self._count(reason)
+        count, self._count = self._count, _uncounted  # once, also where the collector ends it again in here
+        count(reason)
         self._error = error
         self._reason = reason
         self._tell()

@@ -105,8 +105,8 @@ class Scheduler:
 
     def statistics(self) -> Statistics:
         with self._changed:
-            queued = len(self._queue)
-        return self.counters.read(queued=queued, active=self._slots.num_taken)
+            queued, active = len(self._queue), self._slots.num_taken
+        return self.counters.read(queued=queued, active=active)
 
     def call(self, function: Callable[[], None]) -> Future[None]:
         """Calls it in the thread that runs the model, when no request is in a slot."""
@@ -203,8 +203,10 @@ class Scheduler:
             try:
                 function()
                 future.set_result(None)
-            except Exception as error:
+            except BaseException as error:
                 future.set_exception(error)  # first: what fails here too ends the engine, and nobody may wait for ever
+                if not isinstance(error, Exception):
+                    raise
                 self._runner.reset()
 
     def _expire(self) -> None:
@@ -227,11 +229,10 @@ class Scheduler:
         with self._changed:
             if not self._queue or not self._slots.num_free:
                 return False
-            request = self._queue.popleft()
+            request, slot = self._queue.popleft(), self._slots.take()
+            assert slot is not None
+            self._running[slot] = request  # with the lock: it is in the queue or in a slot, whoever looks
             self._changed.notify_all()  # there is room in the queue
-        slot = self._slots.take()
-        assert slot is not None
-        self._running[slot] = request
         if request.done:  # ended between queue and slot
             return True
         queued_s = time.monotonic() - request.submitted_s

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left
-from collections import Counter
 from dataclasses import dataclass
 
 # Seconds, in steps of about two: from a fast decode step to a request that waited long.
 TIME_BOUNDS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+REASONS = ("length", "stop", "cancelled", "deadline", "closed", "error", "refused")
+"""Why requests end, as ``Request.finish_reason`` has it; those that are refused have none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,14 +108,17 @@ class Counters:
     def __init__(self, slots: int, queue_limit: int, buckets: tuple[int, ...]) -> None:
         self._slots, self._queue_limit = slots, queue_limit
         self._lock = threading.Lock()
-        self._finished: Counter[str] = Counter()
+        # The collector may end a request (a reader's `with` block in a cycle) wherever something is allocated, also here: how
+        # requests end is counted under a lock of its own, which the same thread may take again.
+        self._ends = threading.RLock()
+        self._finished = dict.fromkeys(REASONS, 0)
         self._prefills = dict.fromkeys(buckets, 0)
         self._padded = dict.fromkeys(buckets, 0)
         self._prompt_tokens = self._generated_tokens = self._decode_steps = self._decoded_rows = 0
         self._queue_time, self._first, self._next = _Times(), _Times(), _Times()
 
     def finished(self, reason: str) -> None:
-        with self._lock:
+        with self._ends:
             self._finished[reason] += 1
 
     def prefilled(self, bucket: int, length: int, *, queued_s: float, first_token_s: float | None) -> None:
@@ -144,7 +148,7 @@ class Counters:
                 queue_limit=self._queue_limit,
                 queued=queued,
                 active=active,
-                finished=dict(self._finished),
+                finished={reason: count for reason, count in self._finished.items() if count},
                 prompt_tokens=self._prompt_tokens,
                 generated_tokens=self._generated_tokens,
                 prefills=dict(self._prefills),

@@ -271,7 +271,10 @@ def test_the_command_line_serves_and_ends(ray_session: None, tmp_path: Path) -> 
     """SIGTERM ends it, a request that runs gets its whole answer, nothing is left, and no failure is told."""
     port, token = free_port(), tmp_path / "token"
     token.write_text("secret\n")
-    with command_line(port, "--drain", "300", "--token-file", str(token)) as served:
+    with (
+        (tmp_path / "errors").open("w") as errors,
+        command_line(port, "--drain", "300", "--token-file", str(token), stderr=errors) as served,
+    ):
         assert served.stdout is not None
         try:
             assert any(line.startswith("serving ") for line in served.stdout)
@@ -293,5 +296,6 @@ def test_the_command_line_serves_and_ends(ray_session: None, tmp_path: Path) -> 
     tokens = [json.loads(event.removeprefix(b"data: ")) for event in events if event.strip()]
     assert len(tokens) == 1001 and tokens[-1]["finish_reason"] == "length"
     assert served.returncode == 0 and told == "ending: requests that run have 300 s\n"
+    assert "INFO" not in (tmp_path / "errors").read_text(), "Ray Serve calls ready what has no engine yet"
     with pytest.raises(OSError):
         ask(port, [1, 2])

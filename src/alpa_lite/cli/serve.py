@@ -126,6 +126,8 @@ def serve(
         if checkpoint is not None:
             CheckpointFolder(checkpoint.resolve()).path()  # there is one
         check_free(settings)
+        import ray.serve  # noqa: F401 - it sets the level of its log
+
         logging.getLogger("ray.serve").setLevel(logging.WARNING)  # it calls ready what has no engine yet
         ending.raises(False)
         connect(address or None, _cpus(settings))

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import alpa_lite as al
+from alpa_lite.api.fit import _Run
 from alpa_lite.errors import ArgumentsError, CheckpointError, NotFiniteError
 from alpa_lite.executor.batches import Batches
 from tests.executor import pipeline_steps
@@ -318,3 +319,78 @@ def test_data_that_ends_too_early() -> None:
     resumed = Batches(iter("abcdef"))
     resumed.release(4)
     assert resumed.at(4) == "e"
+
+
+class Saving:
+    """A checkpoint that is being written until somebody waits for it."""
+
+    def __init__(self, number: int, fails: bool) -> None:
+        self.number, self.fails, self.waited = number, fails, False
+
+    def poll(self) -> Path | None:
+        if self.fails:
+            raise CheckpointError("stale file handle")
+        return None
+
+    def wait(self) -> Path:
+        self.poll()
+        self.waited = True
+        return Path(f"step_{self.number}")
+
+
+class Played:
+    """A step without arrays; ``failing``: checkpoints of which steps fail."""
+
+    def __init__(self, failing: tuple[int, ...] = ()) -> None:
+        self.failing = failing
+        self.begun: list[Saving] = []
+
+    def plan(self, *_: Any) -> None: ...
+    def restore_newest(self, _: Any) -> None: ...
+
+    def init(self, make: Callable[[], Any]) -> Any:
+        return make()
+
+    def busy(self) -> tuple[()]:
+        return ()
+
+    def __call__(self, state: Any, _: Any) -> Any:
+        return state + 1, np.float32(1)
+
+    def begin_save(self, _: Any, number: int, *__: Any, **___: Any) -> Saving:
+        self.begun.append(Saving(number, number in self.failing))
+        return self.begun[-1]
+
+
+def run_of(step: Any, folder: Path, num_steps: int, on_step: Any = None) -> _Run:
+    return _Run(
+        step=step,
+        init=lambda: np.float32(0),
+        batches=Batches(lambda position: position),
+        num_steps=num_steps,
+        checkpoint=al.Checkpoint(str(folder), every=5),
+        elastic=None,
+        on_nan="stop",
+        budget=(100, 3),
+        on_step=on_step,
+    )
+
+
+def test_an_earlier_checkpoint_that_failed_does_not_cost_the_last_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step = Played(failing=(10,))
+    assert run_of(step, tmp_path, 11)().checkpoint == Path("step_11")
+    assert [saving.number for saving in step.begun] == [5, 10, 11]
+    assert "no checkpoint at step 10: stale file handle" in capsys.readouterr().err
+
+
+def test_whoever_interrupts_a_run_keeps_the_checkpoint_that_is_being_written(tmp_path: Path) -> None:
+    def interrupted(report: al.StepReport) -> None:
+        if len(step.begun) == 1:
+            raise KeyboardInterrupt
+
+    step = Played()
+    with pytest.raises(KeyboardInterrupt):
+        run_of(step, tmp_path, 11, interrupted)()
+    assert [saving.waited for saving in step.begun] == [True]

@@ -8,6 +8,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 
 import alpa_lite as al
-from alpa_lite.errors import AlpaLiteError, ArgumentsError, ClusterError, WorkerError
+from alpa_lite.errors import AlpaLiteError, ArgumentsError, CheckpointError, ClusterError, WorkerError, WorkerLost
 from alpa_lite.executor.ray.settings import RayExecutor
 from tests.executor import exported_steps, pipeline_steps
 from tests.executor.ray_nodes import LOOPBACK, listening_hosts
@@ -321,3 +322,81 @@ def test_who_starts_under_a_name_takes_away_what_is_there_under_it() -> None:
         with pytest.raises(al.WorkerLost):
             run(earlier, *pipeline_steps.arguments(), 1)
         run(later, *pipeline_steps.arguments(), 1)
+
+
+def test_only_what_its_own_workers_keep_is_saved(tmp_path: Path) -> None:
+    """Values have names that other workers, of another step or of the same step later on, use for others."""
+
+    def add(state: Any, batch: Any) -> Any:
+        return {"w": state["w"] + batch}, (state["w"] * batch).sum()
+
+    def made() -> Any:
+        return al.parallelize(add, cluster=al.Cluster.parse("1x1:cpu"), executor=WATCHED, donate_argnums=0)
+
+    def whole(value: float) -> Any:
+        return {"w": np.full(4, value, np.float32)}
+
+    one = np.ones(4, np.float32)
+    step, other = made(), made()
+    try:
+        donated, _ = step(whole(0), one)
+        state, _ = step(donated, one)
+        others, _ = other(whole(900), one)
+        with pytest.raises(CheckpointError, match=r"'w' .* is a RemoteArray of another step"):
+            step.save(tmp_path, others, step=1)
+        with pytest.raises(CheckpointError, match=r"'w' .* was donated to a later call"):
+            step.save(tmp_path, donated, step=1)
+        step.close()
+        step(whole(50), one)
+        with pytest.raises(WorkerLost):
+            step.save(tmp_path, state, step=1)
+        assert not list(tmp_path.iterdir())
+    finally:
+        step.close()
+        other.close()
+
+
+def test_a_call_that_only_some_workers_were_asked_for_ends_them(pair: tuple[Any, Any]) -> None:
+    """Else the next call would get the answer of that one from those that were."""
+    _, remote = pair
+    state, batch = pipeline_steps.arguments()
+    state, _ = remote(state, batch)
+    group = remote._remotes[0].group
+
+    class Interrupted:
+        """A signal comes as it is to be asked."""
+
+        @property
+        def call(self) -> Any:
+            raise KeyboardInterrupt
+
+    own = group.actors[-1]
+    group.actors[-1] = Interrupted()
+    with pytest.raises(KeyboardInterrupt):
+        remote(state, batch)
+    group.actors[-1:] = [own]
+    with pytest.raises(WorkerLost, match="only 1 of 2 workers were asked"):
+        remote(state, batch)
+
+
+def test_an_answer_that_is_waited_for_holds_up_no_sign_of_life() -> None:
+    """Stages get one another's answers; the one that waits for a first compilation must not be taken for lost."""
+    import ray
+
+    from alpa_lite.executor.ray.actor import Later, WorkerActor
+
+    @ray.remote(num_cpus=0)
+    def slow() -> int:
+        time.sleep(3)
+        return 7
+
+    actor = WorkerActor.options(num_cpus=0).remote()  # pyrefly: ignore[missing-attribute]
+    try:
+        ray.get(actor.ping.remote())
+        begun_s = time.monotonic()
+        answer = actor.call.remote("__eq__", Later(slow.remote()))  # of its worker, which is None
+        ray.get(actor.ping.remote())
+        assert time.monotonic() - begun_s < 2.5
+        assert ray.get(answer) is NotImplemented and time.monotonic() - begun_s > 2.5
+    finally:
+        ray.kill(actor)

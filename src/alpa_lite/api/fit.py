@@ -187,6 +187,16 @@ class _Run:
     tried: set[int] = field(default_factory=set)  # positions that were not finite once
 
     def __call__(self) -> FitResult:
+        given = self.step
+        try:
+            return self._run()
+        except BaseException:
+            self._end_save()
+            if self.step is not given:  # nobody else knows it
+                self.step.close()
+            raise
+
+    def _run(self) -> FitResult:
         self.folder = self.checkpoint.open() if self.checkpoint else None
         if self.folder is not None and (self.folder.newest() or 0) < self.num_steps:
             self.folder.make()
@@ -305,23 +315,27 @@ class _Run:
 
     def _save(self, state: Any, position: int) -> None:
         """Look after the checkpoint that is being written; begin one if it is time."""
-        assert self.checkpoint is not None
+        assert self.checkpoint is not None and self.folder is not None
+        last = position == self.num_steps
+        due = last or position % self.checkpoint.every == 0
         try:
             if self.saving is not None:
-                self._done(self.saving.poll())
-            assert self.folder is not None
-            if position % self.checkpoint.every == 0 or position == self.num_steps:
-                if self.saving is not None:
-                    self._done(self.saving.wait())
-                if position > self.saved_at:
-                    extra = {"skipped": self.skipped} if self.skipped else None
-                    self.saving = self.step.begin_save(self.folder, position, state, position=position, extra=extra)
-                    self.saved_at = position
+                self._done(self.saving.wait() if due else self.saving.poll())
+        except CheckpointError as error:  # of an earlier step, also where this is the last one
+            self._not_saved(self.saved_at, error)
+        try:
+            if due and position > self.saved_at:
+                extra = {"skipped": self.skipped} if self.skipped else None
+                self.saving = self.step.begin_save(self.folder, position, state, position=position, extra=extra)
+                self.saved_at = position
         except CheckpointError as error:
-            self.saving, self.saved_at = None, -1
-            if position == self.num_steps:
+            if last:
                 raise
-            _tell(f"no checkpoint at step {position}: {error}")
+            self._not_saved(position, error)
+
+    def _not_saved(self, position: int, error: CheckpointError) -> None:
+        self.saving, self.saved_at = None, -1
+        _tell(f"no checkpoint at step {position}: {error}")
 
     def _done(self, path: Path | None) -> None:
         if path is not None:
@@ -335,7 +349,7 @@ class _Run:
             self._done(self.saving.wait())
 
     def _end_save(self) -> None:
-        """Before the state is restored: a checkpoint that is being written is completed, or gone."""
+        """Before the state is restored, or lost: a checkpoint that is being written is completed, or gone."""
         if self.saving is not None:
             saving, self.saving = self.saving, None
             with contextlib.suppress(CheckpointError, WorkerLost):  # it gave up itself

@@ -79,6 +79,8 @@ class ParallelStep(Parallelized):
                 raise
             except (ValueError, TypeError):  # the latter of what is no array
                 if self._key(args, kwargs) == self._last_key:
+                    if self._ray is not None:  # of a function on a worker, no complaint about layouts
+                        raise
                     return self._run(self._last, args)
         check_donated(args, self._request.static_argnums, self._request.donate_argnums)
         step = self._step(args, kwargs)
@@ -90,7 +92,8 @@ class ParallelStep(Parallelized):
         except AlpaLiteError:
             raise
         except ValueError as error:
-            if not any(isinstance(x, jax.Array) and x.committed for x in jax.tree_util.tree_leaves(dynamic)):
+            committed = any(isinstance(x, jax.Array) and x.committed for x in jax.tree_util.tree_leaves(dynamic))
+            if self._ray is not None or not committed:
                 raise
             del error  # arrays committed to another layout: move them, as jit does with uncommitted ones
         return step.run(*step.place(dynamic))

@@ -26,7 +26,7 @@ from alpa_lite.executor.processes import placed
 from alpa_lite.executor.staged_array import StagedArray
 from alpa_lite.executor.state_rows import leaf_rows, whole_leaves, whole_types
 from alpa_lite.lowering.lower import partition_spec
-from alpa_lite.plan.checkpoint import ROOT_LEAF, CheckpointManifest, check_files, check_state
+from alpa_lite.plan.checkpoint import ROOT_LEAF, CheckpointManifest, check_files, check_state, read_manifest
 from alpa_lite.plan.checkpoint_folder import CheckpointFolder
 from alpa_lite.plan.encode import encode_plan
 from alpa_lite.plan.leaf_rows import rows_path, split_path
@@ -243,7 +243,7 @@ def restored(
         ClusterError: there are fewer devices than the plan has.
     """
     path = folder.path(step)
-    manifest = folder.read(step)
+    manifest = read_manifest(path)  # of this one, also where another is complete meanwhile
     leaves = state_leaves(plan, argnum)
     check_state(manifest, path, whole_types(leaves))
     check_files(path, manifest)

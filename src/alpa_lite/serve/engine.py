@@ -133,6 +133,14 @@ class Engine:
             max_length=max_length,
             buckets=sizes,
         )
+        try:
+            self._begin(limit, prefills_per_step)
+        except BaseException:
+            _close(self.programs)
+            raise
+
+    def _begin(self, limit: int, prefills_per_step: int) -> None:
+        """Starts the thread that runs the model."""
         self.vocab_size = self.programs.vocab_size
         self._scheduler = Scheduler(self.programs, queue_limit=limit, prefills_per_step=prefills_per_step)
         # The thread holds the scheduler, not the engine: an engine that nobody holds ends its thread. Whoever drops it waits for
@@ -380,8 +388,12 @@ def _run(scheduler: Scheduler, runner: Programs | Pipeline | Hosts, wide: bool) 
         with jax.transfer_guard_host_to_device("allow"), jax.enable_x64(wide):
             scheduler.run()
     finally:
-        if not isinstance(runner, (Programs, Pipeline)):  # actors, which are processes of their own
-            runner.close()
+        _close(runner)
+
+
+def _close(runner: Programs | Pipeline | Hosts) -> None:
+    if not isinstance(runner, (Programs, Pipeline)):  # actors, which are processes of their own
+        runner.close()
 
 
 def _end(scheduler: weakref.ref[Scheduler], thread: weakref.ref[threading.Thread]) -> None:

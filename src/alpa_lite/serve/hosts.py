@@ -25,8 +25,9 @@ import ray
 
 from alpa_lite.api.bound import Trees, staged_for
 from alpa_lite.cluster.cluster import Cluster
-from alpa_lite.errors import EngineLost, ServeError, WorkerLost, user_line
+from alpa_lite.errors import CheckpointError, EngineLost, ServeError, WorkerLost, user_line
 from alpa_lite.executor.parcel import make_parcel
+from alpa_lite.executor.ray.actor import Later
 from alpa_lite.executor.ray.group import ActorGroup, describe
 from alpa_lite.executor.ray.settings import RayExecutor
 from alpa_lite.executor.sites import Site, sites_of
@@ -122,7 +123,11 @@ class ServingGroup(ActorGroup):
 
     def _asked(self, sites: Sequence[Site], teller: int, method: str, args: Sequence[Any]) -> Any:
         self.check()
-        answers = {site.number: self.actors[site.number].call.remote(method, *args) for site in sites}
+        args = [Later(x) if isinstance(x, ray.ObjectRef) else x for x in args]
+        answers: dict[int, Any] = {}
+        with self.all_or_none(method, answers):
+            for site in sites:
+                answers[site.number] = self.actors[site.number].call.remote(method, *args)
         told = answers.pop(teller)
         self._sent += answers.values()
         return told
@@ -312,19 +317,23 @@ class Hosts:
         """Nothing is in any slot. Where an actor was lost there are new ones, with their programs compiled."""
         if not self._group.lost:
             try:
-                self._lost_is_told(lambda: self._group.each("reset", lambda site: ()))
+                self._empty()
                 return
             except EngineLost:
                 pass
         for _ in range(_STARTS - 1):
-            with contextlib.suppress(EngineLost, WorkerLost):  # what took an actor may take one that starts, too
+            # What took an actor may take one that starts, too; and a checkpoint may be removed while they start.
+            with contextlib.suppress(EngineLost, WorkerLost, CheckpointError):
                 self._start_again()
                 return
         self._start_again()
 
     def _start_again(self) -> None:
         self._group = self._start()
-        self.warm_up()
+        run_all(self, self._empty)  # not ``reset``, which would start again by itself
+
+    def _empty(self) -> None:
+        self._lost_is_told(lambda: self._group.each("reset", lambda site: ()))
 
     def check(self) -> None:
         """Finds actors that died when nothing was asked of them, so that no request need find them."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -186,15 +186,15 @@ def padded(bucket: int, prompt: np.ndarray) -> np.ndarray:
     return made
 
 
-def run_all(runner: Runner) -> None:
-    """Every program once, greedy and drawing, so that all are compiled; nobody may be in a slot."""
+def run_all(runner: Runner, reset: Callable[[], None] | None = None) -> None:
+    """Every program once, greedy and drawing, so that all are compiled; nobody may be in a slot. ``reset``: the runner's own."""
     for draws in (Sampling(), Sampling(1.0)):
         rows = Rows.greedy(runner.slots)
         rows.set(0, draws)
         for bucket in runner.buckets:
             runner.prefill(bucket, 0, np.zeros(bucket, np.int32), rows.row(0))
         runner.decode(np.zeros(runner.slots, np.int32), rows)
-    runner.reset()
+    (reset or runner.reset)()
 
 
 def check_plans(graphs: Mapping[str, Graph], plans: Mapping[str, Plan], num_groups: int = 1) -> None:

@@ -207,7 +207,8 @@ class Scheduler:
                 future.set_exception(error)  # first: what fails here too ends the engine, and nobody may wait for ever
                 if not isinstance(error, Exception):
                     raise
-                self._runner.reset()
+                if not self.ending:
+                    self._runner.reset()
 
     def _expire(self) -> None:
         now = time.monotonic()
@@ -286,7 +287,8 @@ class Scheduler:
             failure.__cause__ = error
         for request in list(self._running.values()):
             request._finish("error", failure)
-        self._runner.reset()
+        if not self.ending:  # else nobody would use what is started again
+            self._runner.reset()
 
     def _end_all(self) -> None:
         with self._changed:

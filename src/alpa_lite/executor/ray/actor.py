@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -15,6 +16,14 @@ import ray
 from alpa_lite.executor.ports import kept_port
 
 _OPTIONS: dict[str, Any] = {"concurrency_groups": {"watch": 1}, "max_restarts": 0, "max_task_retries": 0}
+
+
+@dataclass(frozen=True, slots=True)
+class Later:
+    """Another actor's answer as an argument. By itself it would hold up all that this one is asked after it, pings as well: Ray
+    sends an actor's calls in their order, each when its arguments are there."""
+
+    answer: Any
 
 
 @ray.remote(**_OPTIONS)
@@ -80,7 +89,7 @@ class WorkerActor:
 
     def call(self, method: str, *args: Any) -> Any:
         """A method of the worker."""
-        return getattr(self.worker, method)(*args)
+        return getattr(self.worker, method)(*(ray.get(x.answer) if isinstance(x, Later) else x for x in args))
 
     @ray.method(concurrency_group="watch")
     def ping(self) -> Any:

@@ -19,7 +19,7 @@ from alpa_lite.executor.save_restore import named_parts, paths_of, plan_text, st
 from alpa_lite.executor.sites import Site
 from alpa_lite.executor.staged_array import StagedArray
 from alpa_lite.executor.worker import RestoredLeaf
-from alpa_lite.plan.checkpoint import CheckpointManifest, ItemRecord, check_state
+from alpa_lite.plan.checkpoint import CheckpointManifest, ItemRecord, check_state, read_manifest
 from alpa_lite.plan.checkpoint_folder import CheckpointFolder
 from alpa_lite.plan.leaf_rows import split_path
 
@@ -49,7 +49,7 @@ class RemoteSaving:
         self._step, self._folder, self._number = step, folder, number
         self._position, self._extra = position, extra
         self._committing: Future[Path] | None = None
-        leaves = _by_submesh(state)
+        leaves = _by_submesh(step, state)
         self._submeshes = frozenset(leaves)
         unfinished = folder.begin(number).resolve()
 
@@ -109,12 +109,14 @@ class RemoteSaving:
 
     def _give_up(self) -> None:
         group = self._step.group if self._step.values is not None else None
-        if group is not None and not group.lost:  # none must still be writing when the folder goes
-            group.each("end_save", self._asked)
-        self._folder.abandon(self._number)
+        try:
+            if group is not None and not group.lost:  # none must still be writing when the folder goes
+                group.each("end_save", self._asked)
+        finally:
+            self._folder.abandon(self._number)
 
 
-def _by_submesh(state: Any) -> dict[int, dict[str, int]]:
+def _by_submesh(step: RemoteStep, state: Any) -> dict[int, dict[str, int]]:
     """Submesh -> path, with rows -> the name under which its workers keep it."""
     found: dict[int, dict[str, int]] = {}
     for path, leaf in paths_of(state):
@@ -123,6 +125,17 @@ def _by_submesh(state: Any) -> dict[int, dict[str, int]]:
                 raise CheckpointError(
                     f"the leaf {path!r} of the state to be saved is no RemoteArray: it lies in this process. Workers write what "
                     "they keep. Pass the state that the step returned, or save it with a step of the local executor."
+                )
+            if part._values is not step.values:  # names are those of one group of workers
+                part._values.group.check()
+                raise CheckpointError(
+                    f"the leaf {path!r} of the state to be saved is a RemoteArray of another step. Workers write what they keep. "
+                    "Save it with the step that returned it."
+                )
+            if part.is_deleted():
+                raise CheckpointError(
+                    f"the leaf {path!r} of the state to be saved was donated to a later call, so its value is gone. Save the "
+                    "state that the last call returned."
                 )
             found.setdefault(part.submesh, {})[name] = part.name
     return found
@@ -141,7 +154,7 @@ def remote_restored(
         WorkerLost: a worker was lost meanwhile.
     """
     path = folder.path(number)
-    manifest = folder.read(number)
+    manifest = read_manifest(path)  # of this one, also where another is complete meanwhile
     leaves = state_leaves(step.plan, argnum)
     check_state(manifest, path, whole_types(leaves))
     values = step.start()

@@ -8,6 +8,7 @@ import os
 import secrets
 import socket
 import sys
+import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -24,6 +25,7 @@ from alpa_lite.executor.sites import Site
 _OBJECT_STORE_BYTES = 512 * 2**20
 _MARK = "ALPA_LITE_RAY"  # names the cluster in the environment of its processes
 _CONNECT_S = 5.0
+_connecting = threading.Lock()  # Ray starts once, and environment variables are set meanwhile
 _HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(
     (0, 0, 0, 4, 0, 0, 0, 0, 0)
 )  # RFC 9113, 3.4: and empty settings
@@ -42,6 +44,11 @@ def connect(address: str | None, num_cpus: int) -> bool:
     Raises:
         ClusterError: there is no cluster at the address, it refuses the token, or none can be started here.
     """
+    with _connecting:
+        return _connected(address, num_cpus)
+
+
+def _connected(address: str | None, num_cpus: int) -> bool:
     if ray.is_initialized():
         return is_one_machine()
     address = address or os.environ.get("RAY_ADDRESS")

@@ -10,7 +10,7 @@ import contextlib
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence, Sized
 from typing import Any, NoReturn
 
 import msgspec
@@ -79,7 +79,10 @@ class ActorGroup(ABC):
         spread = len(alive_nodes()) >= len(needed) > 1
         name = f"{self.settings.name}/{uuid.uuid4()}" if self.settings.name else ""
         self.group = placement_group(list(needed), strategy="STRICT_SPREAD" if spread else "PACK", name=name)
-        if not self.group.wait(self.settings.start_timeout_s):
+        end = time.monotonic() + self.settings.start_timeout_s
+        while not (there := self.group.wait(1)) and time.monotonic() < end:
+            pass  # in turns: no signal comes through while Ray waits
+        if not there:
             raise ClusterError(
                 f"the Ray cluster did not give {len(needed)} hosts to this step within {self.settings.start_timeout_s:g} s: it "
                 f"has {ray.available_resources()} free. Others may hold them. At {user_line()}. Wait for them, or plan for fewer "
@@ -161,15 +164,33 @@ class ActorGroup(ABC):
         """A method of the workers, all at once; ``args_of`` says what each is given, None for one that is not asked."""
         self.check()
         refs = []
-        for site, actor in zip(self.sites, self.actors, strict=True):
-            args = args_of(site)
-            if args is not None:
-                refs.append(actor.call.remote(method, *args))
+        with self.all_or_none(method, refs):
+            for site, actor in zip(self.sites, self.actors, strict=True):
+                args = args_of(site)
+                if args is not None:
+                    refs.append(actor.call.remote(method, *args))
         return self.wait(refs)
+
+    @contextlib.contextmanager
+    def all_or_none(self, method: str, asked: Sized) -> Iterator[None]:
+        """Where only some workers were asked, the group is of no use: the next call would find them at different places."""
+        try:
+            yield
+        except BaseException as error:
+            if asked:
+                self.kill(
+                    f"only {len(asked)} of {len(self.actors)} workers were asked for {method!r}: {type(error).__name__}"
+                )
+            raise
 
     def check(self) -> None:
         if self.lost:
             raise WorkerLost(self.lost, self.steps)
+        if not ray.is_initialized():  # else the next call to Ray would start a cluster, with settings of its own
+            raise ClusterError(
+                f"Ray was ended in this process, by ray.shutdown() or because the process ends, and with it {len(self.sites)} "
+                "workers. They need it. End what runs on them first, or start again."
+            )
 
     def wait(self, refs: Sequence[Any], limit_s: float | None = None) -> list[Any]:
         """The answers, in order; while they take long, workers are asked whether they live.
@@ -181,10 +202,11 @@ class ActorGroup(ABC):
         try:
             self._collect(refs, answers, limit_s)
         except BaseException:
-            for ref in refs:  # Ray prints errors that nobody has seen
-                with contextlib.suppress(Exception):
-                    if ref not in answers:
-                        ray.get(ref, timeout=_SEEN_S)
+            with contextlib.suppress(Exception):  # Ray prints errors that nobody has seen
+                if ray.is_initialized() and (unseen := [ref for ref in refs if ref not in answers]):
+                    for ref in ray.wait(unseen, num_returns=len(unseen), timeout=_SEEN_S)[0]:
+                        with contextlib.suppress(Exception):
+                            ray.get(ref)
             raise
         return [answers[ref] for ref in refs]
 
@@ -222,15 +244,17 @@ class ActorGroup(ABC):
                 self.kill(f"a worker refused: {cause}")
                 raise cause from None
             dead = self.dead()
-            if not dead and not isinstance(cause, RuntimeError):  # neither lost nor JAX's: a mistake in what was asked
+            # Neither lost (nor another one's answer to this one), nor JAX's: a mistake in what was asked.
+            if not dead and not isinstance(cause, RuntimeError | RayError):
                 self.kill(f"a worker failed: {type(cause).__name__}: {cause}")
-                raise cause from None
+                raise cause from error  # which has the worker's traceback
             self._lose(f"{dead[0]} died" if dead else f"a worker failed: {_reason(cause)}")
         except RayError as error:
             self._lose(f"a worker's answer was lost: {_reason(error)}")
 
     def dead(self) -> list[str]:
         """The workers that are no more."""
+        self.check()
         pings = [actor.ping.remote() for actor in self.actors]
         answered, _ = ray.wait(pings, num_returns=len(pings), timeout=self.settings.heartbeat_s)
         found = []
@@ -254,11 +278,12 @@ class ActorGroup(ABC):
     def kill(self, why: str = "the step was closed") -> None:
         """Ends all actors and gives back what they held; never raises."""
         self.lost = self.lost or why
-        with contextlib.suppress(Exception):
-            if ray.is_initialized():
-                for actor in self.actors:
+        if ray.is_initialized():
+            for actor in self.actors:
+                with contextlib.suppress(Exception):
                     ray.kill(actor, no_restart=True)
-                if self.group is not None:
+            if self.group is not None:
+                with contextlib.suppress(Exception):
                     remove_placement_group(self.group)
         self.actors, self.group = [], None
 
@@ -319,7 +344,7 @@ class _Watch:
 def _remove_left(name: str) -> None:
     """Takes away what an earlier process of that name left: Ray keeps an actor's placement groups until its job ends."""
     for entry in placement_group_table().values() if name else ():
-        if entry["name"].startswith(f"{name}/") and entry["state"] != "REMOVED":
+        if entry["name"].rpartition("/")[0] == name and entry["state"] != "REMOVED":
             with contextlib.suppress(ValueError):  # it is gone meanwhile
                 remove_placement_group(get_placement_group(entry["name"]))
 

@@ -197,8 +197,8 @@ class RemoteStep:
     def _set_reader(self, read: Read, values: RemoteValues) -> None:
         """Tell the workers, once per group, what they read batches with."""
         if values.read is not read:
-            values.read = read
             values.group.each("set_reader", lambda _: (read,))
+            values.read = read
 
     def _check_alive(self, array: RemoteArray, position: int, values: RemoteValues) -> None:
         path = self.plan.inputs[position].path

@@ -2,12 +2,13 @@
 
 With an address it is one of two processes of a ``jax.distributed`` world, of two devices each; else it is alone. It writes its
 item of the checkpoints in the folders that it is told of on standard input, and says for each what was written; told of a
-complete checkpoint, it restores it in another layout and compares.
+complete checkpoint, it restores it in another layout and compares. Where an order says so, its disk is full meanwhile.
 """
 
 from __future__ import annotations
 
 import json
+import resource
 import sys
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ def main(text: str) -> None:
     if request["address"]:
         jax.distributed.initialize(request["address"], 2, request["process"], initialization_timeout=60)
     assert len(jax.devices()) == (4 if request["address"] else 2)
+    from alpa_lite.errors import CheckpointError
     from alpa_lite.executor.checkpoint_item import ItemWriter
 
     writer = ItemWriter(timeout_s=60)
@@ -36,12 +38,17 @@ def main(text: str) -> None:
             say({"restored": True})
         else:
             leaves = state(order["step"], request["rows"])
-            writer.start(Path(order["folder"]) / request["item"], leaves)
-            gone = jax.jit(lambda tree: jax.tree.map(lambda x: x * 0, tree), donate_argnums=0)(
-                {path: leaf for path, leaf in leaves.items() if path != "key"}
-            )
-            jax.block_until_ready(gone)
-            say(msgspec.to_builtins(writer.wait()))
+            hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100 if order.get("full") else hard, hard))
+            try:
+                writer.start(Path(order["folder"]) / request["item"], leaves)
+                gone = jax.jit(lambda tree: jax.tree.map(lambda x: x * 0, tree), donate_argnums=0)(
+                    {path: leaf for path, leaf in leaves.items() if path != "key"}
+                )
+                jax.block_until_ready(gone)
+                say(msgspec.to_builtins(writer.wait()))
+            except CheckpointError as error:
+                say({"refused": str(error)})
 
 
 def state(step: int, rows: list[int]) -> dict[str, Any]:

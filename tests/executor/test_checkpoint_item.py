@@ -221,6 +221,38 @@ def test_a_folder_that_cannot_be_written_to(tmp_path):
         ItemWriter().start(tmp_path / "file" / "submesh_0", {"w": jnp.ones(3)})
 
 
+@pytest.mark.parametrize("shape", [(3,), (1024, 1024)])
+def test_a_host_that_does_not_see_the_folder(tmp_path, shape):
+    """Orbax would write to a folder of its own there, of which the checkpoint knows nothing."""
+    with pytest.raises(CheckpointError, match=r"of host .* is not the one.*'gone' is not in it.*that they share"):
+        ItemWriter().start(tmp_path / "gone" / "submesh_0", {"w": jnp.ones(shape)})
+    assert not (tmp_path / "gone").exists()
+
+
+def test_whoever_waits_is_told_how_much_is_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint_item, "_TOLD_S", 0.01)
+    more, told = threading.Event(), []
+
+    def held(folder):
+        assert more.wait(10)
+        return {}
+
+    def tell(size: int) -> None:
+        told.append(size)
+        more.set()
+
+    monkeypatch.setattr(checkpoint_item, "digests", held)
+    writer = ItemWriter()
+    arrays = {"w": placed(np.ones((1024, 512), np.float32), mesh(), P("x"))}
+    writer.start(CheckpointFolder(tmp_path).begin(1) / "submesh_0", arrays | {"b": jnp.ones(3)})
+    writer.wait(tell)
+    assert told and 0 < told[-1] < 2**22
+    writer.start(CheckpointFolder(tmp_path).begin(2) / "submesh_0", arrays)
+    more.clear()
+    writer.end(tell)
+    assert more.is_set()
+
+
 def test_orbax_is_an_extra(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "orbax.checkpoint", None)
     with pytest.raises(CheckpointError, match=r"need Orbax.*pip install 'alpa-lite\[checkpoint\]'"):

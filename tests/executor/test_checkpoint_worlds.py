@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,8 @@ def test_two_processes_write_one_item_and_a_third_another_one(tmp_path):
         workers = [Worker(stack, tmp_path / f"{k}.log", process=k, **pair) for k in range(2)]
         workers.append(Worker(stack, tmp_path / "2.log", process=0, address="", item="submesh_1", rows=[4, 8]))
         for step in (1, 2, 3):
+            if step == 3:
+                _refused_together(root, workers[:2])
             folder = root.begin(step)
             for worker in workers:
                 worker.ask(folder=str(folder), step=step)
@@ -92,6 +95,18 @@ def test_two_processes_write_one_item_and_a_third_another_one(tmp_path):
     got = read_leaves(root.path(3), manifest, wanted)
     for path, value in whole.items():
         assert np.asarray(got[path]).tobytes() == value.tobytes()
+
+
+def _refused_together(root: CheckpointFolder, pair: list[Worker]) -> None:
+    """One disk is full: both processes know it at once, and what they write next is whole."""
+    folder, start = root.begin(3), time.monotonic()
+    for number, worker in enumerate(pair):
+        worker.ask(folder=str(folder), step=3, full=number == 1)
+    first, second = (worker.answer()["refused"] for worker in pair)
+    assert time.monotonic() - start < 30  # they give up on one that says nothing after 60
+    assert "process 1 on" in first and "not all of the 2 processes" in first
+    assert all("File too large" in text for text in (first, second))
+    root.abandon(3)
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 
 import alpa_lite as al
 from alpa_lite.api.fit import _Run
-from alpa_lite.errors import ArgumentsError, CheckpointError, NotFiniteError
+from alpa_lite.errors import ArgumentsError, CheckpointError, ClusterError, NotFiniteError
 from alpa_lite.executor.batches import Batches
 from tests.executor import pipeline_steps
 from tests.executor.test_ray import WATCHED, assert_equal, is_gone, local_step, run, steps, workers
@@ -394,3 +395,51 @@ def test_whoever_interrupts_a_run_keeps_the_checkpoint_that_is_being_written(tmp
     with pytest.raises(KeyboardInterrupt):
         run_of(step, tmp_path, 11, interrupted)()
     assert [saving.waited for saving in step.begun] == [True]
+
+
+class Shrinking(Played):
+    """A step whose workers are lost in its first call, on a cluster that has no room for new ones."""
+
+    def __init__(self, restarts: bool, closed: list[Any]) -> None:
+        super().__init__()
+        self.restarts, self.closed = restarts, closed
+
+    def __call__(self, state: Any, batch: Any) -> Any:
+        if not self.restarts:
+            raise al.WorkerLost("a worker died", 0)
+        return super().__call__(state, batch)
+
+    def restart(self) -> None:
+        if not self.restarts:
+            raise ClusterError("the plan needs 8 CPU")
+
+    def close(self) -> None:
+        self.closed.append(self)
+
+
+def test_a_cluster_that_shrinks_again_while_new_workers_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    closed: list[Any] = []
+    first, second, third = (Shrinking(restarts, closed) for restarts in (False, False, True))
+    after = {first: second, second: third}
+    monkeypatch.setattr(sys.modules[_Run.__module__], "replanned", lambda step, *_: after[step])
+    run = run_of(first, tmp_path, 7)
+    run.elastic = al.Elastic()
+    done = run()
+    assert done.step is third and (done.position, done.restarts) == (7, 1)
+    assert closed == [first, second]
+    assert capsys.readouterr().err.count("the hosts are gone for good") == 2
+
+
+def test_a_step_under_another_plan_starts_its_workers_with_restart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is planned for fewer hosts has not run yet: that there is no room for it must show where others are looked for."""
+    started = []
+    monkeypatch.setattr("alpa_lite.executor.ray.remote_step.RemoteStep.restart", lambda remote: started.append(remote))
+    shape = jax.ShapeDtypeStruct((4,), np.float32)
+    cluster = al.Cluster.parse("1x1:cpu")
+    step = al.parallelize(lambda s, b: (s + b, b), cluster=cluster, executor="ray", donate_argnums=0)
+    made = step.with_plan(step.plan(shape, shape), cluster, step.options)
+    made.plan(shape, shape)
+    made.restart()
+    assert [remote.plan.mesh.num_devices for remote in started] == [1]

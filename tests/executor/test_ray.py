@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import socket
@@ -309,19 +310,43 @@ def test_a_cluster_to_plan_for() -> None:
 
 
 @pytest.mark.slow
-def test_who_starts_under_a_name_takes_away_what_is_there_under_it() -> None:
+def test_who_starts_under_a_name_takes_away_what_is_there_under_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """As an earlier process would have left it: Ray keeps the placement groups of an actor that died."""
     from ray.util.placement_group import placement_group_table
 
     earlier, later = (steps(executor=RayExecutor(name="trainer", heartbeat_s=0.5))[1] for _ in range(2))
     with earlier, later:
-        run(earlier, *pipeline_steps.arguments(), 1)
+        with monkeypatch.context() as another:
+            another.setattr("alpa_lite.executor.ray.group._process", lambda: "another process")
+            run(earlier, *pipeline_steps.arguments(), 1)
         run(later, *pipeline_steps.arguments(), 1)
         named = [g["state"] for g in placement_group_table().values() if g["name"].startswith("trainer/")]
         assert sorted(named) == ["CREATED", "REMOVED"]
         with pytest.raises(al.WorkerLost):
             run(earlier, *pipeline_steps.arguments(), 1)
         run(later, *pipeline_steps.arguments(), 1)
+
+
+def held_under(name: str) -> list[str]:
+    """States of the placement groups of a name that hold something."""
+    from ray.util.placement_group import placement_group_table
+
+    groups = placement_group_table().values()
+    return [g["state"] for g in groups if g["name"].startswith(f"{name}/") and g["state"] != "REMOVED"]
+
+
+def test_two_sizes_of_batches_under_one_name_and_a_step_that_is_dropped() -> None:
+    executor = RayExecutor(name="sizes", heartbeat_s=0.5)
+    step = al.parallelize(lambda w, batch: (w * batch).sum(), cluster=al.Cluster.parse("1x1:cpu"), executor=executor)
+    for size in (4, 3, 4, 3):
+        assert float(step(np.float32(2), np.ones(size, np.float32))) == 2 * size
+    assert len(held_under("sizes")) == 2
+    del step
+    gc.collect()
+    end = time.monotonic() + 20
+    while held_under("sizes") and time.monotonic() < end:
+        time.sleep(0.05)
+    assert held_under("sizes") == []
 
 
 def test_only_what_its_own_workers_keep_is_saved(tmp_path: Path) -> None:

@@ -162,3 +162,21 @@ def test_workers_of_two_graphs_on_one_transport() -> None:
         workers[number % 2].step(StepOrder(number=number, given=given[number % 2]))
     assert sent >= 3  # a prompt, a token, and where caches are written
     assert len(offers) == 15 * sent
+
+
+def test_a_worker_that_writes_a_checkpoint_goes_on() -> None:
+    """The driver takes one for lost whose progress stands still, however long its disk takes."""
+    worker: Any = Worker.__new__(Worker)
+    worker.steps, worker.calls = 200, 31
+    seen = []
+
+    class Writer:
+        def wait(self, tell: Callable[[int], None]) -> str:
+            for size in (2**20, 2**20 + 1):
+                tell(size)
+                seen.append(worker.progress())
+            return "written"
+
+    worker.writer = Writer()
+    assert worker.finish_save() == "written" and len(set(map(str, seen))) == 2
+    assert worker.progress().doing == "waiting"

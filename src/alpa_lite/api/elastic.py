@@ -107,7 +107,7 @@ def _variants(options: PlanOptions, cluster: Cluster, stages: int) -> Iterator[P
 def replanned(
     step: ParallelStep, args: tuple[Any, ...], elastic: Elastic, tell: Callable[[str], object]
 ) -> ParallelStep:
-    """The step under the best plan for what is left of its Ray cluster; its workers have started.
+    """The step under the best plan for what is left of its Ray cluster; ``restart`` starts its workers.
 
     Raises:
         ClusterError: nothing is left.
@@ -133,5 +133,5 @@ def replanned(
     for number, one in enumerate(found):
         tell(f"  {'* ' if number == 0 else '  '}{one}")
     made = step.with_plan(found[0].plan, left, found[0].options)
-    made.restart()
+    made.plan(*args)
     return made

@@ -7,7 +7,6 @@ plan on equal devices the parameters are those of a run without a loss, bit for 
 
 from __future__ import annotations
 
-import contextlib
 import math
 import sys
 import time
@@ -352,8 +351,12 @@ class _Run:
         """Before the state is restored, or lost: a checkpoint that is being written is completed, or gone."""
         if self.saving is not None:
             saving, self.saving = self.saving, None
-            with contextlib.suppress(CheckpointError, WorkerLost):  # it gave up itself
+            try:
                 self._done(saving.wait())
+            except CheckpointError as error:
+                self._not_saved(self.saved_at, error)
+            except WorkerLost:  # told where the workers are seen to
+                pass
 
     # -- losses -------------------------------------------------------------------------------------------------------
 
@@ -392,15 +395,18 @@ class _Run:
         return None
 
     def _restart(self) -> None:
-        try:
-            self.step.restart()
-        except ClusterError as error:
-            if self.elastic is None:
-                raise
-            _tell(f"the hosts are gone for good: {error}")
+        while True:  # with fewer hosts each time
+            try:
+                return self.step.restart()
+            except ClusterError as error:
+                if self.elastic is None:
+                    raise
+                _tell(f"the hosts are gone for good: {error}")
             batch = self.batches.at(self.batches.first)
             shapes = jax.eval_shape(self.init) if callable(self.init) else self.init
-            self.step = replanned(self.step, (shapes, batch), self.elastic, _tell)
+            lost = self.step
+            self.step = replanned(lost, (shapes, batch), self.elastic, _tell)
+            lost.close()
 
 
 def _small(metrics: Any) -> list[Any]:

@@ -339,6 +339,8 @@ class ParallelStep(Parallelized):
         Raises:
             ClusterError: the cluster has no room for them any more.
         """
+        if not self._remotes and self._planned and self._ray is not None:
+            self._remote()
         for step in self._remotes:
             step.restart()
 

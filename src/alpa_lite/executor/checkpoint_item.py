@@ -10,9 +10,12 @@ process in common are written without knowing of each other. Typed keys are stor
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
+import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +28,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from alpa_lite.errors import CheckpointError
+from alpa_lite.executor.item_writers import ItemWriters
 from alpa_lite.plan.answers import KEY_TYPES
 from alpa_lite.plan.checkpoint import CheckpointManifest, ItemLeaf, ItemRecord, StoredLeaf, check_files
 from alpa_lite.plan.leaf_rows import rows_path, split_path
@@ -32,6 +36,8 @@ from alpa_lite.plan.manifest import digests
 
 PACKED = "packed.bin"
 PACKED_BYTES = 2**20  # up to which a leaf is written together with others
+_TOLD_S = 5.0  # between two looks at how much was written
+_FACT_CHARS = 500
 _WINDOW_BYTES = 2**30  # of host memory, for what is read and not yet on its device
 _CACHE_BYTES = 2**28  # a stored chunk that several tiles need is decoded once
 _INSTALL = "pip install 'alpa-lite[checkpoint]'"
@@ -74,8 +80,9 @@ class ItemWriter:
     """
 
     def __init__(self, *, timeout_s: float = 1200.0) -> None:
-        self._timeout_s = timeout_s
+        self._timeout_ms = max(1000, int(timeout_s * 1000))
         self._running: Future[ItemRecord] | None = None
+        self._folder = Path()
         self._buffer = np.empty(0, np.uint8)
 
     def start(self, folder: Path, leaves: Mapping[str, jax.Array]) -> None:
@@ -93,10 +100,15 @@ class ItemWriter:
         assert self._running is None or self._running.done(), "the last item is not written yet"
         self._running = None
         ocp = orbax()
-        together = _processes(leaves.values())
+        together = ItemWriters(folder, _processes(leaves.values()))
+        self._folder = folder
         try:
+            _check_seen(folder.parent)
+            together.barrier(
+                key="begin", timeout_ms=self._timeout_ms
+            )  # before Orbax's own, which wait for one that failed
             packed = saver = None
-            if together == {jax.process_index()}:
+            if len(together.processes) == 1:
                 described, large, pieces = _packed(leaves)
                 packed = self._copied(pieces) if pieces else None
             else:
@@ -106,11 +118,8 @@ class ItemWriter:
             else:
                 folder.mkdir()
         except Exception as error:  # Orbax and TensorStore raise what they like
-            raise _not_saved(folder, error) from error
-        finish = functools.partial(
-            _finish, saver, packed, folder, described, first=jax.process_index() == min(together)
-        )
-        self._running = in_thread(finish)
+            raise _not_saved(folder, error, together) from error
+        self._running = in_thread(functools.partial(_finish, saver, packed, folder, described, together))
 
     def _copied(self, pieces: list[np.ndarray]) -> np.ndarray:
         """One behind the other, where those of the last item were if there is room: new memory is slow to get."""
@@ -119,20 +128,22 @@ class ItemWriter:
             self._buffer = np.empty(size, np.uint8)
         return np.concatenate(pieces, out=self._buffer[:size])
 
-    def _saver(self, ocp: Any, folder: Path, leaves: Mapping[str, jax.Array], together: set[int]) -> Any:
+    def _saver(self, ocp: Any, folder: Path, leaves: Mapping[str, jax.Array], together: ItemWriters) -> Any:
         """Orbax, which has begun to write."""
         processes = ocp.options.MultiprocessingOptions()
         if jax.process_count() > 1:
             # The processes meet at barriers of the job's own service, which run no collectives on devices: a save may start
             # between any two steps.
             processes = ocp.options.MultiprocessingOptions(
-                primary_host=min(together), active_processes=together, barrier_sync_key_prefix=str(folder)
+                primary_host=together.first, active_processes=together.processes, barrier_sync_key_prefix=str(folder)
             )
         saver = ocp.AsyncCheckpointer(
             ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=False, multiprocessing_options=processes),
             # Folders are made at once: if they cannot be, other threads of Orbax would wait for them in vain.
             async_options=ocp.options.AsyncOptions(
-                timeout_secs=max(1, int(self._timeout_s)), create_directories_asynchronously=False
+                timeout_secs=self._timeout_ms // 1000,
+                create_directories_asynchronously=False,
+                barrier_sync_fn=together.barrier,
             ),
             multiprocessing_options=processes,
         )
@@ -152,15 +163,30 @@ class ItemWriter:
         assert self._running is not None, "nothing was started"
         return self._running.result() if self._running.done() else None
 
-    def wait(self) -> ItemRecord:
-        """What was written, when it is; raises as ``poll``."""
+    def wait(self, tell: Callable[[int], object] | None = None) -> ItemRecord:
+        """What was written, when it is; raises as ``poll``.
+
+        Args:
+            tell: told every few seconds how many bytes of the item lie in its folder, of all processes that write it.
+        """
         assert self._running is not None, "nothing was started"
+        while tell is not None and not futures.wait([self._running], timeout=_TOLD_S).done:
+            tell(self._written_bytes())
         return self._running.result()
 
-    def end(self) -> None:
-        """Waits until nothing is being written, whatever came of it."""
+    def _written_bytes(self) -> int:
+        total = 0
+        for item in self._folder.parent.glob(f"{self._folder.name}*"):  # Orbax adds to the name until all is written
+            for file in item.rglob("*"):
+                with contextlib.suppress(OSError):  # it was renamed meanwhile
+                    total += file.stat().st_size
+        return total
+
+    def end(self, tell: Callable[[int], object] | None = None) -> None:
+        """Waits until nothing is being written, whatever came of it; ``tell`` as for ``wait``."""
         if self._running is not None:
-            self._running.exception()
+            with contextlib.suppress(Exception):
+                self.wait(tell)
 
 
 def _packed(
@@ -183,7 +209,7 @@ def _packed(
 
 
 def _finish(
-    saver: Any, packed: np.ndarray | None, folder: Path, leaves: tuple[ItemLeaf, ...], *, first: bool
+    saver: Any, packed: np.ndarray | None, folder: Path, leaves: tuple[ItemLeaf, ...], together: ItemWriters
 ) -> ItemRecord:
     """In a thread: until Orbax has renamed the item into its place, in which all processes take part."""
     try:
@@ -192,13 +218,34 @@ def _finish(
             saver.close()
         if packed is not None:
             (folder / PACKED).write_bytes(packed.data)
+        first = jax.process_index() == together.first
         return ItemRecord(name=folder.name, leaves=leaves, files=digests(folder) if first else {})
     except Exception as error:  # as above
-        raise _not_saved(folder, error) from error
+        raise _not_saved(folder, error, together) from error
 
 
-def _not_saved(folder: Path, error: Exception) -> CheckpointError:
-    fact = (isinstance(error, OSError) and error.strerror) or f"{type(error).__name__}: {error!s:.500}"
+def _check_seen(unfinished: Path) -> None:
+    """Raises where this host does not have the folder that the checkpoint was begun in: Orbax would make one of its own."""
+    if not unfinished.exists():
+        raise CheckpointError(
+            f"the folder {str(unfinished.parent)!r} of host {socket.gethostname()!r} is not the one in which a checkpoint was "
+            f"begun: {unfinished.name!r} is not in it. All hosts must see the folder of checkpoints under one path. Give one on "
+            "a file system that they share."
+        )
+
+
+def _not_saved(folder: Path, error: Exception, together: ItemWriters) -> CheckpointError:
+    """What is raised, which the other writers are told, too."""
+    failure = error if isinstance(error, CheckpointError) else _not_written(folder, error)
+    together.fail(failure)
+    return failure
+
+
+def _not_written(folder: Path, error: Exception) -> CheckpointError:
+    told = str(error)
+    if len(told) > _FACT_CHARS:  # of TensorStore: paths, and what happened at the very end
+        told = f"{told[: _FACT_CHARS // 2]} ... {told[-_FACT_CHARS // 2 :]}"
+    fact = (isinstance(error, OSError) and error.strerror) or f"{type(error).__name__}: {told}"
     return CheckpointError(
         f"the item {folder.name!r} of a checkpoint could not be written to {str(folder.parent)!r}: {fact}. The folder must be "
         "writable and have room. Nothing of it is seen, older checkpoints are untouched. Correct the cause, or save elsewhere."

@@ -261,15 +261,19 @@ class Worker:
 
     def finish_save(self) -> ItemRecord:
         """What was written, when it is; raises ``CheckpointError`` if it could not be."""
-        self.doing = "waiting for the checkpoint"
+        self._written(0)
         try:
-            return self.writer.wait()
+            return self.writer.wait(self._written)
         finally:
             self.doing = "waiting"
 
     def end_save(self) -> None:
         """Wait until nothing is being written, whatever comes of it."""
-        self.writer.end()
+        self.writer.end(self._written)
+        self.doing = "waiting"
+
+    def _written(self, size: int) -> None:
+        self.doing = f"writing a checkpoint, {size:,} bytes so far"  # whoever watches sees that it goes on
 
     def restore(self, folder: str, leaves: Sequence[RestoredLeaf]) -> int:
         """Keep leaves of a checkpoint, each in its layout; returns how many bytes of them this process read.

@@ -128,13 +128,17 @@ def _guarded() -> Iterator[None]:
         yield
         return
     mark = secrets.token_hex(16)
-    read_end, write_end = os.pipe()  # write_end stays open as long as this process lives; nobody inherits it
+    read_end, write_end = os.pipe()  # write_end stays open as long as this process lives; no other program inherits it
     command = [sys.executable, "-I", "-S", guardian.__file__, mark]
     os.posix_spawn(command[0], command, os.environ, file_actions=[(os.POSIX_SPAWN_DUP2, read_end, 0)], setsid=True)
     os.close(read_end)
     os.environ[_MARK] = mark
     try:
         yield
+        held = [write_end]  # once: a child's own children have other files under that number
+        os.register_at_fork(
+            after_in_child=lambda: held and os.close(held.pop())
+        )  # a copy of this process is not this process
     except BaseException:
         os.close(write_end)
         raise

@@ -7,8 +7,11 @@ In: sites, what each is given to do, and settings. Out: calls that go to all act
 from __future__ import annotations
 
 import contextlib
+import queue
+import threading
 import time
 import uuid
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence, Sized
 from typing import Any, NoReturn
@@ -63,6 +66,7 @@ class ActorGroup(ABC):
         self.actors: list[Any] = []
         self.hosts: list[str] = []
         self.group: PlacementGroup | None = None
+        self._dropped: Callable[[], object] | None = None
         needed = bundles(self.sites, platform)
         self.local = connect(settings.address, int(sum(b["CPU"] for b in needed)))
         check_room(needed)
@@ -77,16 +81,17 @@ class ActorGroup(ABC):
 
     def _place(self, needed: Sequence[dict[str, float]]) -> None:
         spread = len(alive_nodes()) >= len(needed) > 1
-        name = f"{self.settings.name}/{uuid.uuid4()}" if self.settings.name else ""
+        name = f"{self.settings.name}/{_process()}/{uuid.uuid4()}" if self.settings.name else ""
         self.group = placement_group(list(needed), strategy="STRICT_SPREAD" if spread else "PACK", name=name)
+        self._dropped = _removed_with(self, self.group)
         end = time.monotonic() + self.settings.start_timeout_s
         while not (there := self.group.wait(1)) and time.monotonic() < end:
             pass  # in turns: no signal comes through while Ray waits
         if not there:
             raise ClusterError(
                 f"the Ray cluster did not give {len(needed)} hosts to this step within {self.settings.start_timeout_s:g} s: it "
-                f"has {ray.available_resources()} free. Others may hold them. At {user_line()}. Wait for them, or plan for fewer "
-                "devices."
+                f"has {ray.available_resources()} free. Others may hold them, or this step itself, for other arguments. "
+                f"At {user_line()}. Wait for them, close what is not needed, or plan for fewer devices."
             )
         order = sorted({site.host for site in self.sites})
         gpu = self.platform != "cpu"
@@ -285,7 +290,9 @@ class ActorGroup(ABC):
             if self.group is not None:
                 with contextlib.suppress(Exception):
                     remove_placement_group(self.group)
-        self.actors, self.group = [], None
+        if self._dropped is not None:
+            self._dropped()
+        self.actors, self.group, self._dropped = [], None, None
 
 
 class WorkerGroup(ActorGroup):
@@ -341,10 +348,38 @@ class _Watch:
             group._lose(f"no worker has gone on for {idle:.0f} s ({doing})")
 
 
+def _removed_with(group: ActorGroup, placed: PlacementGroup) -> Callable[[], object]:
+    """Ray keeps what a placement group holds even when all its actors are gone: it goes when ``group`` is dropped.
+
+    The garbage collector may drop it at any moment, and must not call Ray then: it tells a thread, which waits for that.
+
+    Returns:
+        What does the same now, once.
+    """
+    dropped: queue.SimpleQueue[None] = queue.SimpleQueue()  # the one that may be put into from anywhere
+
+    def remove() -> None:
+        dropped.get()
+        with contextlib.suppress(Exception):  # it is gone already
+            if ray.is_initialized():
+                remove_placement_group(placed)
+
+    threading.Thread(target=remove, name="alpa_lite placement", daemon=True).start()
+    finalizer = weakref.finalize(group, dropped.put, None)
+    finalizer.atexit = False  # Ray ends it with the job
+    return finalizer
+
+
+def _process() -> str:
+    """A name that no other process of the cluster has."""
+    return ray.get_runtime_context().get_worker_id()
+
+
 def _remove_left(name: str) -> None:
-    """Takes away what an earlier process of that name left: Ray keeps an actor's placement groups until its job ends."""
+    """Takes away what another process left under a name: Ray keeps an actor's placement groups until its job ends."""
     for entry in placement_group_table().values() if name else ():
-        if entry["name"].rpartition("/")[0] == name and entry["state"] != "REMOVED":
+        left, _, process = entry["name"].rpartition("/")[0].rpartition("/")
+        if left == name and process != _process() and entry["state"] != "REMOVED":
             with contextlib.suppress(ValueError):  # it is gone meanwhile
                 remove_placement_group(get_placement_group(entry["name"]))
 

@@ -23,13 +23,15 @@ class RayExecutor:
         heartbeat_s: how often workers are asked whether they live, while a step takes longer than that.
         hang_timeout_s: a worker that has not answered for so long is taken for lost.
         progress_timeout_s: one that answers, but has issued no call for so long, as well; longer than the longest compilation.
-        start_timeout_s: within which all workers must have started.
+        start_timeout_s: within which the cluster must give the hosts; as long again for each of what workers then do one after
+            the other: start, import JAX and join each other, connect.
         env_vars: of the workers, set before JAX is imported there, e.g. {"XLA_FLAGS": "..."}.
         transport: of what one stage sends another: "pull", JAX's transfer server, between processes that know nothing of each
             other; or "device_put", JAX's own copies within one job of all workers, which use the links between GPUs. The latter
             is not proven on GPUs yet, and a worker that dies takes the others' processes with it.
-        name: of what it holds of the cluster. Whoever starts under the same name takes away what is there under it: a driver that
-            is an actor of Ray may die, and what it held stays until its job ends. Two that run at once need two names. "" = none.
+        name: of what it holds of the cluster. A process that starts workers under a name takes away what others hold under it:
+            a driver that is an actor of Ray may die, and what it held stays until its job ends. Two that run at once need two
+            names. "" = none.
         compile_cache: folder for compiled programs on every host, and on the driver's for layouts that engines planned; None =
             ``~/.cache/alpa_lite/compiled``, "" = no cache.
     """

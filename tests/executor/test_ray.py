@@ -342,11 +342,22 @@ def test_two_sizes_of_batches_under_one_name_and_a_step_that_is_dropped() -> Non
         assert float(step(np.float32(2), np.ones(size, np.float32))) == 2 * size
     assert len(held_under("sizes")) == 2
     del step
-    gc.collect()
+    gc.collect()  # tells a thread
     end = time.monotonic() + 20
     while held_under("sizes") and time.monotonic() < end:
         time.sleep(0.05)
     assert held_under("sizes") == []
+
+
+def test_state_that_meets_a_smaller_batch() -> None:
+    """Its workers are those of the first size: refused before others start, for which a cluster of GPUs has no room."""
+    cluster = al.Cluster.parse("1x1:cpu")
+    with al.parallelize(lambda w, batch: w + batch.sum(), cluster=cluster, executor=RayExecutor(name="last")) as step:
+        state = step(np.float32(2), np.ones(4, np.float32))
+        with pytest.raises(ArgumentsError, match=r"'0' is a RemoteArray of .* other shapes or types.*pad the last one"):
+            step(state, np.ones(3, np.float32))
+        assert len(held_under("last")) == 1
+        assert float(step(state, np.ones(4, np.float32))) == 10
 
 
 def test_only_what_its_own_workers_keep_is_saved(tmp_path: Path) -> None:

@@ -137,6 +137,9 @@ class RemoteStep:
 
     def __call__(self, leaves: Sequence[Any]) -> list[Any]:
         start = time.perf_counter()
+        for position, leaf in enumerate(leaves):  # before workers start for what they cannot run
+            if isinstance(leaf, RemoteArray):
+                self._check_given(leaf, position)
         values = self.start()
         group = values.group
         group.check()
@@ -178,7 +181,6 @@ class RemoteStep:
         given: dict[int, dict[int, HostTiles]] = defaultdict(dict)
         for position, (leaf, argument) in enumerate(zip(leaves, self.arguments, strict=True)):
             if isinstance(leaf, RemoteArray):
-                self._check_alive(leaf, position, values)
                 if argument.submeshes <= {leaf.submesh}:
                     held[position] = leaf
                     continue
@@ -200,13 +202,14 @@ class RemoteStep:
             values.group.each("set_reader", lambda _: (read,))
             values.read = read
 
-    def _check_alive(self, array: RemoteArray, position: int, values: RemoteValues) -> None:
+    def _check_given(self, array: RemoteArray, position: int) -> None:
         path = self.plan.inputs[position].path
-        if array._values is not values:
+        if array._values is not self.values:
             array._values.group.check()
             raise ArgumentsError(
-                f"the argument {path!r} is a RemoteArray of another step. It must be a host array or come from this step. Read "
-                "it with np.asarray(...) first."
+                f"the argument {path!r} is a RemoteArray of another step, or of this one for arguments of other shapes or types, "
+                "which has workers of its own. It must be a host array or come from the same step. Read it with np.asarray(...) "
+                "first; let all batches of a loop have one shape: pad the last one, or leave it out."
             )
         if array.is_deleted():
             raise ArgumentsError(

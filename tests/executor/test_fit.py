@@ -443,3 +443,69 @@ def test_a_step_under_another_plan_starts_its_workers_with_restart(monkeypatch: 
     made.plan(shape, shape)
     made.restart()
     assert [remote.plan.mesh.num_devices for remote in started] == [1]
+
+
+def test_a_second_ctrl_c_leaves_no_actors_of_a_step_that_nobody_knows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[str] = []
+
+    class Slow(Saving):
+        def poll(self) -> Path | None:
+            return None
+
+        def wait(self) -> Path:
+            raise KeyboardInterrupt
+
+    class Other(Played):
+        def begin_save(self, _: Any, number: int, *__: Any, **___: Any) -> Saving:
+            self.begun.append(Slow(number, False))
+            return self.begun[-1]
+
+        def close(self) -> None:
+            closed.append("actors")
+
+    other, start = Other(), _Run._start
+
+    def replanned(run: Any) -> Any:
+        run.step = other
+        return start(run)
+
+    def interrupted(_: al.StepReport) -> None:
+        if other.begun:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(_Run, "_start", replanned)
+    with pytest.raises(KeyboardInterrupt):
+        run_of(Played(), tmp_path, 11, interrupted)()
+    assert closed == ["actors"]
+
+
+def test_a_checkpoint_that_failed_before_a_nan_is_tried_again(tmp_path: Path) -> None:
+    class Fails(Saving):
+        def poll(self) -> Path | None:
+            return None
+
+        def wait(self) -> Path:
+            raise CheckpointError("stale file handle")
+
+    class Step(Played):
+        spoiled = False
+
+        def __call__(self, state: Any, position: Any) -> Any:
+            if position == 5 and not self.spoiled:
+                self.spoiled = True
+                return state + 1, np.float32("nan")
+            return super().__call__(state, position)
+
+        def begin_save(self, folder: Any, number: int, *rest: Any, **named: Any) -> Saving:
+            if not self.begun:
+                self.begun.append(Fails(number, True))
+                return self.begun[-1]
+            return super().begin_save(folder, number)
+
+    step = Step()
+    run = run_of(step, tmp_path, 9)
+    run.on_nan = "restore"
+    run()
+    assert [saving.number for saving in step.begun] == [5, 5, 9]

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 import alpa_lite as al
-from alpa_lite.errors import CheckpointError, EngineClosed, EngineLost, WorkerLost
+from alpa_lite.errors import CheckpointError, ClusterError, EngineClosed, EngineLost, ServeError, WorkerLost
 from alpa_lite.serve import engine
 from tests.serve.fake_runner import FakeRunner, request_of, running, scheduler_of
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'alpa-lite[ray]'")
 
+from alpa_lite.executor.sites import Site
 from alpa_lite.serve import hosts
 
 
@@ -127,3 +128,54 @@ def test_an_engine_that_cannot_begin_leaves_no_actors(monkeypatch: pytest.Monkey
     with pytest.raises(RuntimeError, match="new thread"):
         al.serve.Engine(model, {}, slots=2, max_length=8, buckets=(4,), executor="ray")
     assert closed == ["actors"]
+
+
+def test_an_engine_whose_ray_was_ended_says_so_and_asks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever asks Ray for anything then starts a cluster, with settings of Ray's own."""
+
+    class Actor:
+        def __getattr__(self, name: str) -> Any:
+            raise AssertionError(f"{name} of an actor was asked for")
+
+    def start() -> Group:
+        raise AssertionError("actors were started")
+
+    group: Any = hosts.PartGroup.__new__(hosts.PartGroup)
+    group.lost, group.steps, group.settings, group._sent = "", 0, al.RayExecutor(), []
+    group.sites = (Site(number=0, submesh=0, stages=(0,), host=0, devices=(0,), process=0, num_processes=1),)
+    group.actors = [Actor()]
+    made = runner_with(start)
+    made._group = group
+    monkeypatch.setattr(hosts.ray, "is_initialized", lambda: False)
+    scheduler, request = scheduler_of(made), request_of(1)
+    scheduler.submit(request)
+    with pytest.raises(ClusterError, match="Ray was ended in this process"):  # which ends the engine
+        scheduler.step()
+    with pytest.raises(ServeError, match=r"failed: ClusterError: Ray was ended in this process"):
+        request.result(1)
+    with pytest.raises(ClusterError, match="Ray was ended in this process"):
+        made.check()
+
+
+def test_an_engine_that_drains_and_has_nothing_left_starts_nothing_again() -> None:
+    class Runner(FakeRunner):
+        resets = 0
+
+        def decode(self, tokens: Any, rows: Any) -> list[int]:
+            began.set()
+            assert drained.wait(20)
+            raise EngineLost("an actor of the engine was lost")
+
+        def reset(self) -> None:
+            self.resets += 1
+
+    began, drained, runner = threading.Event(), threading.Event(), Runner()
+    with running(scheduler_of(runner)) as scheduler:
+        request = request_of(1)
+        scheduler.submit(request)
+        assert began.wait(20)
+        scheduler.drain()
+        drained.set()
+        with pytest.raises(EngineLost):
+            request.result(20)
+    assert runner.resets == 0

@@ -190,9 +190,11 @@ class _Run:
         try:
             return self._run()
         except BaseException:
-            self._end_save()
-            if self.step is not given:  # nobody else knows it
-                self.step.close()
+            try:
+                self._end_save()
+            finally:  # also where somebody does not wait for that either
+                if self.step is not given:  # nobody else knows it
+                    self.step.close()
             raise
 
     def _run(self) -> FitResult:
@@ -355,7 +357,7 @@ class _Run:
                 self._done(saving.wait())
             except CheckpointError as error:
                 self._not_saved(self.saved_at, error)
-            except WorkerLost:  # told where the workers are seen to
+            except (WorkerLost, ClusterError):  # told where the workers are seen to
                 pass
 
     # -- losses -------------------------------------------------------------------------------------------------------

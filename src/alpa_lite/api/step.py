@@ -162,6 +162,7 @@ class ParallelStep(Parallelized):
         Raises:
             ArgumentsError: there is no plan yet.
             CheckpointError: ``state`` is not what the step takes, or it cannot be written.
+            WorkerLost: a worker that keeps it was lost.
 
         Example:
             >>> step.save("checkpoints", state, step=200)
@@ -169,7 +170,12 @@ class ParallelStep(Parallelized):
         """
         planned = self._known_plan("step.save")
         check_saved(state, planned, argnum)
-        return self.begin_save(checkpoint_folder(dir, "step.save(dir, state)"), checked_step(step), state).wait()
+        saving = self.begin_save(checkpoint_folder(dir, "step.save(dir, state)"), checked_step(step), state)
+        try:
+            return saving.wait()
+        except KeyboardInterrupt:
+            saving.leave()
+            raise
 
     def begin_save(
         self,
@@ -186,7 +192,7 @@ class ParallelStep(Parallelized):
             return Saving(folder, number, state, planned, position=position, extra=extra)
         from alpa_lite.executor.ray.checkpoints import RemoteSaving
 
-        return RemoteSaving(self._remote(), folder, number, state, position=position, extra=extra)
+        return RemoteSaving(self._keeper(state), folder, number, state, position=position, extra=extra)
 
     def restore(self, dir: str | PathLike[str], step: int | None = None, argnum: int = 0) -> Any:
         """The state of a checkpoint in the planned layout of argument ``argnum``, each leaf on the devices of its stage alone.
@@ -311,6 +317,14 @@ class ParallelStep(Parallelized):
         made.timed_every = self.timed_every
         self._remotes.append(made)
         return made
+
+    def _keeper(self, state: Any) -> RemoteStep:
+        """Of the steps on workers, one per signature, that whose workers keep a state; the first one if none does."""
+        from alpa_lite.executor.ray.remote_array import RemoteArray
+
+        leaves = (part for leaf in jax.tree.leaves(state) for part in getattr(leaf, "parts", (leaf,)))
+        groups = {id(part._values) for part in leaves if isinstance(part, RemoteArray)}
+        return next((x for x in self._remotes if id(x.values) in groups), None) or self._remote()
 
     @property
     def options(self) -> PlanOptions:

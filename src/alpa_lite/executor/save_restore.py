@@ -96,6 +96,9 @@ class Saving:
         """The checkpoint's folder, when it is complete; raises as ``poll``."""
         return self._running.result()
 
+    def leave(self) -> None:
+        """Nobody will wait again: it is completed all the same."""
+
     def _complete(self) -> Path:
         """In a thread: until all that was begun is written and the first process has made a checkpoint of it."""
         try:

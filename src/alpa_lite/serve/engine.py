@@ -152,7 +152,11 @@ class Engine:
         weakref.finalize(self, dropped.start).atexit = False  # pyrefly: ignore[missing-attribute]
         # At the end of the process, before JAX's own clean-up, as it was registered later.
         weakref.finalize(self._thread, _end, weakref.ref(self._scheduler), weakref.ref(self._thread))
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:  # an interrupt may come when it runs already
+            self._scheduler.close(_DROPPED)
+            raise
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -401,7 +405,8 @@ def _end(scheduler: weakref.ref[Scheduler], thread: weakref.ref[threading.Thread
     running, left = thread(), scheduler()
     if running is not None and left is not None:
         left.close(_DROPPED)
-        running.join()
+        if running.ident is not None:  # else it never ran
+            running.join()
 
 
 def _keep_compiled(folder: str) -> None:

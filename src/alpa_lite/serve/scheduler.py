@@ -287,7 +287,7 @@ class Scheduler:
             failure.__cause__ = error
         for request in list(self._running.values()):
             request._finish("error", failure)
-        if not self.ending:  # else nobody would use what is started again
+        if not self.ending and (self._queue or not self._draining):  # else nobody would use what is started again
             self._runner.reset()
 
     def _end_all(self) -> None:

@@ -49,7 +49,9 @@ class RemoteSaving:
         self._step, self._folder, self._number = step, folder, number
         self._position, self._extra = position, extra
         self._committing: Future[Path] | None = None
+        self._given_up = False
         leaves = _by_submesh(step, state)
+        self._group = step.group  # also where the step is closed, or has others, meanwhile
         self._submeshes = frozenset(leaves)
         unfinished = folder.begin(number).resolve()
 
@@ -58,7 +60,7 @@ class RemoteSaving:
             return None if found is None else (str(unfinished / f"submesh_{site.submesh}"), found)
 
         try:
-            step.group.each("save", args)
+            self._group.each("save", args)
         except BaseException:
             self._give_up()
             raise
@@ -79,12 +81,22 @@ class RemoteSaving:
         """The checkpoint's folder, when it is complete; raises as ``poll``."""
         return self._commit().result()
 
+    def leave(self) -> None:
+        """Nobody will wait again: gives it up, unless all is written."""
+        if self._committing is None:
+            self._give_up()
+
     def _commit(self) -> Future[Path]:
         """Waits until all items are written, and makes a checkpoint of them in a thread."""
+        if self._given_up:  # and whoever waited first saw why
+            raise CheckpointError(
+                f"the checkpoint of step {self._number} was given up. It could not be written, as was told. Nothing of it is "
+                "left, older checkpoints are untouched. Save the state again."
+            )
         if self._committing is None:
             try:
-                items: list[ItemRecord] = self._step.group.each("finish_save", self._asked)
-            except BaseException:
+                items: list[ItemRecord] = self._group.each("finish_save", self._asked)
+            except Exception:  # whoever is interrupted may wait again
                 self._give_up()
                 raise
             first = {site.number for site in self._step.parcel.sites if site.process == 0}
@@ -108,10 +120,10 @@ class RemoteSaving:
         return () if site.submesh in self._submeshes else None
 
     def _give_up(self) -> None:
-        group = self._step.group if self._step.values is not None else None
+        self._given_up = True
         try:
-            if group is not None and not group.lost:  # none must still be writing when the folder goes
-                group.each("end_save", self._asked)
+            if not self._group.lost:  # none must still be writing when the folder goes
+                self._group.each("end_save", self._asked)
         finally:
             self._folder.abandon(self._number)
 
@@ -126,8 +138,8 @@ def _by_submesh(step: RemoteStep, state: Any) -> dict[int, dict[str, int]]:
                     f"the leaf {path!r} of the state to be saved is no RemoteArray: it lies in this process. Workers write what "
                     "they keep. Pass the state that the step returned, or save it with a step of the local executor."
                 )
+            part._values.group.check()
             if part._values is not step.values:  # names are those of one group of workers
-                part._values.group.check()
                 raise CheckpointError(
                     f"the leaf {path!r} of the state to be saved is a RemoteArray of another step. Workers write what they keep. "
                     "Save it with the step that returned it."

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 import msgspec
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError, UnserializableException
 from ray.util.placement_group import (
     PlacementGroup,
     get_placement_group,
@@ -58,6 +58,8 @@ class ActorGroup(ABC):
         lost: why the group is dead, "" while it lives.
     """
 
+    _job = ""
+
     def __init__(self, sites: Sequence[Site], platform: str, wide: bool, settings: RayExecutor) -> None:
         self.sites, self.platform, self.wide, self.settings = sites, platform, wide, settings
         self.steps = 0
@@ -69,6 +71,7 @@ class ActorGroup(ABC):
         self._dropped: Callable[[], object] | None = None
         needed = bundles(self.sites, platform)
         self.local = connect(settings.address, int(sum(b["CPU"] for b in needed)))
+        self._job = _job()
         check_room(needed)
         _remove_left(self.settings.name)
         try:
@@ -191,11 +194,15 @@ class ActorGroup(ABC):
     def check(self) -> None:
         if self.lost:
             raise WorkerLost(self.lost, self.steps)
-        if not ray.is_initialized():  # else the next call to Ray would start a cluster, with settings of its own
-            raise ClusterError(
-                f"Ray was ended in this process, by ray.shutdown() or because the process ends, and with it {len(self.sites)} "
-                "workers. They need it. End what runs on them first, or start again."
-            )
+        # Else the next call to Ray would start a cluster, with settings of its own, or ask one that knows no such actors.
+        if not ray.is_initialized() or (self._job and self._job != _job()):
+            self._ended(None)
+
+    def _ended(self, cause: BaseException | None) -> NoReturn:
+        raise ClusterError(
+            f"Ray was ended in this process, by ray.shutdown() or because the process ends, and with it {len(self.sites)} "
+            "workers. They need it. End what runs on them first, or start again."
+        ) from cause
 
     def wait(self, refs: Sequence[Any], limit_s: float | None = None) -> list[Any]:
         """The answers, in order; while they take long, workers are asked whether they live.
@@ -206,7 +213,9 @@ class ActorGroup(ABC):
         answers: dict[Any, Any] = {}
         try:
             self._collect(refs, answers, limit_s)
-        except BaseException:
+        except BaseException as error:
+            if not isinstance(error, KeyboardInterrupt) and not self.lost and not ray.is_initialized():
+                self._ended(error)  # Ray's own wait then raises SystemExit, which a thread ends with in silence
             with contextlib.suppress(Exception):  # Ray prints errors that nobody has seen
                 if ray.is_initialized() and (unseen := [ref for ref in refs if ref not in answers]):
                     for ref in ray.wait(unseen, num_returns=len(unseen), timeout=_SEEN_S)[0]:
@@ -221,6 +230,7 @@ class ActorGroup(ABC):
         watch = _Watch(self)
         while rest:
             ready, rest = ray.wait(rest, timeout=self.settings.heartbeat_s)
+            self.check()  # Ray may have been ended meanwhile
             if ready and rest:  # workers of a step end nearly together: two calls for all instead of two for each
                 more, rest = ray.wait(rest, num_returns=len(rest), timeout=_TOGETHER_S)
                 ready += more
@@ -239,23 +249,32 @@ class ActorGroup(ABC):
     def _answer(self, ref: Any) -> Any:
         try:
             return ray.get(ref)
-        except RayActorError as error:
-            self._lose(f"a worker died: {_reason(error)}")
-        except RayTaskError as error:
+        except RayTaskError as error:  # first: one that another actor's loss made is both
             cause = error.cause
             if isinstance(cause, CheckpointError):  # the workers are well: only nothing was saved or restored
                 raise cause from None
             if isinstance(cause, AlpaLiteError):
                 self.kill(f"a worker refused: {cause}")
                 raise cause from None
+            if isinstance(cause, UnserializableException):  # of another one, whose answer this one was given
+                self._not_sent(cause)
             dead = self.dead()
             # Neither lost (nor another one's answer to this one), nor JAX's: a mistake in what was asked.
             if not dead and not isinstance(cause, RuntimeError | RayError):
                 self.kill(f"a worker failed: {type(cause).__name__}: {cause}")
                 raise cause from error  # which has the worker's traceback
             self._lose(f"{dead[0]} died" if dead else f"a worker failed: {_reason(cause)}")
+        except RayActorError as error:
+            self._lose(f"a worker died: {_reason(error)}")
+        except UnserializableException as error:
+            self._not_sent(error)
         except RayError as error:
             self._lose(f"a worker's answer was lost: {_reason(error)}")
+
+    def _not_sent(self, error: UnserializableException) -> NoReturn:
+        """A mistake in what was asked, told by an exception whose ``__init__`` takes other arguments than it passes on."""
+        self.kill("a worker failed with an exception that cannot be sent")
+        raise RuntimeError(f"a worker failed with an exception that cannot be sent: {error}") from None
 
     def dead(self) -> list[str]:
         """The workers that are no more."""
@@ -368,6 +387,12 @@ def _removed_with(group: ActorGroup, placed: PlacementGroup) -> Callable[[], obj
     finalizer = weakref.finalize(group, dropped.put, None)
     finalizer.atexit = False  # Ray ends it with the job
     return finalizer
+
+
+def _job() -> str:
+    """A name of this process's part in the cluster, which is another one whenever it joins one."""
+    context = ray.get_runtime_context()
+    return f"{context.get_node_id()}/{context.get_job_id()}"
 
 
 def _process() -> str:

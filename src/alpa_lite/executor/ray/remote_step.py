@@ -147,7 +147,10 @@ class RemoteStep:
         names = {position: values.new() for position in range(len(self.parcel.outputs))}
         dropped, timed = values.dropped(), bool(self.timed_every) and (group.steps + 1) % self.timed_every == 0
 
+        asked = []
+
         def order(site: Any) -> tuple[StepOrder]:
+            asked.append(site)
             return (
                 StepOrder(
                     number=group.steps + 1,
@@ -160,11 +163,19 @@ class RemoteStep:
                 ),
             )
 
-        answers: list[StepAnswer] = group.each("step", order)
+        donated = [a.name for p, a in held.items() if p in self.donated]
+        try:
+            answers: list[StepAnswer] = group.each("step", order)
+        except BaseException:  # workers run it to its end: what it donates is gone, and nobody wants its results
+            if asked:
+                values.alive.difference_update(donated)
+            for name in names.values():
+                values.forget(name)
+            raise
         group.steps += 1
         self.saving = any(a.saving for a in answers)
         self.times = StepTimes(time.perf_counter() - start, [a.step_s for a in answers], [a.busy_s for a in answers])
-        values.alive.difference_update(a.name for p, a in held.items() if p in self.donated)
+        values.alive.difference_update(donated)
         told = {position: value for answer in answers for position, value in answer.told.items()}
         return [self._result(values, p, names[p], told.get(p)) for p in names]
 
@@ -212,6 +223,7 @@ class RemoteStep:
                 "first; let all batches of a loop have one shape: pad the last one, or leave it out."
             )
         if array.is_deleted():
+            array._values.group.check()  # whose values are all gone, if it is lost
             raise ArgumentsError(
                 f"the argument {path!r} was donated to an earlier call, so its value is gone. An argument must exist. Pass the "
                 "result of that call, or leave it out of donate_argnums."

@@ -135,6 +135,7 @@ def test_symbolic_worker_count_equals_concrete(name):
         same_as_concrete(plan, n, early(name, n))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("device", ["h100-sxm", "cpu"])
 def test_symbolic_worker_count_beside_a_fixed_axis(device):
     """Row: n beside an axis of 2; on CPU memory is packed anew for every n and equals the plan's as well."""

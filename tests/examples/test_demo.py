@@ -7,11 +7,12 @@ import json
 import pytest
 
 import alpa_lite as al
-from examples import demo
 
 
 @pytest.mark.slow
 def test_both_models_are_trained_and_served(tmp_path, capsys):
+    from examples import demo
+
     losses, llama_losses = demo.run(tmp_path, num_steps=3, num_llama_steps=3)
     assert losses.largest_difference() < 1e-4 and len(losses.planned) == len(llama_losses) == 3
     assert json.loads((tmp_path / "losses.json").read_text())["planned"] == losses.planned

@@ -52,6 +52,7 @@ def test_one_device_restores_all(whole):
         assert got[path].devices() == {jax.devices()[0]}
 
 
+@pytest.mark.medium
 def test_what_was_restored_can_be_donated(whole):
     arrays, on = {"w": leaves(mesh())["w"]}, mesh(4)
     got = read_leaves(whole.path(), whole.read(), structs(arrays, on))  # replicated: four devices want one tile

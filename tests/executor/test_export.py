@@ -53,6 +53,7 @@ def copy(exported, tmp_path):
     return shutil.copytree(exported, tmp_path / "copy")
 
 
+@pytest.mark.medium
 def test_the_files(exported):
     ranks = {f"rank_{r}/{name}" for r in range(4) for name in ("slices.json", "0.npy", "1.npy", "2.npy")}
     assert {p.relative_to(exported).as_posix() for p in exported.rglob("*") if p.is_file()} == COMMON | ranks

@@ -618,3 +618,14 @@ def test_ray_that_ends_while_a_call_waits_is_not_started_again(answered: bool, m
     with pytest.raises(ClusterError, match="Ray was ended in this process"):
         group.wait([object()])
     assert not asked, "Ray was asked after its end"
+
+
+def test_a_state_of_the_second_signature_is_saved(tmp_path: Path) -> None:
+    def add(state: Any, batch: Any) -> Any:
+        return {"w": state["w"] + batch.sum()}, state["w"].sum()
+
+    state = {"w": np.ones(4, np.float32)}
+    with al.parallelize(add, cluster=al.Cluster.parse("1x1:cpu"), executor=WATCHED, donate_argnums=0) as step:
+        step.plan(state, np.ones(8, np.float32))
+        made, _ = step(state, np.ones(2, np.float32))
+        step.save(tmp_path, made, step=1)

@@ -1,4 +1,4 @@
-"""Checkpoints that workers write: who gives them up, and when. Workers are played, but where a fixture says otherwise."""
+"""Checkpoints that workers write: who gives them up, and when. Workers are played."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import alpa_lite as al
 from alpa_lite.errors import CheckpointError, WorkerLost
 from alpa_lite.plan.checkpoint_folder import CheckpointFolder
 from tests.executor.test_fit import Played, run_of
-from tests.executor.test_ray import WATCHED
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'alpa-lite[ray]'")
 
@@ -146,15 +145,3 @@ def test_a_state_of_lost_workers_was_not_donated(monkeypatch: pytest.MonkeyPatch
     group.lost = "worker 1 died"
     with pytest.raises(WorkerLost, match="worker 1 died"):
         checkpoints._by_submesh(step, state)
-
-
-@pytest.mark.usefixtures("ray_session")
-def test_a_state_of_the_second_signature_is_saved(tmp_path: Path) -> None:
-    def add(state: Any, batch: Any) -> Any:
-        return {"w": state["w"] + batch.sum()}, state["w"].sum()
-
-    state = {"w": np.ones(4, np.float32)}
-    with al.parallelize(add, cluster=al.Cluster.parse("1x1:cpu"), executor=WATCHED, donate_argnums=0) as step:
-        step.plan(state, np.ones(8, np.float32))
-        made, _ = step(state, np.ones(2, np.float32))
-        step.save(tmp_path, made, step=1)

@@ -9,6 +9,7 @@ import alpa_lite as al
 from alpa_lite.errors import SlicingError
 from alpa_lite.interop import compare_stage_counts, slice_stages
 from tests.interop.oracle import best_slicing, objective
+from tests.marks import medium_from
 
 SUBMESHES = ((1, 2, 4, 8), (1, 2), (2, 4), (1, 3), (2, 3, 4), (4, 2, 2), (8,), (1,))
 
@@ -72,13 +73,13 @@ def check(case: dict, more: dict) -> bool:
     return True
 
 
-@pytest.mark.parametrize("layers", range(1, 9))
+@pytest.mark.parametrize("layers", medium_from(6, 9, 9)[1:])
 def test_plain_tables_equal_exhaustive_search(layers):
     found = [check(random_case(seed, layers), {}) for seed in range(40)]
     assert sum(found) > 8
 
 
-@pytest.mark.parametrize("layers", range(1, 8))
+@pytest.mark.parametrize("layers", medium_from(5, 8, 8)[1:])
 def test_pins_and_further_costs_equal_exhaustive_search(layers):
     found = []
     for seed in range(60):

@@ -385,6 +385,7 @@ def test_leaves_that_one_graph_reads_earlier_whatever_the_order(options):
         assert layout.price["often"] < 1e-9
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("shared", ["0", "0/l"])
 def test_followed_leaves_stay_on_their_stages(shared):
     """Also those that no graph reads, reads in an earlier layer, or shares."""

@@ -205,6 +205,7 @@ def test_where_training_has_them():
     }
 
 
+@pytest.mark.medium
 def test_a_budget_in_which_alone_no_plan_is_found():
     """The search for one graph ends with a plan that is too large, and there is one with a layout that is fixed."""
     graph = (

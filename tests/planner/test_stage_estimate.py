@@ -47,6 +47,7 @@ def test_what_is_done_once_is_added():
     assert estimate_s([1.0], [], [0.5], [1], 4) == pytest.approx(4.5)
 
 
+@pytest.mark.medium
 def test_later_stages_hide_what_they_do_once():
     times, trips, flying = [1.0] * 4, [0.1] * 3, in_flight_of("1f1b", 4, COUNT)[::-1]
     for stage in range(4):

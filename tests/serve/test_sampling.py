@@ -151,6 +151,7 @@ def test_where_the_largest_logit_is_no_number_there_is_no_token(temperature: flo
     assert [token == NO_TOKEN for token in got] == [True, True, False, True, False]
 
 
+@pytest.mark.medium
 def test_logits_of_64_bits_may_be_beyond_those_of_32() -> None:
     """Only their differences count."""
     rows = rows_of(*(Sampling(temperature=1.0, seed=seed) for seed in range(64)))

@@ -325,6 +325,7 @@ def test_a_request_is_always_in_the_queue_or_in_a_slot() -> None:
     assert [found.queued + found.active for found in seen] == [1]
 
 
+@pytest.mark.medium
 def test_the_collector_may_end_a_request_while_others_are_counted() -> None:
     """A reader that was dropped in a reference cycle holds its request until the collector comes, in any thread at any place."""
     with running(scheduler_of()) as scheduler:

@@ -91,6 +91,7 @@ def test_clones_wait_for_the_cotangent_behind_one_barrier():
             assert read <= constant or read & waiting, op
 
 
+@pytest.mark.medium
 def test_the_users_own_recomputation_stays_as_it_is():
     found = layered(lambda w, k, x: loss(w, k, x, wrap=lambda i, f: jax.checkpoint(f) if i == 1 else f))
     assert recomputable(found) == (0, 2)

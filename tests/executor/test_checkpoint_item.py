@@ -223,8 +223,9 @@ def test_a_folder_that_cannot_be_written_to(tmp_path):
 
 
 @pytest.mark.parametrize("shape", [(3,), (1024, 1024)])
-def test_a_host_that_does_not_see_the_folder(tmp_path, shape):
+def test_a_host_that_does_not_see_the_folder(tmp_path, shape, monkeypatch):
     """Orbax would write to a folder of its own there, of which the checkpoint knows nothing."""
+    monkeypatch.setattr(checkpoint_item, "_SEEN_S", 0.2)
     with pytest.raises(CheckpointError, match=r"of host .* is not the one.*'gone' is not in it.*that they share"):
         ItemWriter().start(tmp_path / "gone" / "submesh_0", {"w": jnp.ones(shape)})
     assert not (tmp_path / "gone").exists()

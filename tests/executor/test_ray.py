@@ -338,29 +338,29 @@ def held_under(name: str) -> list[str]:
     return [g["state"] for g in groups if g["name"].startswith(f"{name}/") and g["state"] != "REMOVED"]
 
 
-def test_two_sizes_of_batches_under_one_name_and_a_step_that_is_dropped() -> None:
+def test_two_sizes_of_batches_and_a_step_that_is_dropped(tmp_path: Path) -> None:
+    """Each size has workers of its own, which keep what they return, and whose place nobody takes away but their end."""
+
+    def add(state: Any, batch: Any) -> Any:
+        return {"w": state["w"] + batch.sum()}, state["w"].sum()
+
+    first = {"w": np.ones(4, np.float32)}
+    batches = {size: np.ones(size, np.float32) for size in (2, 3)}
     executor = RayExecutor(name="sizes", heartbeat_s=0.5)
-    step = al.parallelize(lambda w, batch: (w * batch).sum(), cluster=al.Cluster.parse("1x1:cpu"), executor=executor)
-    for size in (4, 3, 4, 3):
-        assert float(step(np.float32(2), np.ones(size, np.float32))) == 2 * size
+    step = al.parallelize(add, cluster=al.Cluster.parse("1x1:cpu"), executor=executor)
+    states = {2: step(first, batches[2])[0]}
+    with pytest.raises(ArgumentsError, match=r"'0/w' is a RemoteArray of .* other shapes or types.*pad the last one"):
+        step(states[2], batches[3])
+    assert len(held_under("sizes")) == 1, "workers were started for a call that cannot be"
+    states[3] = step(first, batches[3])[0]
     assert len(held_under("sizes")) == 2
-    del step
+    for size, state in states.items():
+        states[size], loss = step(state, batches[size])
+        assert float(loss) == 4 * (1 + size)
+        step.save(tmp_path, states[size], step=size)
+    del step, states, state, loss
     gc.collect()  # tells a thread
-    end = time.monotonic() + 20
-    while held_under("sizes") and time.monotonic() < end:
-        time.sleep(0.05)
-    assert held_under("sizes") == []
-
-
-def test_state_that_meets_a_smaller_batch() -> None:
-    """Its workers are those of the first size: refused before others start, for which a cluster of GPUs has no room."""
-    cluster = al.Cluster.parse("1x1:cpu")
-    with al.parallelize(lambda w, batch: w + batch.sum(), cluster=cluster, executor=RayExecutor(name="last")) as step:
-        state = step(np.float32(2), np.ones(4, np.float32))
-        with pytest.raises(ArgumentsError, match=r"'0' is a RemoteArray of .* other shapes or types.*pad the last one"):
-            step(state, np.ones(3, np.float32))
-        assert len(held_under("last")) == 1
-        assert float(step(state, np.ones(4, np.float32))) == 10
+    wait_for(lambda: not held_under("sizes"))
 
 
 def test_only_what_its_own_workers_keep_is_saved(tmp_path: Path) -> None:
@@ -618,14 +618,3 @@ def test_ray_that_ends_while_a_call_waits_is_not_started_again(answered: bool, m
     with pytest.raises(ClusterError, match="Ray was ended in this process"):
         group.wait([object()])
     assert not asked, "Ray was asked after its end"
-
-
-def test_a_state_of_the_second_signature_is_saved(tmp_path: Path) -> None:
-    def add(state: Any, batch: Any) -> Any:
-        return {"w": state["w"] + batch.sum()}, state["w"].sum()
-
-    state = {"w": np.ones(4, np.float32)}
-    with al.parallelize(add, cluster=al.Cluster.parse("1x1:cpu"), executor=WATCHED, donate_argnums=0) as step:
-        step.plan(state, np.ones(8, np.float32))
-        made, _ = step(state, np.ones(2, np.float32))
-        step.save(tmp_path, made, step=1)

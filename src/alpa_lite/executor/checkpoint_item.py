@@ -14,6 +14,7 @@ import contextlib
 import functools
 import math
 import socket
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -36,6 +37,7 @@ from alpa_lite.plan.manifest import digests
 
 PACKED = "packed.bin"
 PACKED_BYTES = 2**20  # up to which a leaf is written together with others
+_SEEN_S = 5.0  # until all hosts see a folder that one of them has made
 _TOLD_S = 5.0  # between two looks at how much was written
 _FACT_CHARS = 500
 _WINDOW_BYTES = 2**30  # of host memory, for what is read and not yet on its device
@@ -104,9 +106,8 @@ class ItemWriter:
         self._folder = folder
         try:
             _check_seen(folder.parent)
-            together.barrier(
-                key="begin", timeout_ms=self._timeout_ms
-            )  # before Orbax's own, which wait for one that failed
+            # Before Orbax's own barriers, of which the first ones wait for a process that failed.
+            together.barrier(key="begin", timeout_ms=self._timeout_ms)
             packed = saver = None
             if len(together.processes) == 1:
                 described, large, pieces = _packed(leaves)
@@ -226,7 +227,10 @@ def _finish(
 
 def _check_seen(unfinished: Path) -> None:
     """Raises where this host does not have the folder that the checkpoint was begun in: Orbax would make one of its own."""
-    if not unfinished.exists():
+    end = time.monotonic() + _SEEN_S
+    while not (seen := unfinished.exists()) and time.monotonic() < end:
+        time.sleep(0.1)
+    if not seen:
         raise CheckpointError(
             f"the folder {str(unfinished.parent)!r} of host {socket.gethostname()!r} is not the one in which a checkpoint was "
             f"begun: {unfinished.name!r} is not in it. All hosts must see the folder of checkpoints under one path. Give one on "

@@ -135,10 +135,9 @@ def _guarded() -> Iterator[None]:
     os.environ[_MARK] = mark
     try:
         yield
-        held = [write_end]  # once: a child's own children have other files under that number
-        os.register_at_fork(
-            after_in_child=lambda: held and os.close(held.pop())
-        )  # a copy of this process is not this process
+        # A child that this process forks is not this process. Once: a child's own children have other files under that number.
+        held = [write_end]
+        os.register_at_fork(after_in_child=lambda: held and os.close(held.pop()))
     except BaseException:
         os.close(write_end)
         raise

@@ -214,7 +214,8 @@ class ActorGroup(ABC):
         try:
             self._collect(refs, answers, limit_s)
         except BaseException as error:
-            if not isinstance(error, KeyboardInterrupt) and not self.lost and not ray.is_initialized():
+            told = isinstance(error, KeyboardInterrupt | ClusterError)
+            if not told and not self.lost and not ray.is_initialized():
                 self._ended(error)  # Ray's own wait then raises SystemExit, which a thread ends with in silence
             with contextlib.suppress(Exception):  # Ray prints errors that nobody has seen
                 if ray.is_initialized() and (unseen := [ref for ref in refs if ref not in answers]):

@@ -118,6 +118,10 @@ class JobStore:
     def set(self, key: str, value: str) -> None:
         self._client.key_value_set(key, value)
 
+    def delete(self, prefix: str) -> None:
+        """All keys that begin with ``prefix`` and a slash; who waits for one of them waits on."""
+        self._client.key_value_delete(prefix)
+
     def get(self, key: str, timeout_s: float) -> str | None:
         """Waits until the key is there; None if it is not in time."""
         try:

@@ -2,7 +2,8 @@
 
 With an address it is one of two processes of a ``jax.distributed`` world, of two devices each; else it is alone. It writes its
 item of the checkpoints in the folders that it is told of on standard input, and says for each what was written; told of a
-complete checkpoint, it restores it in another layout and compares. Where an order says so, its disk is full meanwhile.
+complete checkpoint, it restores it in another layout and compares. Where an order says so, its disk is full meanwhile, or it
+tells of which checkpoints the processes keep what they said to each other.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ def main(text: str) -> None:
     if request["address"]:
         jax.distributed.initialize(request["address"], 2, request["process"], initialization_timeout=60)
     assert len(jax.devices()) == (4 if request["address"] else 2)
+    from alpa_lite._jax_compat import JobStore
     from alpa_lite.errors import CheckpointError
     from alpa_lite.executor.checkpoint_item import ItemWriter
 
@@ -36,6 +38,9 @@ def main(text: str) -> None:
         if "restore" in order:
             restore(Path(order["restore"]), order["step"])
             say({"restored": True})
+        elif "said" in order:
+            said = JobStore()._client.key_value_dir_get("alpa_lite/items")
+            say({"said": sorted({key.split("/")[2] for key, _ in said})})
         else:
             leaves = state(order["step"], request["rows"])
             hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]

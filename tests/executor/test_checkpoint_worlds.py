@@ -79,6 +79,10 @@ def test_two_processes_write_one_item_and_a_third_another_one(tmp_path):
             assert first.leaves == second.leaves and first.files and not second.files
             assert {name.partition("/")[0] for name in first.files} >= {"ocdbt.process_0", "ocdbt.process_1"}
             root.commit(step, [first, third], plan_text="{}\n")
+            workers[0].ask(said=True)
+            assert workers[0].answer() == {"said": sorted([folder.name, "last"])}, (
+                "what was said of other checkpoints stays"
+            )
         assert root.steps() == (2, 3)
         for worker in workers:
             worker.ask(restore=str(root.root), step=3)

@@ -107,7 +107,7 @@ class ItemWriter:
         try:
             _check_seen(folder.parent)
             # Before Orbax's own barriers, of which the first ones wait for a process that failed.
-            together.barrier(key="begin", timeout_ms=self._timeout_ms)
+            together.begin(self._timeout_ms)
             packed = saver = None
             if len(together.processes) == 1:
                 described, large, pieces = _packed(leaves)

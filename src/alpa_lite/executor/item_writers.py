@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
+import zlib
 from collections import Counter
 from pathlib import Path
 
@@ -25,7 +26,7 @@ class ItemWriters:
     """The processes of an item, seen by one of them.
 
     Args:
-        folder: of the item; no two items have one.
+        folder: of the item; its name and its parent's are no other item's.
         processes: that hold parts of its arrays, this one among them.
     """
 
@@ -33,7 +34,7 @@ class ItemWriters:
         self.processes, self.first = processes, min(processes)
         self._folder, self._me = folder, jax.process_index()
         self._store = JobStore() if len(processes) > 1 else None
-        self._prefix = f"alpa_lite/items/{folder}"
+        self._prefix = f"alpa_lite/items/{folder.parent.name}/{folder.name}"
         self._met: Counter[str] = Counter()
 
     def fail(self, error: BaseException) -> None:
@@ -41,6 +42,16 @@ class ItemWriters:
         if self._store is not None:
             with contextlib.suppress(jax.errors.JaxRuntimeError):  # another one was first, or the job has ended
                 self._store.set(f"{self._prefix}/failed", f"process {self._me} on {socket.gethostname()}: {error}")
+
+    def begin(self, timeout_ms: int) -> None:
+        """As ``barrier``, before anything is written. What was said of the last item of this name goes: all are done with it."""
+        self.barrier(key="begin", timeout_ms=timeout_ms)
+        if self._store is not None and self._me == self.first:
+            last = f"alpa_lite/items/last/{zlib.crc32(str(sorted(self.processes)).encode())}/{self._folder.name}"
+            if (before := self._store.get(last, _AT_ONCE_S)) is not None:
+                self._store.delete(before)
+                self._store.delete(last)
+            self._store.set(last, self._prefix)
 
     def barrier(self, *, key: str, timeout_ms: int) -> None:
         """Waits until all processes are here; what Orbax asks of a barrier.

@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Container, Iterable
 from typing import Any
 
 import pytest
-
-# Importing it takes seconds, also where all that needs it is left out.
-needs_serve = pytest.mark.skipif(
-    any(importlib.util.find_spec(module) is None for module in ("ray", "fastapi")),
-    reason="Ray Serve is not installed: pip install 'alpa-lite[serve]'",
-)
 
 
 def slow_but(quick: Container[Any], cases: Iterable[Any]) -> list[Any]:

@@ -122,6 +122,15 @@ class JobStore:
         """All keys that begin with ``prefix`` and a slash; who waits for one of them waits on."""
         self._client.key_value_delete(prefix)
 
+    def found(self, key: str) -> str | None:
+        """What is there now; None if nothing is."""
+        try:
+            return self._client.key_value_try_get(key)
+        except jax.errors.JaxRuntimeError as error:
+            if "NOT_FOUND" not in str(error):
+                raise
+            return None
+
     def get(self, key: str, timeout_s: float) -> str | None:
         """Waits until the key is there; None if it is not in time."""
         try:

@@ -55,10 +55,12 @@ class Worker:
         self.process.stdin.write(json.dumps(order) + "\n")
         self.process.stdin.flush()
 
-    def answer(self) -> Any:
+    def answer(self, refused: bool = False) -> Any:
         while line := self.process.stdout.readline():
             if line.startswith("{"):  # gloo speaks on stdout too
-                return json.loads(line)
+                found = json.loads(line)
+                assert refused or "refused" not in found, found
+                return found
         raise AssertionError(self.log.read_text()[-4000:])
 
 
@@ -106,7 +108,7 @@ def _refused_together(root: CheckpointFolder, pair: list[Worker]) -> None:
     folder, start = root.begin(3), time.monotonic()
     for number, worker in enumerate(pair):
         worker.ask(folder=str(folder), step=3, full=number == 1)
-    first, second = (worker.answer()["refused"] for worker in pair)
+    first, second = (worker.answer(refused=True)["refused"] for worker in pair)
     assert time.monotonic() - start < 30  # they give up on one that says nothing after 60
     assert "process 1 on" in first and "not all of the 2 processes" in first
     assert all("File too large" in text for text in (first, second))

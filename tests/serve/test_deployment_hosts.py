@@ -12,11 +12,11 @@ import pytest
 
 import alpa_lite as al
 from benchmarks.ray_session import free_port
-from tests.marks import needs_serve
 from tests.serve.clients import PROMPTS, ask, kill_under_load
 from tests.serve.served_target import target_of_two_layers as target
 
-pytestmark = [needs_serve, pytest.mark.ray, pytest.mark.slow]
+pytest.importorskip("ray.serve", reason="Ray Serve is not installed: pip install 'alpa-lite[serve]'")
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 SIZES: dict[str, Any] = {"slots": 4, "max_length": 48, "buckets": (8, 32)}
 

@@ -23,10 +23,10 @@ from alpa_lite.cli import main
 from alpa_lite.cli.serve import _check_target
 from alpa_lite.errors import EngineClosed, ServeError
 from benchmarks.ray_session import free_port
-from tests.marks import needs_serve
 from tests.serve.served_target import not_a_target, target
 
-pytestmark = [needs_serve, pytest.mark.ray, pytest.mark.medium]
+pytest.importorskip("ray.serve", reason="Ray Serve is not installed: pip install 'alpa-lite[serve]'")
+pytestmark = [pytest.mark.ray, pytest.mark.medium]
 
 
 @pytest.mark.parametrize(("host", "shown"), [("127.0.0.1", "127.0.0.1"), ("::1", "[::1]")])

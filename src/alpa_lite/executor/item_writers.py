@@ -19,7 +19,6 @@ from alpa_lite._jax_compat import JobStore
 from alpa_lite.errors import CheckpointError
 
 _LOOK_S = 0.5  # between two looks at whether a process failed
-_AT_ONCE_S = 0.001
 
 
 class ItemWriters:
@@ -48,7 +47,7 @@ class ItemWriters:
         self.barrier(key="begin", timeout_ms=timeout_ms)
         if self._store is not None and self._me == self.first:
             last = f"alpa_lite/items/last/{zlib.crc32(str(sorted(self.processes)).encode())}/{self._folder.name}"
-            if (before := self._store.get(last, _AT_ONCE_S)) is not None:
+            if (before := self._store.found(last)) is not None:
                 self._store.delete(before)
                 self._store.delete(last)
             self._store.set(last, self._prefix)
@@ -74,7 +73,7 @@ class ItemWriters:
     def _await(self, key: str, process: int, end: float) -> None:
         assert self._store is not None
         while self._store.get(key, _LOOK_S) is None:
-            if (failed := self._store.get(f"{self._prefix}/failed", _AT_ONCE_S)) is not None:
+            if (failed := self._store.found(f"{self._prefix}/failed")) is not None:
                 raise CheckpointError(
                     f"the item {self._folder.name!r} of a checkpoint was given up, because not all of the {len(self.processes)} "
                     f"processes that write it together could write. {failed}"

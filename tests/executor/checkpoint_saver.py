@@ -53,7 +53,7 @@ def check(folder: Any) -> int:
     """The newest step, 0 if there is none; all that are listed are complete and hold what was saved."""
     import jax
 
-    from alpa_lite.executor.checkpoint_item import read_leaves
+    from alpa_lite.executor.item_reader import read_leaves
 
     for step in folder.steps():
         expected = values(step)

@@ -96,7 +96,7 @@ def restore(root: Path, step: int) -> None:
     from jax.sharding import Mesh, NamedSharding
     from jax.sharding import PartitionSpec as P
 
-    from alpa_lite.executor.checkpoint_item import read_leaves
+    from alpa_lite.executor.item_reader import read_leaves
     from alpa_lite.plan.checkpoint_folder import CheckpointFolder
 
     mesh = Mesh(np.array(jax.devices()[::-1]), ("z",))

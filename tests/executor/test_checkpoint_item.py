@@ -14,7 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 from alpa_lite.errors import CheckpointError
 from alpa_lite.executor import checkpoint_item
-from alpa_lite.executor.checkpoint_item import ItemWriter, read_leaves
+from alpa_lite.executor.checkpoint_item import ItemWriter
+from alpa_lite.executor.item_reader import read_leaves
 from alpa_lite.plan.checkpoint_folder import CheckpointFolder
 from tests.executor.checkpoint_states import assert_equal, leaves, mesh, placed, saved, structs
 from tests.marks import slow_but

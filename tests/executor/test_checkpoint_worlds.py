@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import alpa_lite as al
-from alpa_lite.executor.checkpoint_item import read_leaves
+from alpa_lite.executor.item_reader import read_leaves
 from alpa_lite.plan.checkpoint import ItemRecord
 from alpa_lite.plan.checkpoint_folder import CheckpointFolder
 from benchmarks.ray_session import free_port

@@ -12,7 +12,7 @@ import pytest
 import alpa_lite as al
 from alpa_lite.errors import CheckpointError, WorkerLost
 from alpa_lite.plan.checkpoint_folder import CheckpointFolder
-from tests.executor.test_fit import Played, run_of
+from tests.executor.test_fit_played import Played, run_of
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'alpa-lite[ray]'")
 

@@ -75,27 +75,31 @@ def test_a_checkpoint_that_is_removed_while_actors_start_is_not_the_end() -> Non
     assert len(starts) == 2 and not made._group.lost
 
 
-def test_an_engine_that_is_closed_starts_nothing_again() -> None:
-    """Whoever closes it would wait for it."""
+@pytest.mark.parametrize("end", ["closed", "drained"])
+def test_an_engine_that_ends_starts_nothing_again(end: str) -> None:
+    """Whoever closes it would wait for it; one that drains has nothing left to do."""
 
     class Runner(FakeRunner):
         resets = 0
 
         def decode(self, tokens: Any, rows: Any) -> list[int]:
             began.set()
-            assert closed.wait(20)
+            assert ended.wait(20)
             raise EngineLost("an actor of the engine was lost")
 
         def reset(self) -> None:
             self.resets += 1
 
-    began, closed, runner = threading.Event(), threading.Event(), Runner()
+    began, ended, runner = threading.Event(), threading.Event(), Runner()
     with running(scheduler_of(runner)) as scheduler:
         request = request_of(1)
         scheduler.submit(request)
         assert began.wait(20)
-        scheduler.close("it was asked to")
-        closed.set()
+        if end == "closed":
+            scheduler.close("it was asked to")
+        else:
+            scheduler.drain()
+        ended.set()
         with pytest.raises((EngineLost, EngineClosed)):
             request.result(20)
     assert runner.resets == 0
@@ -155,27 +159,3 @@ def test_an_engine_whose_ray_was_ended_says_so_and_asks_nothing(monkeypatch: pyt
         request.result(1)
     with pytest.raises(ClusterError, match="Ray was ended in this process"):
         made.check()
-
-
-def test_an_engine_that_drains_and_has_nothing_left_starts_nothing_again() -> None:
-    class Runner(FakeRunner):
-        resets = 0
-
-        def decode(self, tokens: Any, rows: Any) -> list[int]:
-            began.set()
-            assert drained.wait(20)
-            raise EngineLost("an actor of the engine was lost")
-
-        def reset(self) -> None:
-            self.resets += 1
-
-    began, drained, runner = threading.Event(), threading.Event(), Runner()
-    with running(scheduler_of(runner)) as scheduler:
-        request = request_of(1)
-        scheduler.submit(request)
-        assert began.wait(20)
-        scheduler.drain()
-        drained.set()
-        with pytest.raises(EngineLost):
-            request.result(20)
-    assert runner.resets == 0

@@ -19,8 +19,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from alpa_lite._jax_compat import JobStore
 from alpa_lite.errors import CheckpointError
-from alpa_lite.executor.checkpoint_item import ItemWriter, in_thread, read_leaves
+from alpa_lite.executor.checkpoint_item import ItemWriter, in_thread
 from alpa_lite.executor.host_tiles import dtype_of
+from alpa_lite.executor.item_reader import read_leaves
 from alpa_lite.executor.local import stage_meshes
 from alpa_lite.executor.processes import placed
 from alpa_lite.executor.staged_array import StagedArray

@@ -19,9 +19,10 @@ from jax.sharding import NamedSharding
 from alpa_lite.core.spec import ShardingSpec
 from alpa_lite.errors import WorkerError
 from alpa_lite.executor.calls import Call, sent_value
-from alpa_lite.executor.checkpoint_item import ItemWriter, read_leaves
+from alpa_lite.executor.checkpoint_item import ItemWriter
 from alpa_lite.executor.host_data import Read, Reader, ReadOrder
 from alpa_lite.executor.host_tiles import HostTiles, dtype_of, local_tiles
+from alpa_lite.executor.item_reader import read_leaves
 from alpa_lite.executor.local import local_mesh
 from alpa_lite.executor.parcel import Parcel, ValueType
 from alpa_lite.executor.put_crossing import PutCrossing, lie_alike

@@ -19,8 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from alpa_lite.errors import CheckpointError, ServeError, user_line
-from alpa_lite.executor.checkpoint_item import read_leaves
 from alpa_lite.executor.host_tiles import raw_values, whole_tiles
+from alpa_lite.executor.item_reader import read_leaves
 from alpa_lite.executor.places import Place, whole_tree
 from alpa_lite.executor.state_rows import rows_of
 from alpa_lite.numeric import whole

@@ -1,0 +1,240 @@
+"""Arrays from the items of a checkpoint, in any layout.
+
+In: a complete checkpoint (``checkpoint_item.py`` writes its items) and what is wanted of it, on any mesh. Out: arrays; of every
+stored one only what this process's devices hold is read.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from alpa_lite.errors import CheckpointError
+from alpa_lite.executor.checkpoint_item import PACKED, orbax
+from alpa_lite.plan.answers import KEY_TYPES
+from alpa_lite.plan.checkpoint import CheckpointManifest, StoredLeaf, check_files
+from alpa_lite.plan.leaf_rows import rows_path, split_path
+
+_WINDOW_BYTES = 2**30  # of host memory, for what is read and not yet on its device
+_CACHE_BYTES = 2**28  # a stored chunk that several tiles need is decoded once
+
+
+def read_leaves(
+    folder: Path, manifest: CheckpointManifest, wanted: Mapping[str, jax.ShapeDtypeStruct], *, verified: bool = False
+) -> dict[str, jax.Array]:
+    """Leaves of a checkpoint in the layouts that are wanted.
+
+    In a ``jax.distributed`` world, the processes of a sharding's mesh all call it; each reads what its devices hold.
+
+    Args:
+        folder, manifest: of a complete checkpoint.
+        wanted: path -> shape, dtype and sharding (none: the first device); a path may name rows, whatever rows were stored.
+        verified: the files' digests were compared already (``CheckpointFolder.read(verify=True)``).
+
+    Raises:
+        CheckpointError: a leaf is missing, has other rows, shape or dtype, or a file is damaged.
+    """
+    orbax()  # brings TensorStore
+    requests = [_Request.of(path, struct, manifest, folder) for path, struct in wanted.items()]
+    if not verified:
+        check_files(folder, manifest, sorted({piece.item for request in requests for piece in request.stored.pieces}))
+    stores = _Stores(folder)
+    made: dict[str, jax.Array] = {}
+    for window in _windows(requests):
+        tiles = [request.start(stores) for request in window]
+        made.update({request.path: request.array(tile) for request, tile in zip(window, tiles, strict=True)})
+    return made
+
+
+Box = tuple[tuple[int, int], ...]  # per dim: first index and the one after the last
+
+
+@dataclass(frozen=True, slots=True)
+class _Unpacked:
+    """A part of a small leaf, read when it is asked for."""
+
+    file: Path
+    offset: int
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    index: tuple[slice, ...]
+
+    def result(self) -> np.ndarray:
+        size = math.prod(self.shape)
+        words = np.fromfile(self.file, np.uint8, size * self.dtype.itemsize, offset=self.offset)
+        return words.view(self.dtype).reshape(self.shape)[self.index]
+
+
+class _Stores:
+    """TensorStore's view of the stored arrays, opened once each."""
+
+    def __init__(self, folder: Path) -> None:
+        import tensorstore as ts
+
+        self._folder, self._open = folder.resolve(), {}
+        self._context = ts.Context({"cache_pool": {"total_bytes_limit": _CACHE_BYTES}})
+        self._ts = ts
+
+    def packed(self, item: str) -> Path:
+        """The bytes of an item's small leaves."""
+        return self._folder / item / PACKED
+
+    def __call__(self, item: str, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+        key = item, name
+        if key not in self._open:
+            kvstore = {"driver": "ocdbt", "base": f"file://{self._folder / item}/", "path": f"{name}/"}
+            try:
+                store = self._ts.open({"driver": "zarr", "kvstore": kvstore}, context=self._context, read=True).result()
+            except ValueError as error:
+                raise _unreadable(self._folder, item, name, str(error)) from error
+            if store.shape != shape or store.dtype.numpy_dtype != dtype:
+                found = f"it is {store.dtype.name}{list(store.shape)}, its manifest says {dtype}{list(shape)}"
+                raise _unreadable(self._folder, item, name, found)
+            self._open[key] = store
+        return self._open[key]
+
+
+def _unreadable(folder: Path, item: str, name: str, fact: str) -> CheckpointError:
+    return CheckpointError(
+        f"the checkpoint {str(folder)!r} is damaged: {name!r} in its item {item!r} cannot be read: {fact:.500}. All files must "
+        "be as they were written. Copy the folder again, or restore an older step."
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Request:
+    """A leaf that is wanted.
+
+    Attributes:
+        first_row: of the stored leaf, where what is wanted begins.
+        shape, dtype: of what is wanted, as it is stored: keys as words.
+    """
+
+    path: str
+    stored: StoredLeaf
+    folder: Path
+    first_row: int
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    struct: jax.ShapeDtypeStruct
+    sharding: Any
+
+    @classmethod
+    def of(cls, path: str, struct: jax.ShapeDtypeStruct, manifest: CheckpointManifest, folder: Path) -> _Request:
+        whole, rows = split_path(path)
+        stored = manifest.leaf(whole, folder)
+        available = stored.shape
+        if rows is not None and stored.shape and rows[1] <= stored.shape[0]:
+            available = (rows[1] - rows[0], *stored.shape[1:])
+        if (available, stored.dtype) != (tuple(struct.shape), str(struct.dtype)):
+            raise CheckpointError(
+                f"the leaf {whole!r} of the checkpoint {str(folder)!r} is {stored}, and {path!r} is wanted as "
+                f"{struct.dtype}{list(struct.shape)}. Leaves are restored as they were saved, on any mesh. Restore into the "
+                "shapes and types of the step that saved it, and convert then."
+            )
+        key = KEY_TYPES.get(stored.dtype)
+        dtype = np.dtype("uint32") if key else jnp.dtype(stored.dtype)
+        if (made := jax.dtypes.canonicalize_dtype(dtype)) != dtype:
+            raise CheckpointError(
+                f"the leaf {whole!r} of the checkpoint {str(folder)!r} is {stored}, of which JAX would make {made}. Types of 64 "
+                "bits exist only where they are enabled. Call jax.config.update('jax_enable_x64', True) first."
+            )
+        sharding = struct.sharding or SingleDeviceSharding(jax.devices()[0])
+        return cls(
+            path=path,
+            stored=stored,
+            folder=folder,
+            first_row=rows[0] if rows else 0,
+            shape=(*struct.shape, key[1]) if key else tuple(struct.shape),
+            dtype=dtype,
+            struct=struct,
+            sharding=_of_words(sharding) if key else sharding,
+        )
+
+    def boxes(self) -> dict[Any, Box]:
+        """Of the tiles of this process's devices."""
+        index = self.sharding.addressable_devices_indices_map(self.shape)
+        return {
+            device: tuple(s.indices(size)[:2] for s, size in zip(slices, self.shape, strict=True))
+            for device, slices in index.items()
+        }
+
+    def size_bytes(self) -> int:
+        """Of all distinct tiles."""
+        return sum(math.prod(hi - lo for lo, hi in box) for box in set(self.boxes().values())) * self.dtype.itemsize
+
+    def start(self, stores: _Stores) -> dict[Box, list[tuple[Any, Any]]]:
+        """Begins to read every distinct tile: its box -> (where in the tile, the future of a part of it)."""
+        return {box: list(self._parts(box, stores)) for box in set(self.boxes().values())}
+
+    def _parts(self, box: Box, stores: _Stores) -> Iterator[tuple[Any, Any]]:
+        for piece in self.stored.pieces:
+            name, shape = self.stored.path, (*self.stored.shape, *self.shape[len(self.stored.shape) :])
+            source, target = [slice(lo, hi) for lo, hi in box], [slice(None)] * len(box)
+            if box:
+                start, stop = piece.rows or (0, shape[0])
+                lo, hi = max(box[0][0] + self.first_row, start), min(box[0][1] + self.first_row, stop)
+                if lo >= hi:
+                    continue
+                source[0] = slice(lo - start, hi - start)
+                target[0] = slice(lo - self.first_row - box[0][0], hi - self.first_row - box[0][0])
+                if piece.rows is not None:
+                    name, shape = rows_path(name, start, stop), (stop - start, *shape[1:])
+            if piece.offset is not None:
+                file = stores.packed(piece.item)
+                yield tuple(target), (piece.item, _Unpacked(file, piece.offset, self.dtype, shape, tuple(source)))
+                continue
+            store = stores(piece.item, name, shape, self.dtype)
+            yield tuple(target), (piece.item, store[tuple(source)].read())
+
+    def array(self, tiles: Mapping[Box, Sequence[tuple[Any, Any]]]) -> jax.Array:
+        """The leaf, when its tiles are read."""
+        values = {box: self._tile(box, parts) for box, parts in tiles.items()}
+        on_devices = [jax.device_put(values[box], device) for device, box in self.boxes().items()]
+        array = jax.make_array_from_single_device_arrays(self.shape, self.sharding, on_devices, dtype=self.dtype)
+        key = KEY_TYPES.get(self.stored.dtype)
+        if key is None:
+            return array
+        return jax.jit(functools.partial(jax.random.wrap_key_data, impl=key[0]), out_shardings=self.struct.sharding)(
+            array
+        )
+
+    def _tile(self, box: Box, parts: Sequence[tuple[Any, Any]]) -> np.ndarray:
+        tile = np.empty([hi - lo for lo, hi in box], self.dtype)
+        for where, (item, future) in parts:
+            try:
+                tile[where] = future.result()
+            except (OSError, ValueError) as error:
+                raise _unreadable(self.folder, item, self.path, str(error)) from error
+        return tile
+
+
+def _of_words(sharding: Any) -> Any:
+    """Of keys -> of their words, whose last dim is never split."""
+    if isinstance(sharding, NamedSharding):
+        return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec, None))
+    return sharding
+
+
+def _windows(requests: Sequence[_Request]) -> Iterator[list[_Request]]:
+    """Requests in order, as many at once as host memory is set aside for."""
+    window: list[_Request] = []
+    total = 0
+    for request in requests:
+        size = request.size_bytes()
+        if window and total + size > _WINDOW_BYTES:
+            yield window
+            window, total = [], 0
+        window.append(request)
+        total += size
+    if window:
+        yield window

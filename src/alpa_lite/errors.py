@@ -66,6 +66,14 @@ class MemoryBudgetError(AlpaLiteError):
         self.stage: int | None = None
 
 
+class BudgetClashError(PinClashError, MemoryBudgetError):
+    """A clash in which the budget has a part: with more memory the pins hold, or with less to keep in it, as by recomputing."""
+
+    def __init__(self, message: str, members: tuple[str, ...] = (), proven: bool = True) -> None:
+        super().__init__(message, members)
+        self.proven = proven
+
+
 class TraceError(AlpaLiteError):
     """The function cannot be traced into a Program."""
 

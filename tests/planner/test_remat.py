@@ -10,9 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
 
 import alpa_lite as al
-from alpa_lite.errors import AlpaLiteError, LayerError, MemoryBudgetError, MicrobatchError
+from alpa_lite.errors import AlpaLiteError, BudgetClashError, LayerError, MemoryBudgetError, MicrobatchError
+from alpa_lite.planner import explain
 from tests.marks import slow_but
 from tests.trace.cases import floats
 
@@ -186,6 +188,29 @@ def test_fewest_microbatches_and_recomputation_are_weighed():
     first = parallel(1, 1, memory_budget_bytes=budget).plan(WEIGHTS, X)
     assert plan.objective <= first.objective
     assert "num_microbatches='auto'" in plan.notes[-1]
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("asked", [{"remat": "auto"}, {"remat": "none", "num_microbatches": "auto"}])
+def test_a_clash_of_pins_and_budget_is_one_of_the_budget(asked, monkeypatch):
+    """Of which a pin is a part where the budget alone could be kept: then what saves memory is tried, too."""
+    monkeypatch.setattr(explain, "minimal_clash", lambda demands, may_hold: tuple(demands))
+    budget, cluster = budget_between(1, 1), al.Cluster.parse("1x1:cpu")
+
+    def planned(**options: Any) -> Any:
+        chosen = al.PlanOptions(memory_budget_bytes=budget, **options)
+        return al.plan(step, WEIGHTS, X, cluster=cluster, pins={"1": P()}, options=chosen)
+
+    with pytest.raises(BudgetClashError, match="cannot hold together") as caught:
+        planned(remat="none")
+    assert [member.split(":")[0].split(" of ")[0] for member in caught.value.members] == [
+        "pin '1'",
+        "the memory budget",
+    ]
+    assert caught.value.proven
+    plan = planned(**asked)
+    assert plan.memory.peak <= budget
+    assert bool(plan.remat and plan.remat.layers) == (asked["remat"] == "auto")
 
 
 # -- bad input ------------------------------------------------------------------------------------------------------

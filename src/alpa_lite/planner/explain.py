@@ -14,7 +14,7 @@ from alpa_lite.cluster.cluster import Cluster
 from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.costs.counted import ALWAYS_SHARDED
 from alpa_lite.costs.roles import has_gradient
-from alpa_lite.errors import AlpaLiteError, MemoryBudgetError, PinClashError
+from alpa_lite.errors import AlpaLiteError, BudgetClashError, MemoryBudgetError, PinClashError
 from alpa_lite.intraop.clash import minimal_clash
 from alpa_lite.intraop.solve import minimum_peak
 from alpa_lite.plan.pins import PinnedDims, parse_dims
@@ -69,18 +69,22 @@ def explain_infeasible(task: MeshTask, results: Sequence[MeshResult], cluster: C
     lines = "\n".join(f"  - {m.text}{' [not settled]' if u else ''}" for m, u in zip(members, unsettled, strict=True))
     these = f"these {len(members)} demands" if len(members) > 1 else "this demand"
     claim = f"{these} cannot hold{' together' if len(members) > 1 else ''}"
-    if tries.status[_ids(members)] != _PROVEN:
+    proven = tries.status[_ids(members)] == _PROVEN
+    if not proven:
         claim = f"no plan was found that keeps {these}"
     advice = "drop or change any one of them; each one alone makes the rest possible"
     if any(unsettled):
         advice += f", but for those not settled: without one of these no plan was found in {_TRY_S:g} s, and none is ruled out"
-    return PinClashError(
+    text = (
         f"{claim} on the mesh {first.mesh}:\n{lines}\n"
         "  allowed: any set of pins, restrictions and budget of which at least one plan keeps all.\n"
         f"  where: {task.pins.source}\n"
-        f"  next: {advice}.",
-        tuple(m.text for m in members),
+        f"  next: {advice}."
     )
+    named = tuple(m.text for m in members)
+    if any(m.kind == _BUDGET for m in members):
+        return BudgetClashError(text, named, proven)
+    return PinClashError(text, named)
 
 
 def explain_sharing(

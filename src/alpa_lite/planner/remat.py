@@ -110,10 +110,11 @@ def cheapest_recomputation(
     except MemoryBudgetError as error:
         if kept is not None:
             return kept
-        raise MemoryBudgetError(
+        error.args = (
             f"{error}\n  tried: every layer kept, and layers {numbers_text(layers)} of {num_layers} recomputed in the backward "
-            "pass, for which the figures above hold."
-        ) from error
+            "pass, for which the figures above hold.",
+        )
+        raise
     low, high = 0, len(layers)  # of low layers nothing is known to fit, with high recomputed it does
     while high - low > 1:
         middle = (low + high) // 2

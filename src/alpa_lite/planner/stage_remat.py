@@ -61,10 +61,11 @@ def kept_or_recomputed(
     except MemoryBudgetError as error:
         if kept is not None:
             return kept
-        raise MemoryBudgetError(
+        error.args = (
             f"{error}\n  tried: every layer of the stage kept, and every layer recomputed in the backward pass, for which the "
-            "figures above hold."
-        ) from error
+            "figures above hold.",
+        )
+        raise
     if kept is not None and kept.result.objective <= again.result.objective:
         return kept
     return replace(again, recomputed=True)

@@ -15,6 +15,7 @@ from alpa_lite.api.request import ONE_MESH, Request
 from alpa_lite.cluster.cluster import Cluster
 from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.core.spec import ShardingSpec
+from alpa_lite.costs.roles import has_gradient
 from alpa_lite.errors import AlpaLiteError, MemoryBudgetError, PinError
 from alpa_lite.numeric import real
 from alpa_lite.plan.identity import close_matches, some
@@ -42,8 +43,9 @@ class SharedGraph:
     """One graph; ``leaves``: positions of the shared ones among its arguments, ``own`` and ``task`` of its own optimum.
 
     ``stages``: the options about stages, which ``request`` is without. ``least`` is the cost of the cheapest plan that was made.
-    ``free_ends``: fixed leaves may lie as its own optimum may not have them, which then bounds nothing. ``refused``: why no plan
-    alone was found within the budget, where none is ruled out; ``own`` is without a budget then.
+    ``unbounded``: its own optimum bounds nothing, as in a layout fixed leaves may lie as it may not have them, or other layers be
+    recomputed; ``recomputes``: whether layers may be at all. ``refused``: why no plan alone was found within the budget, where
+    none is ruled out; ``own`` is without a budget then.
     """
 
     name: str
@@ -57,7 +59,8 @@ class SharedGraph:
     task: MeshTask | None = None
     stages: dict[str, Any] = field(default_factory=dict)
     least: float = math.inf
-    free_ends: bool = False
+    unbounded: bool = False
+    recomputes: bool = False
     refused: MemoryBudgetError | None = None
 
     @property
@@ -87,14 +90,16 @@ class SharedGraph:
             request = replace(request, options=replace(request.options, memory_budget_bytes=math.inf))
             traced, self.own = request.plan_known(self.traced, self.args, cluster, self.tasks)
         self.task = self.tasks.last(traced.program)
-        self.free_ends = task_costs(self.task, cluster, self.own.mesh).rules.replicated_ends
+        self.recomputes = request.options.remat == "auto" and has_gradient(traced.program)
+        free_ends = task_costs(self.task, cluster, self.own.mesh).rules.replicated_ends
+        self.unbounded = free_ends or (self.recomputes and self.own.remat is not None)
 
     def bound(self, mesh: DeviceMesh) -> float:
         """What no plan of it on a mesh costs less than; inf where there is none."""
         for candidate in self.best().mesh_table:
             if candidate.mesh == mesh and candidate.status != "ruled out":
-                unknown = math.inf if candidate.objective is None else 0.0
-                return 0.0 if self.free_ends else unknown if candidate.lower_bound is None else candidate.lower_bound
+                unknown = math.inf if candidate.objective is None and not self.recomputes else 0.0
+                return 0.0 if self.unbounded else unknown if candidate.lower_bound is None else candidate.lower_bound
         return math.inf
 
     def planned(self, cluster: Cluster, mesh: DeviceMesh, specs: Sequence[ShardingSpec]) -> Plan:

@@ -60,7 +60,7 @@ class SharedLayout:
         plans: graph -> its plan under the layout, an ordinary ``al.Plan``.
         weights: graph -> how much its cost counts.
         own: graph -> cost of the best plan that is known of it alone.
-        lower_bound: no layout has a smaller weighted sum of costs; where dims do not divide, of graphs padded as they are alone.
+        lower_bound: no layout has a smaller weighted sum of costs, of graphs that pad dims and recompute layers as they do alone.
         shared: graph -> paths of the shared leaves, in one order.
     """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import alpa_lite as al
 from alpa_lite.errors import ServeError
 from alpa_lite.plan.checkpoint import MANIFEST
+from alpa_lite.serve.picked import check_all_picked
 from alpa_lite.serve.pipeline import Pipeline, cut_by_model
 from examples.serving_models import GPT, MODELS
 from tests.compiling import QUICK_COMPILE
@@ -118,3 +120,35 @@ def test_what_cannot_be_cut_is_refused(tmp_path: Path) -> None:
 
         with pytest.raises(ServeError, match=r"Nonsense\.split\(2\) gave .*list of 2 pairs.*test_pipeline"):
             al.serve.Engine(Nonsense(model.config), params, num_stages=2, **SIZES)
+
+
+def test_a_cut_that_leaves_a_layer_out_is_refused() -> None:
+    model, params = model_and_params("llama")
+    layers = model.config.num_layers
+
+    class Short(type(model)):  # type: ignore[misc]
+        def split(self, num_stages: int) -> Any:
+            *parts, (last, pick) = super().split(num_stages)
+            short = replace(last, last=layers - 1)
+            return [*parts, (last, lambda p: short._picked(p) | {"rest": pick({**p, "blocks": p["norm"]})})]
+
+    with pytest.raises(
+        ServeError, match=rf"Short\.split\(2\) leaves parameters out: {layers - 1} of the {layers} rows of .*test_pip"
+    ):
+        al.serve.Engine(Short(model.config), params, num_stages=2, **SIZES)
+
+
+def test_rows_that_no_part_picks_are_found() -> None:
+    params = {"rows": np.zeros((6, 2)), "table": np.zeros((3, 2))}
+
+    def picks(*runs: slice) -> list[Any]:
+        return [lambda p, run=run: {"rows": p["rows"][run], "table": p["table"]} for run in runs]
+
+    check_all_picked("M", params, picks(slice(0, 3), slice(3, 6)))
+    check_all_picked("M", params, picks(slice(2, 6), slice(0, 4)))
+    check_all_picked("M", params, [lambda p: p["rows"] * 2, lambda p: p["table"]])  # all may be in what is computed
+    check_all_picked("M", params, [lambda p: {}["rows"], lambda p: p])  # fails later, as picks of arrays may not
+    with pytest.raises(ServeError, match=r"M\.split\(2\) leaves parameters out: 2, 5 of the 6 rows of 'params/rows'"):
+        check_all_picked("M", params, picks(slice(0, 2), slice(3, 5)))
+    with pytest.raises(ServeError, match=r"split\(1\) leaves parameters out: 'params/table' is in no part"):
+        check_all_picked("M", params, [lambda p: p["rows"]])

@@ -20,6 +20,7 @@ from alpa_lite.executor.calibrate import local_cluster
 from alpa_lite.plan.plan import Plan
 from alpa_lite.serve.layout import check_sizes, plans_of
 from alpa_lite.serve.model_graphs import DECODE, Graph, Model, graphs
+from alpa_lite.serve.picked import check_all_picked
 from alpa_lite.serve.programs import Programs, check_types, padded, run_all, vocab_size_of
 from alpa_lite.serve.sampling import Rows
 from alpa_lite.serve.stored import StoredParams, is_maker
@@ -207,7 +208,7 @@ def parts_of(
         ServeError: it cannot be cut so.
     """
     given = None
-    for number, (part, pick) in enumerate(_parts(model, num_stages) if num_stages > 1 else [(model, None)]):
+    for number, (part, pick) in enumerate(_parts(model, params, num_stages) if num_stages > 1 else [(model, None)]):
         own = params if pick is None else _picked(params, pick)
         made = graphs(part, own, **sizes, given=given)
         plans, traced = plans_of(made, None if layouts is None else layouts[number], cluster, folder)
@@ -270,7 +271,7 @@ def groups_of(num_stages: int, slots: int) -> int:
     return max(count for count in range(1, 2 * num_stages + 1) if slots % count == 0)
 
 
-def _parts(model: Any, num_stages: int) -> Sequence[tuple[Model, Callable[[Any], Any]]]:
+def _parts(model: Any, params: Any, num_stages: int) -> Sequence[tuple[Model, Callable[[Any], Any]]]:
     if not hasattr(model, "split"):
         raise ServeError(
             f"num_stages={num_stages} was given, and {type(model).__name__} has no split(num_stages). A model that is served in "
@@ -287,6 +288,7 @@ def _parts(model: Any, num_stages: int) -> Sequence[tuple[Model, Callable[[Any],
         raise ServeError(
             f"{type(model).__name__}.split({num_stages}) gave {len(parts)} parts. At {user_line()}. Correct it."
         )
+    check_all_picked(type(model).__name__, params, [pick for _, pick in parts])
     return parts
 
 

@@ -177,6 +177,7 @@ def test_calibrate_prints_and_writes_what_was_measured(tmp_path, monkeypatch):
     ("arguments", "parts"),
     [
         (["plan", "cli_targets.py", "--cluster", "1x8:cpu"], ["cannot be read", "path/to/file.py:callable"]),
+        (["plan", "cli_targets.py", "--cluster", "1x8:cpu"], ["Write for example cli_targets.py:target."]),
         (["plan", "gone.py:target", "--cluster", "1x8:cpu"], ["no file 'gone.py'", "Correct the path"]),
         (["plan", "no.such.module:target", "--cluster", "1x8:cpu"], ["No module named 'no'", "project's folder"]),
         (

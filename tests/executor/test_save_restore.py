@@ -199,6 +199,16 @@ def test_arguments_that_are_not_allowed(tmp_path):
         step.save(tmp_path, state, step=-1)
     with pytest.raises(CheckpointError, match=r"step\.save got 7 of type int as a path"):
         step.save(7, state)
+    with pytest.raises(
+        CheckpointError, match=r"step\.save got \{.* of type dict as a path.*Write step\.save\(dir, state\)"
+    ):
+        step.save(state, "checkpoints")
+    with pytest.raises(CheckpointError, match=r"step\.save got a state of 1 leaves"):
+        step.save(tmp_path, "f4")
+    with pytest.raises(
+        CheckpointError, match=r"step\.restore got step='1'.*whole number.*step\.restore\(dir, step=200\)"
+    ):
+        step.restore(tmp_path, step="1")
     with pytest.raises(CheckpointError, match="complete ones: none"):
         step.restore(tmp_path)
     step.save(tmp_path, state, step=4)

@@ -117,6 +117,10 @@ def test_not_a_plan(tmp_path):
     path.write_text("[1]")
     with pytest.raises(PlanFileError, match="is JSON but no plan"):
         load_plan(path)
+    for text in ("[1,", '"""A file of Python."""'):
+        path.write_text(text)
+        with pytest.raises(PlanFileError, match=r"x\.json.* Check the path"):
+            load_plan(path)
 
 
 @pytest.mark.medium

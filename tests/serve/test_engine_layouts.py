@@ -105,6 +105,18 @@ class Returns(GPT):
         return self.change(*super().decode(*args)) if self.method == "decode" else super().decode(*args)
 
 
+@jax.tree_util.register_pytree_with_keys_class
+class Mapped(dict):
+    """Another container with the same paths."""
+
+    def tree_flatten_with_keys(self) -> Any:
+        return [(jax.tree_util.DictKey(name), self[name]) for name in sorted(self)], tuple(sorted(self))
+
+    @classmethod
+    def tree_unflatten(cls, names: Any, children: Any) -> Mapped:
+        return cls(zip(names, children, strict=True))
+
+
 def shorter(cache: Any) -> Any:
     return jax.tree.map(lambda x: x[:, :, :-1] if x.ndim > 1 else x, cache)
 
@@ -138,6 +150,7 @@ def shorter(cache: Any) -> Any:
             lambda x, cache: (x, shorter(cache)),
             r"the leaf 'cache/block0/key' was float32\[4, 8, 32.*\] as given and is float32\[4, 8, 31.*\] as returned",
         ),
+        ("decode", lambda x, cache: (x, Mapped(cache)), r"the cache's containers are \{.* as given and CustomNode"),
         ("decode", lambda x, cache: (x, {}), r"the cache has the leaves 'cache/block0/key'.* and \(none\) as returned"),
         ("decode", lambda x, cache: (x, jax.tree.map(lambda y: y.astype(jnp.float16), cache)), r"and is float16\["),
         ("prefill", lambda x, cache: (x, shorter(cache)), r"Returns\.prefill: the leaf 'cache/block0/key' was"),

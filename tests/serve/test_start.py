@@ -218,7 +218,7 @@ def test_what_a_target_cannot_import_is_told_of_it(tmp_path: Path, line: str) ->
 def test_what_a_target_says_that_it_returns_is_looked_at_before_ray_starts(name: str, said: str) -> None:
     found = CliRunner().invoke(main, ["serve", f"tests.serve.test_start:{name}"])
     assert found.exit_code == 2, found.output
-    assert f"says that it returns {said}" in found.output and "al.serve.ServeTarget(model, params" in found.output
+    assert f"says that it returns {said}" in found.output and "al.serve.ServeTarget(model=..., params=" in found.output
 
 
 def interrupted_serve(

@@ -170,7 +170,7 @@ def plan(
     """
     check_keywords(plain(fn), kwargs, _SETTINGS)
     jit_settings = static_argnums, static_argnames, donate_argnums
-    request = Request.of(fn, pins, pin_like, options, *jit_settings, follow, follow_like)
+    request = Request.of(check_function(fn, "al.plan"), pins, pin_like, options, *jit_settings, follow, follow_like)
     if isinstance(cluster, SymbolicCluster):
         return request.symbolic_plan(args, kwargs, cluster)
     return request.plan(args, kwargs, cluster)[1]
@@ -199,7 +199,9 @@ def graph(
     """
     if plan is None:
         numbers, names = argnums(plain(fn), "static_argnums", static_argnums), argnames(static_argnames)
-        traced = trace(plain(fn), args, kwargs, static_argnums=numbers, static_argnames=names)
+        traced = trace(
+            plain(check_function(fn, "al.graph")), args, kwargs, static_argnums=numbers, static_argnames=names
+        )
     else:
         traced = traced_for(plan, fn, args, kwargs)
     return graph_of(traced.program, weight_positions(traced.program, roles_of(traced.program)), plan)
@@ -258,7 +260,9 @@ def parallelize(
 
     def wrap(function: Callable[..., Any]) -> ParallelStep:
         settings = static_argnums, static_argnames, donate_argnums
-        request = Request.of(check_function(function), pins, pin_like, options, *settings, follow, follow_like)
+        request = Request.of(
+            check_function(function, "al.parallelize"), pins, pin_like, options, *settings, follow, follow_like
+        )
         return ParallelStep(request, cluster, checked_plan(plan), ray)
 
     return wrap if fn is None else wrap(fn)

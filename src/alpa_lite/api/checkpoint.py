@@ -58,12 +58,13 @@ def checkpoint_folder(dir: object, call: str) -> CheckpointFolder:
     return CheckpointFolder(as_path(dir, call, CheckpointError))
 
 
-def checked_step(step: object) -> int:
+def checked_step(step: object, call: str) -> int:
+    """A number of steps; ``call``: how the user's begins, e.g. "step.save(dir, state"."""
     found = whole(step)
     if found is None or found < 0:
         raise CheckpointError(
-            f"step.save got step={step!r:.60}. It must be a whole number, how many steps the state has seen. At {user_line()}. "
-            "Correct it, e.g. step.save(dir, state, step=200)."
+            f"{call.partition('(')[0]} got step={step!r:.60}. It must be a whole number, how many steps the state has seen. At "
+            f"{user_line()}. Correct it, e.g. {call}, step=200)."
         )
     return found
 

@@ -14,13 +14,19 @@ from alpa_lite.executor.ray.settings import RayExecutor
 from alpa_lite.plan.plan import Plan
 from alpa_lite.planner.options import PlanOptions
 
+_CALLS = {
+    "al.parallelize": "al.parallelize(fn, ...), or @al.parallelize(...) above the function",
+    "al.plan": "al.plan(fn, *args, cluster=...)",
+    "al.graph": "al.graph(fn, *args)",
+}
 
-def check_function(fn: Any) -> Callable[..., Any]:
-    """The function to be parallelized."""
+
+def check_function(fn: Any, call: str) -> Callable[..., Any]:
+    """What is parallelized or planned; ``call``: the user's."""
     if not callable(fn):
         raise AlpaLiteError(
-            f"al.parallelize was given {fn!r:.60}, which cannot be called. It takes a function of arrays, and all settings by "
-            f"name. At {user_line()}. Write al.parallelize(fn, ...), or @al.parallelize(...) above the function."
+            f"{call} was given {fn!r:.60}, which cannot be called. It takes a function of arrays first, and all settings by "
+            f"name. At {user_line()}. Write {_CALLS[call]}."
         )
     return fn
 

@@ -24,6 +24,7 @@ from alpa_lite.executor.local import (
     SignatureChanged,
     leaf_type,
     local_mesh,
+    own_mesh,
     runnable,
     stage_meshes,
 )
@@ -72,7 +73,8 @@ class ParallelStep(Parallelized):
         # The fast path leaves every check to jit's own cache; static and keyword arguments need sorting out first.
         if self._last is not None and not kwargs and not self._request.static_argnums:
             try:
-                return self._last.run(*args)
+                with own_mesh():
+                    return self._last.run(*args)
             except SignatureChanged:
                 pass
             except AlpaLiteError:  # ours is no complaint of jit's about layouts
@@ -88,7 +90,8 @@ class ParallelStep(Parallelized):
 
     def _run(self, step: Runnable, dynamic: tuple[Any, ...]) -> Any:
         try:
-            return step.run(*dynamic)
+            with own_mesh():
+                return step.run(*dynamic)
         except AlpaLiteError:
             raise
         except ValueError as error:
@@ -96,7 +99,8 @@ class ParallelStep(Parallelized):
             if self._ray is not None or not committed:
                 raise
             del error  # arrays committed to another layout: move them, as jit does with uncommitted ones
-        return step.run(*step.place(dynamic))
+        with own_mesh():
+            return step.run(*step.place(dynamic))
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """The plan for these arguments (arrays or ``jax.ShapeDtypeStruct``), made on first use."""
@@ -107,12 +111,14 @@ class ParallelStep(Parallelized):
         traced, planned = self._traced_plan(args, kwargs)
         step = self._step(args, kwargs) if self._ray is None else self._local(traced, planned, args)
         if isinstance(step, RunnablePipeline):
-            return step.compile()
+            with own_mesh():
+                return step.compile()
         assert isinstance(step, RunnableStep)
         shapes = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(jax.numpy.shape(x), _dtype(x)), self._dynamic(args, kwargs)
         )
-        return step.compile(*shapes)
+        with own_mesh():
+            return step.compile(*shapes)
 
     def verify(self, *args: Any, **kwargs: Any) -> VerifyReport | StagesReport:
         """Compile the planned step with the cluster's own compiler, without its devices; see ``Plan.verify``."""
@@ -143,7 +149,8 @@ class ParallelStep(Parallelized):
         if self._ray is None:
             if jax.process_count() > 1:
                 check_job(planned, self.__name__)
-            return creator(init_fn, places_of(chosen, stage_meshes(planned)))(*init_args)
+            with own_mesh():
+                return creator(init_fn, places_of(chosen, stage_meshes(planned)))(*init_args)
         from alpa_lite.executor.ray.create import created
 
         return jax.tree_util.tree_unflatten(tree, created(self._remote(), init_fn, init_args, chosen))
@@ -169,8 +176,9 @@ class ParallelStep(Parallelized):
             >>> state = al.parallelize(train_step, plan=other_plan).restore("checkpoints")  # after .plan(*shapes)
         """
         planned = self._known_plan("step.save")
+        folder = checkpoint_folder(dir, "step.save(dir, state)")
         check_saved(state, planned, argnum)
-        saving = self.begin_save(checkpoint_folder(dir, "step.save(dir, state)"), checked_step(step), state)
+        saving = self.begin_save(folder, checked_step(step, "step.save(dir, state"), state)
         try:
             return saving.wait()
         except KeyboardInterrupt:
@@ -209,14 +217,17 @@ class ParallelStep(Parallelized):
         if self._ray is None and jax.process_count() > 1:
             check_job(planned, self.__name__)
         tree = argument_tree(planned, argnum)
-        leaves, _ = self._restored(checkpoint_folder(dir, "step.restore(dir)"), step, planned, argnum)
+        folder = checkpoint_folder(dir, "step.restore(dir)")
+        number = None if step is None else checked_step(step, "step.restore(dir")
+        leaves, _ = self._restored(folder, number, planned, argnum)
         return jax.tree_util.tree_unflatten(tree, leaves)
 
     def _restored(
         self, folder: CheckpointFolder, number: int | None, planned: Plan, argnum: int
     ) -> tuple[list[Any], CheckpointManifest]:
         if self._ray is None:
-            return restored(folder, number, planned, argnum)
+            with own_mesh():
+                return restored(folder, number, planned, argnum)
         from alpa_lite.executor.ray.checkpoints import remote_restored
 
         return remote_restored(self._remote(), folder, number, argnum)

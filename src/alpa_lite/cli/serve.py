@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _BAD_INPUT, _INTERRUPTED = 2, 130
 _LOOK_S = 0.05  # between two looks at whether a signal came: what waits for good may miss two that come at once
-_WANTED = "al.serve.ServeTarget(model, params, ...)"
+_WANTED = "al.serve.ServeTarget(model=..., params=...)"
 
 
 def serve(

@@ -60,9 +60,8 @@ def find_target(text: str, wanted: str) -> Callable[[], Any]:
     """
     place, colon, name = text.rpartition(":")
     if not colon or not place or not name:
-        raise TargetError(
-            f"the target {text!r} cannot be read. A target is {_FORMS}. Write for example {place or text}:{name or 'target'}."
-        )
+        example = f"{place or text}:{(place and name) or 'target'}"
+        raise TargetError(f"the target {text!r} cannot be read. A target is {_FORMS}. Write for example {example}.")
     module = _file(place, text) if place.endswith(".py") else _module(place, text)
     make = getattr(module, name, None)
     if not callable(make):

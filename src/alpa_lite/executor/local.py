@@ -6,6 +6,7 @@ Dispatch is left to ``jax.jit``'s own cache: a call costs what a jitted call cos
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -52,6 +53,11 @@ def positional_tree(in_tree: Any) -> Any:
 @cache
 def _name(dtype: Any) -> str:
     return str(dtype)
+
+
+def own_mesh() -> AbstractContextManager[Any]:
+    """Within it the mesh of a user's ``jax.set_mesh`` is not there: a plan brings its own, and JAX refuses two of them."""
+    return nullcontext() if jax.sharding.get_abstract_mesh().empty else jax.set_mesh(None)
 
 
 def local_mesh(mesh: DeviceMesh, devices: Sequence[Any] | None = None) -> Mesh:

@@ -208,7 +208,9 @@ def paths_of(state: Any) -> list[tuple[str, Any]]:
 
 
 def type_of(leaf: Any) -> tuple[tuple[int, ...], str]:
-    """(global shape, dtype) of an array or a number, as a checkpoint has them."""
+    """(global shape, dtype) of an array or a number, as a checkpoint has them; of what is neither, its Python type."""
+    if isinstance(leaf, str | bytes):  # which may be the name of a type
+        return (), type(leaf).__qualname__
     dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
     if not jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
         dtype = jax.dtypes.canonicalize_dtype(dtype)

@@ -74,7 +74,10 @@ def _decode(data: bytes, kind: type[Any], name: str) -> Any:
 
 def _long_row(data: bytes) -> str:
     """The place of the first row that is too long, for which msgspec (0.22) gives no place."""
-    document = msgspec.json.decode(data)
+    try:
+        document = msgspec.json.decode(data)
+    except msgspec.DecodeError:  # it is damaged behind what was found first
+        return ""
     if not isinstance(document, dict):
         return ""
     tables = [(f"$.{table}", document.get(table), kind) for table, kind in doc.ROWS.items()]

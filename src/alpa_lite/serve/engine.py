@@ -297,7 +297,7 @@ class Engine:
         if any(token is None or not 0 <= token < self.vocab_size for token in found):
             raise RequestError(
                 f"stop={stop!r:.80} was given; it must be a list of tokens, from 0 to {self.vocab_size - 1}. At "
-                f"{user_line()}. Encode it with the model's own tokenizer."
+                f"{user_line()}. Write stop=[token, ...], also for one; text is encoded with the model's own tokenizer."
             )
         return frozenset(token for token in found if token is not None)
 

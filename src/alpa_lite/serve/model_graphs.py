@@ -135,7 +135,11 @@ def _checked(model: Model, method: str, found: Any, cache: Any, slots: int) -> t
     elif jnp.ndim(found[0]) == 0 or jnp.shape(found[0])[0] != slots:
         fault = f"an array of shape {list(jnp.shape(found[0]))} was returned for {slots} slots"
     elif jax.tree.structure(found[1]) != jax.tree.structure(cache):
-        fault = f"the cache has the leaves {_paths(cache)} as given and {_paths(found[1])} as returned"
+        had, has = _paths(cache), _paths(found[1])
+        fault = f"the cache has the leaves {had} as given and {has} as returned"
+        if had == has:
+            had, has = (str(jax.tree.structure(tree)).removeprefix("PyTreeDef(")[:-1] for tree in (cache, found[1]))
+            fault = f"the cache's containers are {had:.200} as given and {has:.200} as returned"
     else:
         for (path, had), (_, has) in zip(leaf_paths(cache, "cache"), leaf_paths(found[1], "cache"), strict=True):
             # A prompt's cache is brought to the type of the whole one when it is put there.
@@ -194,7 +198,7 @@ def _shapes(params: Any) -> Any:
             raise ServeError(
                 f"the parameter {path!r} is {leaf!r:.60}. Parameters are arrays, a function that makes them, or those of a "
                 f"checkpoint. At {user_line()}. Give jnp.asarray(...) of a number; for a folder write al.serve.StoredParams(dir, "
-                "shapes)."
+                "shapes), with the shapes of what a function makes as jax.eval_shape(fn)."
             )
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), _type_of(x)), params)
 
@@ -228,7 +232,7 @@ def slot_dims(model: Model, max_length: int) -> Any:
     except Exception as error:  # of the user's function, whatever it raises
         raise ServeError(
             f"{type(model).__name__}.init_cache(slots, max_length={max_length}) failed: {type(error).__name__}: {error!s:.200}. "
-            f"At {user_line()}. Give a max_length that the model has (--max-length at the command line), or correct it."
+            f"At {user_line()}. Correct it, or give a max_length that the model has (--max-length at the command line)."
         ) from error
     if jax.tree.structure(sizes[0]) != jax.tree.structure(sizes[1]):
         raise ServeError(

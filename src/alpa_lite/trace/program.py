@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -98,11 +99,16 @@ def trace(
         def traced_once(*given: Any, **named: Any) -> Any:
             return fn(*given, **named)
 
-        with microbatches(num_microbatches, layers):
+        with microbatches(num_microbatches, layers), _no_explicit_mesh():
             return jax.jit(traced_once, static_argnums=static_argnums, static_argnames=static_argnames).trace(
                 *abstract, **keywords
             )
 
+    if getattr(jax.config, "jax_disable_jit"):  # noqa: B009 - its attributes are made at run time
+        raise TraceError(
+            "compilation is off (jax.disable_jit, JAX_DISABLE_JIT), and what is planned is a whole traced program. At "
+            f"{user_line()}. Turn it on again; to look into the function, call it as it is, without alpa_lite."
+        )
     try:
         abstract = [a if i in static_argnums else jax.tree.map(_abstract, a) for i, a in enumerate(args)]
         keywords = {k: a if k in static_argnames else jax.tree.map(_abstract, a) for k, a in kwargs.items()}
@@ -230,6 +236,12 @@ def _input_paths(
         paths += [p for p, _ in found]
         donated += [number in donate_argnums] * len(found)
     return paths, donated
+
+
+def _no_explicit_mesh() -> AbstractContextManager[Any]:
+    """Under a mesh with Explicit axes (``jax.set_mesh``) JAX gives values shardings of that mesh, and a plan brings its own."""
+    explicit = jax.sharding.AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
+    return jax.set_mesh(None) if explicit else nullcontext()
 
 
 def build_program(

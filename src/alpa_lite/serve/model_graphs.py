@@ -106,7 +106,7 @@ def graphs(
 
     for own in (prefill, decode):  # messages name it so
         own.__qualname__ = f"{type(model).__name__}.{own.__name__}"
-    shapes = _shapes(shapes_of(params))
+    shapes = param_shapes(shapes_of(params))
     cache = jax.eval_shape(lambda: model.init_cache(slots, max_length))
     tokens = {prefill_name(bucket): _ints(1, bucket) for bucket in buckets} | {DECODE: _ints(slots)}
     x = tokens if given is None else given
@@ -187,7 +187,7 @@ def _paths(cache: Any) -> str:
     return ", ".join(repr(path) for path, _ in leaf_paths(cache, "cache")) or "(none)"
 
 
-def _shapes(params: Any) -> Any:
+def param_shapes(params: Any) -> Any:
     """Of the parameters, in the types that JAX has for them: NumPy's numbers of 64 bits are of 32 there by default.
 
     Raises:

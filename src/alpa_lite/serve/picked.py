@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from alpa_lite.errors import ServeError, user_line
+from alpa_lite.serve.model_graphs import param_shapes
 from alpa_lite.serve.stored import shapes_of
 from alpa_lite.trace.paths import leaf_paths
 from alpa_lite.units import numbers_text
@@ -28,7 +29,7 @@ def check_all_picked(name: str, params: Any, picks: Sequence[Callable[[Any], Any
     """
     leaves = leaf_paths(shapes_of(params), "params")
     try:
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), x.dtype), shapes_of(params))
+        shapes = param_shapes(shapes_of(params))
         traced = [jax.make_jaxpr(pick)(shapes).jaxpr for pick in picks]
     except Exception:  # of the user's function; what it picks of arrays is looked at later
         return
@@ -62,6 +63,6 @@ def _runs_picked(jaxpr: Any, number: int, shape: Sequence[int], count: int) -> l
         if not any(operand is var for operand in eqn.invars):
             continue
         start, stop = eqn.params.get("start_indices", ()), eqn.params.get("limit_indices", ())
-        sliced = eqn.primitive.name == "slice" and eqn.params["strides"] is None and not any(start[1:])
+        sliced = eqn.primitive.name == "slice" and not any(start[1:]) and set(eqn.params["strides"] or (1,)) == {1}
         found.append((start[0], stop[0]) if sliced and tuple(stop[1:]) == tuple(shape[1:]) else (0, count))
     return found

@@ -416,3 +416,20 @@ def test_a_plan_is_for_one_structure_of_arguments():
     same(parallel(*given), by_structure(*given))
     with pytest.raises(PlanFileError, match="arguments gone: '0'; arguments new: '0/scale'"):
         parallel({"scale": given[0]}, given[1])
+
+
+@pytest.mark.parametrize(
+    ("pins", "names"),
+    [
+        ({}, ("x", "y")),
+        ({"0": P(None, "y")}, ("x", "y")),
+        ({"0": P("y", "x")}, ("x", "y")),
+        ({"0": P(None, "model")}, ("model", "x")),
+        ({"0": P("data"), "1": P("model")}, ("data", "model")),
+        ({"0": P("z")}, ("z", "x")),
+    ],
+)
+def test_a_pin_that_uses_a_default_name_means_the_axis_that_has_it_without_pins(pins, names):
+    x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    made = al.plan(lambda a, b: a @ b, x, x, cluster=CLUSTER, pins=pins, options=al.PlanOptions(mesh_shape=(2, 4)))
+    assert made.mesh.axis_names == names

@@ -37,7 +37,10 @@ def test_a_mesh_of_the_user_is_no_part_of_the_step(axis_type, count, tmp_path):
 
 
 def test_compilation_that_is_off_is_told():
-    with jax.disable_jit(), pytest.raises(TraceError, match=r"compilation is off.*test_user_settings.*call it as it is"):
+    with (
+        jax.disable_jit(),
+        pytest.raises(TraceError, match=r"compilation is off.*test_user_settings.*call it as it is"),
+    ):
         al.parallelize(lambda x: x + 1)(np.ones(8, np.float32))
 
 

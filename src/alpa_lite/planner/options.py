@@ -27,7 +27,8 @@ class PlanOptions:
     Attributes:
         mesh_shape: shape of the logical device mesh, e.g. (2, 4); None tries every factorisation of the cluster. For a
             symbolic cluster one size is its name, e.g. ("n", 2).
-        axis_names: names of the mesh axes; None takes those that pins use, else ("x", "y", "z").
+        axis_names: names of the mesh axes; None takes those that pins use, in their order, else ("x", "y", "z"), in
+            this order also where pins use these.
         max_axes: number of axes up to which meshes are tried when ``mesh_shape`` is None.
         memory_budget_bytes: hard limit on the predicted peak per device (under "hidet", on the bytes of the weights); None =
             0.9 of the device's memory, ``inf`` = none.

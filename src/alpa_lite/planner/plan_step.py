@@ -200,10 +200,16 @@ def mesh_candidates(cluster: Cluster, pins: ResolvedPins, options: PlanOptions) 
 
 
 def axis_names_of(options: PlanOptions, pinned: Sequence[str]) -> tuple[str, ...]:
-    """Names of the axes of ``options.mesh_shape``: the user's, or those that pins use, then the default ones."""
+    """Names of the axes of ``options.mesh_shape``: the user's, or those that pins use, then the default ones.
+
+    Where pins use default names alone, each stays where it is without pins.
+    """
+    count = len(options.mesh_shape or ())
     names = options.axis_names or pinned
+    if not options.axis_names and set(pinned) <= set(DEFAULT_AXIS_NAMES[:count]):
+        names = ()
     extra = tuple(n for n in DEFAULT_AXIS_NAMES if n not in names)
-    return (*names, *extra)[: len(options.mesh_shape or ())]
+    return (*names, *extra)[:count]
 
 
 def _candidate(result: MeshResult) -> MeshCandidate:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import socket
 import time
 from collections.abc import Callable, Mapping
@@ -169,9 +170,10 @@ class ItemWriter:
     def _written_bytes(self) -> int:
         total = 0
         for item in self._folder.parent.glob(f"{self._folder.name}*"):  # Orbax adds to the name until all is written
-            for file in item.rglob("*"):
-                with contextlib.suppress(OSError):  # it was renamed meanwhile
-                    total += file.stat().st_size
+            for folder, _, files in os.walk(item):  # which passes over folders that are renamed meanwhile, as rglob does not
+                for file in files:
+                    with contextlib.suppress(OSError):  # nor is this here any more
+                        total += os.stat(os.path.join(folder, file)).st_size
         return total
 
     def end(self, tell: Callable[[int], object] | None = None) -> None:

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import alpa_lite as al
 from alpa_lite.api import shared
 from alpa_lite.core.spec import ShardingSpec
-from alpa_lite.errors import MemoryBudgetError, PinClashError, PinError
+from alpa_lite.errors import BudgetClashError, MemoryBudgetError, PinClashError, PinError
 from alpa_lite.planner.joint import EVERYWHERE
 from tests.plan_shared.graphs import (
     PLAIN,
@@ -161,6 +161,36 @@ def test_layers_recomputed_alone_rule_no_mesh_out(monkeypatch: pytest.MonkeyPatc
     assert layout.lower_bound <= layout.objective
 
 
+@pytest.mark.medium
+def test_a_mesh_where_a_graph_alone_was_not_found_within_the_budget_is_no_mesh_without_plans() -> None:
+    """There it has one in a layout that is fixed, which is better for both than what is left."""
+    params = shapes((1024, 1024), (1024, 1024))
+    options = al.PlanOptions(padding="off", memory_budget_bytes=9556618, axis_names=("x", "y"))
+    alone = (two_products, (params, *shapes((1024, 1024))))
+    own = al.plan(alone[0], *alone[1], cluster=SLOW_LINKS, options=options)
+    assert {c.mesh.shape: c.status for c in own.mesh_table}[1, 4] == "over budget"
+
+    def heavy(params: Any, x: Any, m: Any) -> Any:
+        for _ in range(4):
+            x = jax.nn.softmax(x @ m)
+        return x
+
+    def planned(graph: Any, own_pins: Any) -> al.SharedLayout:
+        graphs, pins = {"alone": alone, "other": graph}, {"other": own_pins}
+        weights = {"other": 10.0}
+        return al.plan_shared(graphs, shared="0", weights=weights, cluster=SLOW_LINKS, options=options, pins=pins)
+
+    layout = planned((heavy, (params, *shapes((2048, 512), (512, 512)))), {"1": P("y"), "out": P("y"), "2": P()})
+    assert layout.mesh.shape == (1, 4)
+    fixed = {path: P(*spec) for path, (_, spec) in layout.parameter_layout.items()}
+    on_mesh = replace(options, mesh_shape=(1, 4))
+    assert al.plan(alone[0], *alone[1], cluster=SLOW_LINKS, options=on_mesh, pins=fixed).memory.peak <= 9556618
+
+    # Of 3 rows there is one part on this mesh alone.
+    layout = planned((lambda params, t: t * params[0][0, 0], (params, *shapes((3, 4)))), {"1": P("x")})
+    assert layout.mesh.shape == (1, 4)
+
+
 def test_regions_have_every_layout_once() -> None:
     """Without the layout that was taken out of each."""
     whole, first, last = (ShardingSpec(dims=dims) for dims in (((), ()), (("x",), ()), ((), ("x",))))
@@ -173,6 +203,22 @@ def test_regions_have_every_layout_once() -> None:
             taken.append(inside[len(inside) // 2])
             regions += region.without(taken[-1])
     assert len(taken) == len(set(taken)) == len(layouts)
+
+
+@pytest.mark.medium
+def test_a_pin_and_a_budget_that_a_graph_alone_was_not_found_to_keep() -> None:
+    """No proof, as without the pin: a layout that is fixed keeps both."""
+    params = shapes((1024, 1024), (1024, 1024))
+    options = replace(PLAIN, memory_budget_bytes=5284764)
+    args = (params, *shapes((256, 1024)))
+    settings: Any = {"cluster": SLOW_LINKS, "options": options, "donate_argnums": 0}
+    pins = {"out": P("x"), "0/1": P()}
+    with pytest.raises(BudgetClashError) as caught:
+        al.plan(softmax, *args, pins=pins, **settings)
+    assert not caught.value.proven
+    fixed = al.plan(softmax, *args, pins=pins | {"0/0": P("x")}, **settings)
+    layout = al.plan_shared({"one": (softmax, args)}, shared="0", pins=pins, **settings)
+    assert layout.objective <= fixed.objective
 
 
 def test_a_budget_that_each_graph_keeps_alone_and_no_layout_for_both() -> None:

@@ -96,11 +96,11 @@ class SharedGraph:
 
     def bound(self, mesh: DeviceMesh) -> float:
         """What no plan of it on a mesh costs less than; inf where there is none."""
-        for candidate in self.best().mesh_table:
-            if candidate.mesh == mesh and candidate.status != "ruled out":
-                unknown = math.inf if candidate.objective is None and not self.recomputes else 0.0
-                return 0.0 if self.unbounded else unknown if candidate.lower_bound is None else candidate.lower_bound
-        return math.inf
+        found = next((c for c in self.best().mesh_table if c.mesh == mesh and c.status != "ruled out"), None)
+        if found is None or (found.status == "infeasible" and not self.recomputes):
+            return math.inf
+        # Where nothing was found within the budget, there may be a plan in a layout that is fixed.
+        return 0.0 if self.unbounded or found.lower_bound is None else found.lower_bound
 
     def planned(self, cluster: Cluster, mesh: DeviceMesh, specs: Sequence[ShardingSpec]) -> Plan:
         """Its plan with the shared leaves in a layout."""

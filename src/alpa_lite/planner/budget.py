@@ -29,6 +29,7 @@ from alpa_lite.intraop.solve import minimum_peak
 from alpa_lite.plan.records import MemoryProfile
 from alpa_lite.planner.realise import Realised
 
+OVER_BUDGET = "over budget"
 _ROUNDS = 4  # with the limit lowered, or raised
 # How far above the budget the smallest count may lie for a try: this share of the budget, or so many times what the solver
 # counts too much of the cheapest plan.
@@ -124,7 +125,7 @@ def within_budget(
         tried += _mixtures(mixed, [free, *tried], first, budget)
     found = _fitting(tried, budget)
     if not found:
-        return replace(first, status="over budget", realised=None, objective=math.inf, lower_bound=-math.inf)
+        return replace(first, status=OVER_BUDGET, realised=None, objective=math.inf, lower_bound=-math.inf)
     return as_found(min(found, key=lambda result: result.objective), free.lower_bound)
 
 
@@ -256,7 +257,7 @@ def _above(solved: Solved, free: MeshResult, refused: MeshResult, budget: float)
             low = limit
             limit = min(high - 1, max(low + 1, counted - excess))
     if best is None:
-        return replace(refused, status="over budget") if cut_short else None
+        return replace(refused, status=OVER_BUDGET) if cut_short else None
     return as_found(best, free.lower_bound)
 
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from alpa_lite.errors import LayerError, MemoryBudgetError, MicrobatchError
 from alpa_lite.plan.plan import Plan
+from alpa_lite.planner.budget import OVER_BUDGET
 from alpa_lite.planner.options import PlanOptions
 from alpa_lite.planner.plan_step import LIMITED
 from alpa_lite.planner.stage_layers import layers_to_recompute
@@ -84,8 +85,8 @@ def _as_it_is(kept: Found | None, refused: MemoryBudgetError | None) -> Found:
 
 
 def is_limited(plan: Plan) -> bool:
-    """Whether the memory budget rules out cheaper plans on the meshes that were tried."""
-    return any(LIMITED in candidate.reason for candidate in plan.mesh_table)
+    """Whether the memory budget rules out cheaper plans on the meshes that were tried, or all on one of them."""
+    return any(LIMITED in c.reason or c.status == OVER_BUDGET for c in plan.mesh_table)
 
 
 def cheapest_recomputation(

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
 import alpa_lite as al
-from alpa_lite.api import shared
 from alpa_lite.core.spec import ShardingSpec
 from alpa_lite.errors import BudgetClashError, MemoryBudgetError, PinClashError, PinError
 from alpa_lite.planner.joint import EVERYWHERE
@@ -129,36 +126,6 @@ def test_own_optimum_under_a_budget_is_no_dearer_than_its_layout() -> None:
     assert layout.objective <= weighted(costs, weights) * (1 + 1e-9)
     assert layout.own["product"] <= costs["product"]
     assert all(price >= 0 for price in layout.price.values())
-
-
-@pytest.mark.medium
-def test_layers_recomputed_alone_rule_no_mesh_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In another layout others may be, or none: the bounds of the graph alone hold for its own choice."""
-
-    def loss_fn(ws: Any, x: Any) -> Any:
-        for i in range(3):
-            x = x + jnp.tanh(jnp.tanh(x @ ws[0]) @ ws[1]) @ ws[2]
-            x = al.layer_boundary(x) if i < 2 else x
-        return jnp.mean(x**2)
-
-    def step(ws: Any, x: Any) -> Any:
-        loss, grads = al.value_and_grad(loss_fn)(ws, x)
-        return jax.tree.map(lambda w, g: w - 0.1 * g, ws, grads), loss
-
-    wide = partial(shapes, dtype=jnp.float32)
-    args = (wide((32, 128), (128, 128), (128, 32)), *wide((4096, 32)))
-    tried: list[Any] = []
-    of_mesh = shared._Search.joint
-    monkeypatch.setattr(shared._Search, "joint", lambda search, mesh: tried.append(mesh) or of_mesh(search, mesh))
-    layout = al.plan_shared(
-        {"train": (step, args), "apply": (lambda ws, x: x @ ws[0], args)},
-        shared="0",
-        cluster=al.Cluster.parse("1x4:cpu"),
-        options=al.PlanOptions(memory_budget_bytes=4.2e6),
-    )
-    assert layout.plans["train"].remat is not None
-    assert sorted(mesh.shape for mesh in tried) == [(2, 2), (4,)]
-    assert layout.lower_bound <= layout.objective
 
 
 @pytest.mark.medium

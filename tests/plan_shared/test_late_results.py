@@ -61,3 +61,64 @@ def test_a_next_value_comes_back_to_its_stage(spec: P, donated: tuple[int, ...])
         wanted, theirs = jax.jit(graphs[name])(params, theirs, x)
         for a, b in zip(jax.tree.leaves((made, ours)), jax.tree.leaves((wanted, theirs)), strict=True):
             np.testing.assert_allclose(np.asarray(a), b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.medium
+def test_what_follows_the_leaves_of_a_layer_is_cut_where_that_costs_least() -> None:
+    """An addition behind a layer's last leaf belongs to no layer: before the cut it is one array to send, behind it two."""
+    width, slots, length = 128, 4, 64
+
+    def shape(*sizes: int, dtype: Any = jnp.float32) -> Any:
+        return jax.ShapeDtypeStruct(sizes, dtype)
+
+    params = {f"l{k}": {"w": shape(width, width), "v": shape(width, width)} for k in range(2)}
+    params |= {"emb": shape(256, width), "out": shape(width, 256)}
+    cache = {f"l{k}": shape(slots, length, width) for k in range(2)}
+
+    def prefill(p: Any, c: Any, tokens: Any) -> Any:
+        x, new = p["emb"][tokens], {}
+        for i in c:
+            new[i] = x @ p[i]["w"]
+            x = x + jnp.tanh(x @ p[i]["v"])
+        return x[:, -1] @ p["out"], new
+
+    def decode(p: Any, c: Any, tokens: Any) -> Any:
+        x, new = p["emb"][tokens], {}
+        for i in c:
+            new[i] = jnp.roll(c[i], 1, axis=1).at[:, 0].set(x @ p[i]["w"])
+            x = x + jnp.tanh(jnp.einsum("sw,stw->st", x, new[i]) @ new[i][0] @ p[i]["v"])
+        return x @ p["out"], new
+
+    graphs = {
+        "prefill": (prefill, (params, cache, shape(slots, length, dtype=jnp.int32))),
+        "decode": (decode, (params, cache, shape(slots, dtype=jnp.int32))),
+    }
+    settings: Any = {"cluster": al.Cluster.parse("1x4:h100-sxm"), "donate_argnums": 1}
+    options = al.PlanOptions(num_stages=2)
+    layout = al.plan_shared(graphs, shared=("0", "1"), weights={"decode": 26.0}, options=options, **settings)
+    assert not list(layout.faults())
+    for name, (fn, args) in graphs.items():
+        followed = al.plan(fn, *args, follow=layout, **settings)
+        assert layout.costs[name] <= followed.objective * (1 + 1e-9), name
+
+
+@pytest.mark.medium
+def test_a_leaf_that_is_sent_to_another_stage_lies_there_as_suits_that_stage() -> None:
+    """Wherever it lies at home, and whatever says so: following a plan, or a layout for one graph, costs what the plan does."""
+    size = 4096
+
+    def step(p: Any, x: Any) -> Any:
+        new = p["t"] / p["t"].sum(1, keepdims=True)  # on its own stage: whole rows
+        x = al.layer_boundary(x @ new)
+        u = p["t"] / p["t"].sum(0, keepdims=True)  # on the next one: whole columns
+        return {"t": new, "w": p["w"]}, x @ p["w"] + u.sum(0), jnp.sort(u, axis=0)
+
+    square = jax.ShapeDtypeStruct((size, size), jnp.float32)
+    args = ({"t": square, "w": square}, jax.ShapeDtypeStruct((4, size), jnp.float32))
+    settings: Any = {"cluster": al.Cluster.parse("1x4:h100-sxm"), "donate_argnums": 0}
+    options = al.PlanOptions(num_stages=2, axis_names=("x",), stage_mesh_shapes=((2,), (2,)))
+    own = al.plan(step, *args, options=options, **settings)
+    followed = al.plan(step, *args, follow=own, **settings)
+    assert followed.objective == pytest.approx(own.objective)
+    layout = al.plan_shared({"one": (step, args)}, shared="0", options=options, **settings)
+    assert layout.price["one"] == 0 and layout.gap == 0

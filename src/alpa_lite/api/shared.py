@@ -160,10 +160,16 @@ class _Search:
     def joint(self, mesh: DeviceMesh) -> float:
         """Tries what the joint problem proposes on a mesh; what no layout there costs less than."""
         self.tell(f"one layout of all {len(self.graphs)} graphs on mesh {mesh}")
-        answer = self.solved(mesh)
+        # In another layout a graph that recomputes layers alone need not.
+        kept = [False, True] if any(g.kept is not None for g in self.graphs) else [False]
+        return min(self.proposed(mesh, self.solved(mesh, kept=each)) for each in kept)
+
+    def proposed(self, mesh: DeviceMesh, answer: JointAnswer) -> float:
+        """Tries a proposal and, where the budget binds, others; what no layout costs less than, by the answer."""
         if answer.specs:
             # A search that ended early may propose what is dearer by its own prices than what was found.
-            fits = answer.objective > self.total or self.offer(mesh, answer.specs)
+            dearer = answer.objective > self.total and not any(g.recomputes for g in self.graphs)
+            fits = dearer or self.offer(mesh, answer.specs)
             if mesh in self.tight:
                 if not fits:
                     self.below(mesh)
@@ -173,9 +179,11 @@ class _Search:
         # The joint problem and plans in a layout follow the same rules. Should they ever not, a plan is the proof.
         return -math.inf if any(fits and known == mesh for (known, _), fits in self.fits.items()) else math.inf
 
-    def solved(self, mesh: DeviceMesh, limit: int | None = None, region: Region = EVERYWHERE) -> JointAnswer:
-        """The joint problem's answer; ``limit`` and ``region`` as of ``solve_jointly``."""
-        tasks = [g.task for g in self.graphs if g.task is not None]
+    def solved(
+        self, mesh: DeviceMesh, limit: int | None = None, region: Region = EVERYWHERE, *, kept: bool = False
+    ) -> JointAnswer:
+        """The joint problem's answer; ``limit`` and ``region`` as of ``solve_jointly``; ``kept``: nothing is recomputed."""
+        tasks = [task for g in self.graphs if (task := (kept and g.kept) or g.task) is not None]
         weights, leaves = [g.weight for g in self.graphs], [g.leaves for g in self.graphs]
         cutoff = (1 - _CLOSE) * self.total
         return solve_jointly(

@@ -44,8 +44,8 @@ class SharedGraph:
 
     ``stages``: the options about stages, which ``request`` is without. ``least`` is the cost of the cheapest plan that was made.
     ``unbounded``: its own optimum bounds nothing, as in a layout fixed leaves may lie as it may not have them, or other layers be
-    recomputed; ``recomputes``: whether layers may be at all. ``refused``: why no plan alone was found within the budget, where
-    none is ruled out; ``own`` is without a budget then.
+    recomputed; ``recomputes``: whether layers may be at all; ``kept``: the task without that, where its own optimum does so.
+    ``refused``: why no plan alone was found within the budget, where none is ruled out; ``own`` is without a budget then.
     """
 
     name: str
@@ -61,6 +61,7 @@ class SharedGraph:
     least: float = math.inf
     unbounded: bool = False
     recomputes: bool = False
+    kept: MeshTask | None = None
     refused: MemoryBudgetError | None = None
 
     @property
@@ -92,7 +93,9 @@ class SharedGraph:
         self.task = self.tasks.last(traced.program)
         self.recomputes = request.options.remat == "auto" and has_gradient(traced.program)
         free_ends = task_costs(self.task, cluster, self.own.mesh).rules.replicated_ends
-        self.unbounded = free_ends or (self.recomputes and self.own.remat is not None)
+        if self.recomputes and self.own.remat is not None:
+            self.kept = self.tasks.last(self.traced.program)
+        self.unbounded = free_ends or self.kept is not None
 
     def bound(self, mesh: DeviceMesh) -> float:
         """What no plan of it on a mesh costs less than; inf where there is none."""

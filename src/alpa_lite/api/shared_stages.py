@@ -10,6 +10,7 @@
    as far as they can win, the layouts of each graph's own plan for these stages.
 6. Where the plan of a graph alone has the shared leaves on other stages, all graphs are planned with that plan's stages and
    layouts, and if this is cheaper, 4 and 5 follow there: sharing never costs more than with any graph's own plan as pins.
+7. Every graph is planned as one that follows the layout, which cuts it where that costs least between the same leaves.
 """
 
 from __future__ import annotations
@@ -111,6 +112,15 @@ class _StagedSearch:
         for graph, plan in zip(self.graphs, self.plans, strict=True):
             with named(f"the graph {graph.name!r}"):
                 check_stages(plan, self.homes(graph).stages, self.source)
+        found = self.found(lower)
+        if all(graph.request.follow is None for graph in self.graphs):
+            self.plans = [self.following(found, graph) for graph in self.graphs]
+            self.total = self.weighted([plan.objective for plan in self.plans])
+            found = self.found(lower)
+        return found
+
+    def found(self, lower: float) -> SharedLayout:
+        """What the plans are."""
         costs = [plan.objective for plan in self.plans]
         order = sorted(self.layered[0].paths, key=lambda key: (key[0], key[1] or (0, 0)))
         return SharedLayout(
@@ -123,6 +133,20 @@ class _StagedSearch:
             lower_bound=min(lower, self.total),
             shared={g.graph.name: tuple(g.paths[key] for key in order) for g in self.layered},
         )
+
+    def following(self, layout: SharedLayout, graph: SharedGraph) -> Plan:
+        """A graph's plan in the layout: cut as the others, or where it costs less between the same leaves."""
+        plan, shared = layout.plans[graph.name], set(layout.shared[graph.name])
+
+        def lie(plan: Plan) -> list[Any]:
+            return [(leaf.path, leaf.stage, leaf.spec) for leaf in plan.inputs if leaf.path in shared]
+
+        with suppress(AlpaLiteError):  # it may not be cut so
+            request = replace(graph.request, follow=layout).following(self.cluster)
+            other = request.plan(graph.args, {}, self.cluster)[1]
+            if other.objective < plan.objective and lie(other) == lie(plan):
+                return other
+        return plan
 
     def own_or_unlimited(self, graph: SharedGraph) -> Plan:
         """The plan of a graph alone; without the budget where none is found within it, and none is ruled out."""

@@ -170,7 +170,9 @@ class ItemWriter:
     def _written_bytes(self) -> int:
         total = 0
         for item in self._folder.parent.glob(f"{self._folder.name}*"):  # Orbax adds to the name until all is written
-            for folder, _, files in os.walk(item):  # which passes over folders that are renamed meanwhile, as rglob does not
+            for folder, _, files in os.walk(
+                item
+            ):  # which passes over folders that are renamed meanwhile, as rglob does not
                 for file in files:
                     with contextlib.suppress(OSError):  # nor is this here any more
                         total += os.stat(os.path.join(folder, file)).st_size

@@ -47,7 +47,7 @@ def pins_of_parts(pins: ResolvedPins, step: LayeredStep) -> ResolvedPins:
 
 
 def stage_pins(pins: ResolvedPins, part: StageProgram, program: Program) -> ResolvedPins:
-    """The pins of the leaves that a stage has; what it receives and sends is free."""
+    """The pins of the leaves that a stage has; what it receives and sends is free, also a copy of another stage's leaf."""
 
     def free(path: str, value: int) -> PinnedDims:
         shape = program.values[value].shape if value >= 0 else ()
@@ -56,11 +56,10 @@ def stage_pins(pins: ResolvedPins, part: StageProgram, program: Program) -> Reso
     received = list(zip(program.input_paths, program.inputs, strict=True))[len(part.args) :]
     sent = list(zip(program.output_paths, program.outputs, strict=True))[len(part.results) :]
     starts = [c.argument for c in part.received if c.when == "start"]
-    state = [pins.inputs[a] for a in starts]  # another stage's state lies here as it is pinned there
     position = {a: i for i, a in enumerate((*part.args, *starts))}
     return replace(
         pins,
-        inputs=(*(pins.inputs[a] for a in part.args), *state, *(free(p, v) for p, v in received[len(starts) :])),
+        inputs=(*(pins.inputs[a] for a in part.args), *(free(p, v) for p, v in received)),
         outputs=(*(pins.outputs[r] for r in part.results), *(free(p, v) for p, v in sent)),
         ties=tuple((position[a], position[b]) for a, b in pins.ties if a in position and b in position),
     )

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import alpa_lite as al
 from alpa_lite.api import shared
+from tests.recomputed_steps import step_for_one_by_four
 
 
 def array(*sizes: int) -> Any:
@@ -52,20 +53,6 @@ def test_layers_recomputed_alone_rule_no_mesh_out(monkeypatch: pytest.MonkeyPatc
 def test_on_another_mesh_it_need_not_recompute(share: float) -> None:
     """Alone it recomputes on (1, 4); with another graph (4, 1) is better, where all that it keeps fits."""
 
-    def loss_fn(weights: Any, x: Any) -> Any:
-        for w in weights:
-            h = x @ w
-            for _ in range(3):
-                h = jnp.sin(h)
-            x = x + h
-        return jnp.mean(x**2)
-
-    def step(weights: Any, x: Any, z: Any, y: Any) -> Any:
-        loss, grads = al.value_and_grad(loss_fn)(weights, x)
-        for _ in range(4):  # cheap on (1, 4) alone
-            y = al.pin(jnp.sin(al.pin(jnp.sin(y), P())), P("x"))
-        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, grads), loss, z.sum(), y.sum()
-
     def apply(weights: Any, x: Any, m: Any) -> Any:
         for _ in range(4):
             x = jnp.tanh(x @ m)
@@ -73,7 +60,7 @@ def test_on_another_mesh_it_need_not_recompute(share: float) -> None:
 
     weights = [array(512, 512)] * 2
     graphs = {
-        "step": (step, (weights, array(2048, 512), array(8192, 1024), array(256, 256))),
+        "step": (step_for_one_by_four, (weights, array(2048, 512), array(8192, 1024), array(256, 256))),
         "apply": (apply, (weights, array(4096, 1024), array(1024, 1024))),
     }
     pins = {"step": {"2": P("x"), "3": P("x")}, "apply": {"1": P("x"), "2": P(), "out": P("x")}}

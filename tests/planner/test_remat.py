@@ -16,6 +16,7 @@ import alpa_lite as al
 from alpa_lite.errors import AlpaLiteError, BudgetClashError, LayerError, MemoryBudgetError, MicrobatchError
 from alpa_lite.planner import explain
 from tests.marks import slow_but
+from tests.recomputed_steps import step_for_one_by_four
 from tests.trace.cases import floats
 
 LAYERS, ROWS, WIDTH, HIDDEN = 5, 4096, 32, 128
@@ -217,20 +218,6 @@ def test_a_clash_of_pins_and_budget_is_one_of_the_budget(asked, monkeypatch):
 def test_a_mesh_where_nothing_fits_that_is_kept_is_one_to_recompute_on():
     """Work of which pins split four parts over y alone is cheapest on (1, 4), where only recomputed layers fit."""
 
-    def loss_fn(weights: Any, x: Any) -> Any:
-        for w in weights:
-            h = x @ w
-            for _ in range(3):
-                h = jnp.sin(h)
-            x = x + h
-        return jnp.mean(x**2)
-
-    def step(weights: Any, x: Any, z: Any, y: Any) -> Any:
-        loss, grads = al.value_and_grad(loss_fn)(weights, x)
-        for _ in range(4):
-            y = al.pin(jnp.sin(al.pin(jnp.sin(y), P())), P("x"))
-        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, grads), loss, z.sum(), y.sum()
-
     def shape(*sizes: int) -> Any:
         return jax.ShapeDtypeStruct(sizes, jnp.float32)
 
@@ -238,7 +225,7 @@ def test_a_mesh_where_nothing_fits_that_is_kept_is_one_to_recompute_on():
         options = al.PlanOptions(memory_budget_bytes=78e6, axis_names=("x", "y"), remat=remat)
         pins, cluster = {"2": P("x"), "3": P("x")}, al.Cluster.parse("1x4:h100-sxm")
         args = ([shape(1024, 1024)] * 3, shape(2048, 1024), shape(8192, 1024), shape(256, 256))
-        return al.plan(step, *args, pins=pins, options=options, cluster=cluster, donate_argnums=0)
+        return al.plan(step_for_one_by_four, *args, pins=pins, options=options, cluster=cluster, donate_argnums=0)
 
     assert {c.mesh.shape: c.status for c in planned("none").mesh_table}[1, 4] == "over budget"
     found = planned("auto")

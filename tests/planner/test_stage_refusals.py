@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 
 import alpa_lite as al
-from alpa_lite.errors import AlpaLiteError, LayerError, MicrobatchError, ScheduleError
+from alpa_lite.errors import AlpaLiteError, LayerError, MemoryBudgetError, MicrobatchError, ScheduleError
 
 W = {"a": jax.ShapeDtypeStruct((8, 8), jnp.float32), "b": jax.ShapeDtypeStruct((8, 8), jnp.float32)}
 X = jax.ShapeDtypeStruct((12, 8), jnp.float32)
@@ -119,3 +119,19 @@ def test_bad_input(step, options, error, parts, tmp_path, monkeypatch):
         chosen = al.PlanOptions(**{"num_stages": 2, "num_microbatches": 4, **options})
         al.plan(step, W, X, cluster=al.Cluster.parse("1x8:v100-sxm2-16gb"), options=chosen)
     assert all(part in str(caught.value) for part in parts), str(caught.value)
+
+
+@pytest.mark.medium
+def test_a_stage_without_a_gradient_that_does_not_fit_has_no_microbatches():
+    def apply(weights: Any, x: Any) -> Any:
+        for k, w in enumerate(weights):
+            x = jnp.tanh((al.layer_boundary(x) if k else x) @ w)
+        return x
+
+    args = [jax.ShapeDtypeStruct((512, 512), jnp.float32)] * 2, jax.ShapeDtypeStruct((64, 512), jnp.float32)
+    options = al.PlanOptions(num_stages=2, memory_budget_bytes=1e5)
+    with pytest.raises(
+        MemoryBudgetError, match=r"stage of layers 0-0 was found that fits: .*smaller inputs \(batch"
+    ) as caught:
+        al.plan(apply, *args, cluster=al.Cluster.parse("1x4:h100-sxm"), options=options)
+    assert "in flight" not in str(caught.value) and not caught.value.proven

@@ -257,10 +257,13 @@ def _plan_stage(
     if not results:
         raise refused[0]
     if math.isfinite(least):
+        training = flying.residuals > 0
+        with_flying = f" with {flying.residuals} microbatches in flight" if training else ""
+        smaller = "more microbatches, jax.checkpoint around layers" if training else "smaller inputs (batch, slots)"
         raise MemoryBudgetError(
-            f"no plan of the stage of layers {part.layers[0]}-{part.layers[-1]} with {flying.residuals} microbatches in flight "
-            f"fits: the smallest peak found is {least:,.0f} bytes, the budget {task.budget:,.0f} per device ({cluster}). At "
-            f"{pins.source}. Give more stages, more microbatches, jax.checkpoint around layers, or a larger memory_budget_bytes.",
+            f"no plan of the stage of layers {part.layers[0]}-{part.layers[-1]}{with_flying} was found that fits: the smallest "
+            f"peak found is {least:,.0f} bytes, the budget {task.budget:,.0f} per device ({cluster}). At {pins.source}. Give "
+            f"more stages, {smaller}, or a larger memory_budget_bytes.",
             proven=False,
         )
     raise no_plan(task, results, cluster)

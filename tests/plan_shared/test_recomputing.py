@@ -19,7 +19,7 @@ def array(*sizes: int) -> Any:
     return jax.ShapeDtypeStruct(sizes, jnp.float32)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_layers_recomputed_alone_rule_no_mesh_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """In another layout others may be, or none: the bounds of the graph alone hold for its own choice."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -12,8 +13,9 @@ from alpa_lite.api.bound import with_layers_said
 from alpa_lite.api.follow import read_elsewhere
 from alpa_lite.api.request import VERSIONS
 from alpa_lite.api.shared_graphs import SharedGraph, named
+from alpa_lite.api.shared_layout import SharedLayout
 from alpa_lite.cluster.cluster import Cluster
-from alpa_lite.errors import LayerError
+from alpa_lite.errors import AlpaLiteError, LayerError
 from alpa_lite.intraop.strategies import KnownStrategies
 from alpa_lite.plan.leaf_rows import rows_path, split_path
 from alpa_lite.plan.pins import ResolvedPins
@@ -292,3 +294,18 @@ def _homes_of(graph: SharedGraph, plan: Plan) -> tuple[dict[LeafKey, int], tuple
         else:
             found.append(((leaf, None if whole else (start, stop)), stage))
     return dict(found), tuple(stage.submesh for stage in plan.stages)
+
+
+def planned_as_following(layout: SharedLayout, graph: SharedGraph, cluster: Cluster) -> Plan:
+    """A graph's plan in a layout: cut as the others, or where it costs less between the same leaves."""
+    plan, shared = layout.plans[graph.name], set(layout.shared[graph.name])
+
+    def lie(plan: Plan) -> list[Any]:
+        return [(leaf.path, leaf.stage, leaf.spec) for leaf in plan.inputs if leaf.path in shared]
+
+    with suppress(AlpaLiteError):  # it may not be cut so
+        request = replace(graph.request, follow=layout).following(cluster)
+        other = request.plan(graph.args, {}, cluster)[1]
+        if other.objective < plan.objective and lie(other) == lie(plan):
+            return other
+    return plan

@@ -36,6 +36,7 @@ from alpa_lite.api.shared_layers import (
     leaves_read,
     other_rows,
     places_of,
+    planned_as_following,
 )
 from alpa_lite.api.shared_layout import SharedLayout
 from alpa_lite.cluster.cluster import Cluster
@@ -114,7 +115,7 @@ class _StagedSearch:
                 check_stages(plan, self.homes(graph).stages, self.source)
         found = self.found(lower)
         if all(graph.request.follow is None for graph in self.graphs):
-            self.plans = [self.following(found, graph) for graph in self.graphs]
+            self.plans = [planned_as_following(found, graph, self.cluster) for graph in self.graphs]
             self.total = self.weighted([plan.objective for plan in self.plans])
             found = self.found(lower)
         return found
@@ -133,20 +134,6 @@ class _StagedSearch:
             lower_bound=min(lower, self.total),
             shared={g.graph.name: tuple(g.paths[key] for key in order) for g in self.layered},
         )
-
-    def following(self, layout: SharedLayout, graph: SharedGraph) -> Plan:
-        """A graph's plan in the layout: cut as the others, or where it costs less between the same leaves."""
-        plan, shared = layout.plans[graph.name], set(layout.shared[graph.name])
-
-        def lie(plan: Plan) -> list[Any]:
-            return [(leaf.path, leaf.stage, leaf.spec) for leaf in plan.inputs if leaf.path in shared]
-
-        with suppress(AlpaLiteError):  # it may not be cut so
-            request = replace(graph.request, follow=layout).following(self.cluster)
-            other = request.plan(graph.args, {}, self.cluster)[1]
-            if other.objective < plan.objective and lie(other) == lie(plan):
-                return other
-        return plan
 
     def own_or_unlimited(self, graph: SharedGraph) -> Plan:
         """The plan of a graph alone; without the budget where none is found within it, and none is ruled out."""

@@ -41,6 +41,22 @@ def test_pins_on_axes_of_one_device_are_pins_of_whole_dims() -> None:
         assert set(layout.costs) == set(graphs)
 
 
+def test_pins_that_differ_on_axes_of_one_device_are_the_same() -> None:
+    """On the mesh that is given; where it is searched there are meshes on which they clash."""
+    pins = {
+        "rows": {"0/0": P("x", "y")},
+        "columns": {"0/0": P(None, "y")},
+        "product": {"0/0": P(P.UNCONSTRAINED, ("x", "y"))},
+    }
+    options = al.PlanOptions(mesh_shape=(1, 4), axis_names=("x", "y"))
+    layout = al.plan_shared(three_graphs(), shared="0", cluster=SLOW_LINKS, options=options, pins=pins)
+    assert {plan.specs_by_path["0/0"] for plan in layout.plans.values()} == {P(None, "y")}
+    others = (al.PlanOptions(axis_names=("x", "y")), al.PlanOptions(mesh_shape=(2, 2), axis_names=("x", "y")))
+    for options in others:
+        with pytest.raises(PinError, match=r"pin '0/0' of '.*' fixes the shared leaf '0/0' as .*, and that of '.*'"):
+            al.plan_shared(three_graphs(), shared="0", cluster=SLOW_LINKS, options=options, pins=pins)
+
+
 def test_pins_of_two_graphs_that_clash_are_named() -> None:
     """Each has plans, but what it pins decides where the shared leaf lies; other pins are not named."""
     graphs = {"rows": (rows, three_graphs()["rows"][1]), "columns": (columns, three_graphs()["columns"][1])}

@@ -170,6 +170,24 @@ def test_every_uneven_pin_is_kept():
     exact(fn, args, plan, donate=())
 
 
+def test_meshes_that_an_uneven_pin_needs_padding_on_are_searched():
+    """Those on which it divides are dearer."""
+
+    def fn(table, x):
+        return x @ table @ table.T + (table @ table.T)[:1], table[:, ::2] * 2
+
+    args = jax.ShapeDtypeStruct((1026, 4096), np.float32), jax.ShapeDtypeStruct((65536, 1026), np.float32)
+    given = {"cluster": al.Cluster.parse("1x4:h100-sxm"), "pins": {"1": P(None, "x")}}
+    shapes = [(1, 4), (2, 2), (4, 1)]
+    fixed = [
+        al.plan(fn, *args, options=al.PlanOptions(mesh_shape=shape, axis_names=("x", "y")), **given) for shape in shapes
+    ]
+    plan = al.plan(fn, *args, options=al.PlanOptions(axis_names=("x", "y")), **given)
+    assert plan.mesh.shape == (4, 1) and plan.paddings
+    assert plan.objective == pytest.approx(min(p.objective for p in fixed))
+    assert plan.objective < min(p.objective for p in fixed if not p.paddings)
+
+
 def test_padding_where_pins_clash_without_it():
     """Every contraction is to be split, also that of a convolution over three rows, which lie whole by the pins."""
 

@@ -19,7 +19,7 @@ from alpa_lite.costs.roles import has_gradient
 from alpa_lite.errors import AlpaLiteError, MemoryBudgetError, PinError
 from alpa_lite.numeric import real
 from alpa_lite.plan.identity import close_matches, some
-from alpa_lite.plan.pins import Dims, PinnedDims
+from alpa_lite.plan.pins import Dims, PinnedDims, without_single
 from alpa_lite.plan.plan import Plan
 from alpa_lite.planner.options import PlanOptions
 from alpa_lite.planner.plan_step import LIMITED, KnownTasks, axis_names_of
@@ -397,12 +397,21 @@ def _beginning(glob: str) -> list[str]:
     return list(takewhile(lambda segment: not is_glob(segment), glob.split("/")))
 
 
+def _given_mesh(graph: SharedGraph) -> DeviceMesh | None:
+    """The one mesh that all graphs are planned on, if options say which."""
+    options = graph.request.options
+    if options.mesh_shape is None or options.symbol is not None or graph.stages != ONE_MESH:
+        return None
+    return DeviceMesh(shape=options.mesh_sizes, axis_names=axis_names_of(options, ()))
+
+
 def share_pins(graphs: Sequence[SharedGraph], source: str) -> None:
-    """A shared leaf that is pinned in one graph is so in all.
+    """A shared leaf that is pinned in one graph is so in all. On a mesh that is given, axes of one device make no difference.
 
     Raises:
         PinError: two graphs pin it differently.
     """
+    mesh = _given_mesh(graphs[0])
     pinned = [g.request.pins_of(g.traced, g.args).inputs for g in graphs]
     joined: list[tuple[Dims, str]] = []
     for number in range(len(graphs[0].leaves)):
@@ -412,7 +421,8 @@ def share_pins(graphs: Sequence[SharedGraph], source: str) -> None:
             other = own[graph.leaves[number]]
             if other.is_free:
                 continue
-            both = other.joined(dims)
+            both = other.joined(dims, mesh)
+            both = both and without_single(both, mesh)
             axes = [axis for part in both or () for axis in part or ()]
             if both is None or len(set(axes)) < len(axes):
                 before = " and ".join(f"that of {name!r} as {pin}" for name, pin in by.items())
@@ -424,7 +434,10 @@ def share_pins(graphs: Sequence[SharedGraph], source: str) -> None:
             by[graph.name] = other
         of = " and ".join(f"{pin.origin!r} of the graph {name!r}" for name, pin in by.items())
         joined.append((dims, f"{PINNED_ELSEWHERE} {of}"))
-    for graph in graphs:
-        fixed = {path: dims for path, (dims, _) in zip(graph.shared, joined, strict=True)}
+    for graph, own in zip(graphs, pinned, strict=True):
+        given = zip(graph.shared, graph.leaves, joined, strict=True)
+        fixed = {
+            path: own[i].joined(dims, mesh) or () for path, i, (dims, _) in given
+        }  # as the graph's own pin says it
         origins = {path: origin for path, (_, origin) in zip(graph.shared, joined, strict=True)}
         graph.request = replace(graph.request, fixed=(fixed, origins, None))

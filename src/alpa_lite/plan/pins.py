@@ -101,6 +101,11 @@ class PinnedDims:
         return "[" + ",".join("?" if axes is None else ".".join(axes) or "_" for axes in self.dims) + "]"
 
 
+def without_single(dims: Dims, mesh: DeviceMesh | None) -> Dims:
+    """The dims without a mesh's axes of size 1."""
+    return tuple(None if axes is None else _counted(axes, mesh) for axes in dims)
+
+
 def _counted(axes: tuple[str, ...], mesh: DeviceMesh | None) -> tuple[str, ...]:
     """Without a mesh's axes of size 1; axes that it does not have are refused elsewhere."""
     if mesh is None:

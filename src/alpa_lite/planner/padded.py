@@ -66,20 +66,23 @@ def plan_with_padding(
     if plain is not None:
         shares = _shares(groups, traced, plain) if groups else []
         groups = [g for g, share in zip(groups, shares, strict=True) if share >= WORTH]
-    pinned = isinstance(refusal, UnevenPinError)
-    if pinned:
-        groups = [g for g in groups if _is_pinned(g, traced.program, pins, meshes)]
-    search = _Search(traced, cluster.num_devices, pins, meshes if pinned else (), plan_program, rules)
     found: tuple[Padded, Plan] | None = None
-    for waste in (1.0,) if pinned else _WASTES:
-        if found is None or (plain is not None and not _wins(found[1], plain)):
-            found = search.best([g for g in groups if search.waste(g) <= waste]) or found
+    if not isinstance(refusal, UnevenPinError):
+        search = _Search(traced, cluster.num_devices, pins, (), plan_program, rules)
+        for waste in _WASTES:
+            if found is None or (plain is not None and not _wins(found[1], plain)):
+                found = search.best([g for g in groups if search.waste(g) <= waste]) or found
+    # Meshes on which a pin does not divide are planned with padding alone.
+    search = _Search(traced, cluster.num_devices, pins, meshes, plan_program, rules)
+    held = search.best([g for g in _uneven(traced, cluster.num_devices) if search.keeps(g, meshes)])
+    if held is not None and (found is None or _wins(held[1], found[1])):
+        found = held
     if found is None:
         if plain is None:
             assert refusal is not None
-            found_out = search.refused[-1] if search.refused else refusal
-            if not pinned:
+            if not isinstance(refusal, UnevenPinError):
                 raise refusal
+            found_out = search.refused[-1] if search.refused else refusal
             if isinstance(found_out, UnevenPinError):  # the first pin that padding does not help
                 raise UnevenPinError(f"{found_out} {_NO_WAY}") from refusal
             raise found_out
@@ -237,15 +240,15 @@ class _Search:
             found = self._planned({g: next_multiple(g.size, self.devices) for g in groups})
             if found is None:
                 return before
-            used = [g for g in groups if _parts(g, *found) or self._keeps(g, found[1].mesh)]
+            used = [g for g in groups if _parts(g, *found) or self.keeps(g, (found[1].mesh,))]
             if len(used) == len(groups):
                 return *found, tuple(groups)
             before, groups = (*found, tuple(groups)), used
         return None
 
-    def _keeps(self, group: PadGroup, mesh: DeviceMesh) -> bool:
-        """Whether a pin needs the group."""
-        return bool(self.pinned_on) and _is_pinned(group, self.traced.program, self.pins, (mesh,))
+    def keeps(self, group: PadGroup, meshes: Iterable[DeviceMesh]) -> bool:
+        """Whether a pin needs the group on one of the meshes."""
+        return bool(self.pinned_on) and _is_pinned(group, self.traced.program, self.pins, meshes)
 
     def _planned(self, sizes: dict[PadGroup, int]) -> tuple[Padded, Plan] | None:
         """Pins of groups that are left out, and those that divide on the mesh that is taken, hold for the leaves themselves."""

@@ -159,6 +159,8 @@ class ForwardOps:
         """The ops of an equation that read rows of an operand, or all of it. What is no activation, as it is made of parameters
         alone, or of the batch alone, belongs to the first op that reads it."""
         eqn = self.jaxpr.eqns[i]
+        if not any(v in self.kinds.needed for v in eqn.outvars):
+            return []
         if rows is not None and i in self.row_openings:
             made = eqn.outvars[0]
             return [unit for r, k in self._readers[made] for unit in self._units_reading(r, k, rows)]

@@ -21,6 +21,7 @@ from typing import Any
 from alpa_lite._jax_compat import Literal
 from alpa_lite.errors import LayerError
 from alpa_lite.trace.flatten import FlatJaxpr, FlatOp
+from alpa_lite.trace.row_ops import joins_rows
 from alpa_lite.trace.stage_pin import PIN_STAGE, StagePin
 
 BOUNDARY = "layer_boundary"
@@ -171,6 +172,19 @@ def final_sums(flat: FlatJaxpr, backward: Sequence[bool]) -> list[bool]:
     return found
 
 
+def _final_joins(flat: FlatJaxpr, backward: Sequence[bool]) -> list[bool]:
+    """Per op whether it puts rows together that nothing but results are made of. Such a join does not say where its rows are
+    made: each lies with its layer."""
+    found = [False] * len(flat.ops)
+    read: set[int] = set()  # by what is no such join
+    for i, op in reversed(list(enumerate(flat.ops))):
+        joins = op.name != BOUNDARY and not backward[i] and joins_rows(op.name, op.params)
+        found[i] = joins and not any(o in read for o in op.outputs)
+        if not found[i]:
+            read.update(v for v in op.inputs if not isinstance(v, Literal))
+    return found
+
+
 class _Assignment:
     """Layers of ops: first what boundaries say, then what readers say, then what is left."""
 
@@ -182,7 +196,7 @@ class _Assignment:
         for i, op in enumerate(flat.ops):
             for value in self.inputs(op):
                 self.readers[value].append(i)
-        self.sums = final_sums(flat, backward)
+        self.sums, self.joins = final_sums(flat, backward), _final_joins(flat, backward)
 
     def inputs(self, op: FlatOp) -> list[int]:
         return [i for i in op.inputs if not isinstance(i, Literal)]
@@ -222,7 +236,7 @@ class _Assignment:
             if self.layer[i] is not None:
                 continue
             readers = [r for o in self.flat.ops[i].outputs if o >= 0 for r in self.readers[o]]
-            readers = [r for r in readers if not self.sums[r]]
+            readers = [r for r in readers if not self.sums[r] and not self.joins[r]]
             alike = [self.layer[r] for r in readers if self.backward[r] == self.backward[i]]
             known = [k for k in alike if k is not None]
             if known:
@@ -238,7 +252,7 @@ class _Assignment:
         for i in reversed(range(len(passed))):
             if not self.backward[i] and not passed[i]:
                 readers = [r for o in self.flat.ops[i].outputs if o >= 0 for r in self.readers[o]]
-                ends[i] = all(ends[r] for r in readers)
+                ends[i] = all(ends[r] or self.joins[r] for r in readers)
                 firm[i] = any(self.flat.ops[r].name == BOUNDARY or (firm[r] and not passed[r]) for r in readers)
         for i, op in enumerate(self.flat.ops):
             if ends[i]:

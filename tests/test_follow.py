@@ -221,6 +221,10 @@ OTHER = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), jax.
     ("settings", "message"),
     [
         ({"follow": 3}, r"follow=3 was given\. Allowed are a parallelized step, a plan"),
+        (
+            {"follow": {"0/w": (0, P(None, unreduced={"x"}))}},
+            r"'0/w' as P\(None, unreduced=\{'x'\}\)\. A leaf that is followed lies as it is.* At .*test_follow",
+        ),
         ({"follow": {"0/w": (0, P("x", "x"))}}, r"'0/w' as P\('x', 'x'\), with the axis 'x' twice.* At .*test_follow"),
         ({"follow": {}}, r"follow=\{\} was given.* At .*test_follow.*Give follow=plan, of which all arguments"),
         ({"follow": al.parallelize(train)}, r"has no plan yet.*step\.plan"),

@@ -1,4 +1,4 @@
-"""Under what a user set in JAX (a mesh, no compilation), and with what is no function."""
+"""Under what a user set in JAX (a mesh, no compilation), and with what is no function or has no values."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType
 
 import alpa_lite as al
-from alpa_lite.errors import AlpaLiteError, TraceError
+from alpa_lite.errors import AlpaLiteError, ArgumentsError, TraceError
 from tests.trace.cases import floats
 
 
@@ -52,3 +52,27 @@ def test_what_cannot_be_called_is_no_function(call):
         AlpaLiteError, match=r"al\.(plan|graph) was given .*which cannot be called.*test_user_settings.*Write al\."
     ):
         call()
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_state_that_was_donated_is_told(stages):
+    """Also where it was donated to another step, between two calls."""
+
+    def step(w, x):
+        loss, grad = al.value_and_grad(lambda w, x: jnp.mean(al.layer_boundary(x @ w["a"]) @ w["b"]))(w, x)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, w, grad), loss
+
+    def state():
+        return {"a": floats(16, 16), "b": floats(16, 16)}
+
+    parallel = al.parallelize(
+        step, cluster=al.Cluster.parse("1x2:cpu"), donate_argnums=0, options=al.PlanOptions(num_stages=stages)
+    )
+    placed, x = parallel(state(), floats(8, 16))[0], floats(8, 16)
+    parallel(placed, x)
+    with pytest.raises(ArgumentsError, match=r"the argument '0/a' was .*donated.*test_user_settings"):
+        parallel(placed, x)
+    x = jax.device_put(x)
+    x.delete()
+    with pytest.raises(ArgumentsError, match=r"the argument '1' was deleted"):
+        parallel(state(), x)

@@ -289,6 +289,11 @@ def test_arguments_that_cannot_be(tmp_path: Path) -> None:
         al.fit(batch, **given)
     with pytest.raises(ArgumentsError, match="num_steps=-1 was given"):
         al.fit(local, **given | {"num_steps": -1})
+    for data, name in ((np.ones((8, 4)), "array"), ({"x": np.ones(4)}, "dict")):
+        with pytest.raises(ArgumentsError, match=rf"given one {name}, which is no series of batches.*At .*test_fit"):
+            al.fit(local, **given | {"data": data})
+    with pytest.raises(ArgumentsError, match=r"cannot be called without arguments: .*'key'.* At .*test_fit"):
+        al.fit(local, **given | {"init": lambda key: state()})
     with pytest.raises(ArgumentsError, match=r"data=7 was given\. It must be a function of a position"):
         al.fit(local, **given | {"data": 7})
     with pytest.raises(ArgumentsError, match="on_nan='ignore' was given"):

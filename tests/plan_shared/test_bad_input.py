@@ -13,6 +13,7 @@ from alpa_lite.errors import MemoryBudgetError, PinError
 from tests.plan_shared.graphs import (
     ONE_AXIS,
     SLOW_LINKS,
+    columns,
     rows,
     shapes,
     three_graphs,
@@ -68,6 +69,7 @@ SMALL = with_params((4096, 64))
             al.AlpaLiteError,
             r"shared is of the graphs 'product'. There are 'product', 'rows', 'columns'",
         ),
+        ({"shared": {}}, al.AlpaLiteError, r"shared is of the graphs \(none\)\. There are 'product'"),
         ({"pins": {"0/7": P("x")}}, PinError, r"the graph 'product': .*'0/7' matches no"),
         ({"pins": {"fewer": {"0/0": P("x")}}}, PinError, r"pins has 'fewer', which is no graph"),
         (
@@ -145,3 +147,13 @@ def test_whatever_is_wrong_with_a_graph_names_it(graph: Any, settings: dict[str,
     graphs = {"one": (lambda p, x: x @ p, shapes((4, 4), (4, 4))), "other": graph}
     with pytest.raises(al.AlpaLiteError, match=message):
         al.plan_shared(graphs, shared="0", cluster=SLOW_LINKS, **settings)
+
+
+def test_graphs_of_which_one_follows() -> None:
+    """Before, the message spoke of options, which are the same."""
+    graphs = three_graphs()
+    own = al.plan(*graphs["rows"][:1], *graphs["rows"][1], cluster=SLOW_LINKS)
+    follows = al.parallelize(rows, cluster=SLOW_LINKS, follow=own)
+    given = {"rows": (follows, graphs["rows"][1]), "columns": (al.parallelize(columns), graphs["columns"][1])}
+    with pytest.raises(al.AlpaLiteError, match=r"different follow= \(one has none\).*Give follow= for all"):
+        al.plan_shared(given, shared="0", cluster=SLOW_LINKS)

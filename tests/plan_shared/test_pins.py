@@ -24,6 +24,10 @@ def test_pins_hold_in_all_graphs() -> None:
     layout = al.plan_shared(graphs, shared="0", cluster=SLOW_LINKS, pins={"columns": {"0/0": P(None, "model")}})
     assert layout.mesh.axis_names == ("model",)
     assert all(plan.specs_by_path["0/0"] == P(None, "model") for plan in layout.plans.values())
+    none = al.plan_shared(
+        graphs, shared="0", cluster=SLOW_LINKS, pins={"rows": None, "columns": {"0/0": P(None, "model")}}
+    )
+    assert none.parameter_layout == layout.parameter_layout
     layout = al.plan_shared(graphs, shared="0", cluster=SLOW_LINKS, pins={"0/*": P("model"), "1": P("model")})
     specs = {plan.specs_by_path[path] for plan in layout.plans.values() for path in ("0/0", "0/1", "1")}
     assert specs == {P("model", None)}

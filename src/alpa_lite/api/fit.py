@@ -7,6 +7,7 @@ plan on equal devices the parameters are those of a run without a loss, bit for 
 
 from __future__ import annotations
 
+import inspect
 import math
 import sys
 import time
@@ -119,6 +120,7 @@ def fit(
         >>> done = al.fit(step, init=init_state, data=batches, num_steps=10_000, checkpoint=al.Checkpoint("runs/gpt"))
     """
     num_steps = _checked(step, num_steps, on_nan, checkpoint, elastic)
+    _check_init(init)
     run = _Run(
         step=step,
         init=init,
@@ -160,6 +162,22 @@ def _checked(step: Any, num_steps: Any, on_nan: Any, checkpoint: Any, elastic: A
             f"al.Checkpoint({str(checkpoint)!r}, every=200, keep=3)."
         )
     return steps
+
+
+def _check_init(init: Any) -> None:
+    """Refuses a function that cannot be called without arguments."""
+    if not callable(init):
+        return
+    try:
+        inspect.signature(init).bind()
+    except TypeError as error:
+        raise ArgumentsError(
+            f"init={init!r:.60} was given, which cannot be called without arguments: {error}. It is the first state, or a "
+            f"function of no arguments that makes it. At {user_line()}. Write for example "
+            "init=functools.partial(init_state, key)."
+        ) from None
+    except ValueError:  # a built-in function that does not tell
+        return
 
 
 @dataclass(slots=True, kw_only=True)

@@ -21,6 +21,7 @@ from alpa_lite.cluster.cluster import Cluster
 from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.core.program import Value
 from alpa_lite.errors import PinError
+from alpa_lite.numeric import whole
 from alpa_lite.plan.pins import Dims
 from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.records import Leaf, LeafRole
@@ -102,13 +103,18 @@ def followed_plan(given: Any, source: str) -> Followed:
             f"At {source}. Write for example follow=train_step."
         )
     for path, (_, spec) in plan.items():
+        if spec.unreduced or spec.reduced:
+            raise PinError(
+                f"follow has {path!r} as {spec_text(spec)}. A leaf that is followed lies as it is, not as a sum that is still to "
+                f"be made. At {source}. Leave `unreduced` and `reduced` out."
+            )
         axes = [axis for dim in pinned_dims(spec, len(spec.partitions)) for axis in dim or ()]
         if twice := [axis for axis in axes if axes.count(axis) > 1]:
             raise PinError(
                 f"follow has {path!r} as {spec_text(spec)}, with the axis {twice[0]!r} twice. An axis can split one dim of a "
                 f"leaf. At {source}. Give the layout of a plan."
             )
-    stages = {path: stage for path, (stage, _) in plan.items()}
+    stages = {path: int(stage) for path, (stage, _) in plan.items()}
     several = stages if any(stages.values()) else {}
     return Followed(specs={path: _by_rank(spec) for path, (_, spec) in plan.items()}, values={}, stages=several)
 
@@ -159,7 +165,8 @@ def _is_forward(plan: Plan) -> bool:
 def _is_placed(entry: Any) -> bool:
     if not (isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[1], PartitionSpec)):
         return False
-    return isinstance(entry[0], int) and not isinstance(entry[0], bool) and entry[0] >= 0
+    stage = whole(entry[0])
+    return stage is not None and stage >= 0
 
 
 def _always(dims: Dims) -> Callable[[int], Dims]:

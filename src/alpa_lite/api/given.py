@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from difflib import get_close_matches
 from typing import Any
 
-from alpa_lite.errors import AlpaLiteError, user_line
+import jax
+
+from alpa_lite.errors import AlpaLiteError, ArgumentsError, user_line
 from alpa_lite.executor.ray.settings import RayExecutor
 from alpa_lite.plan.plan import Plan
 from alpa_lite.planner.options import PlanOptions
+from alpa_lite.trace.paths import argument_paths
 
 _CALLS = {
     "al.parallelize": "al.parallelize(fn, ...), or @al.parallelize(...) above the function",
@@ -51,6 +54,19 @@ def checked_plan(plan: Any) -> Plan | None:
             "file write plan=al.load_plan(path); of a symbolic plan take plan.specialize(n=...)."
         )
     return plan
+
+
+def refuse_deleted(args: Sequence[Any], kwargs: Mapping[str, Any], error: Exception | None = None) -> None:
+    """Says which argument is gone; with an ``error`` of JAX, if that is what it is about."""
+    if error is not None and "deleted" not in str(error):
+        return
+    if not any(getattr(leaf, "is_deleted", bool)() for leaf in jax.tree_util.tree_leaves((args, kwargs))):
+        return
+    path = next(path for path, leaf in argument_paths(args, kwargs) if getattr(leaf, "is_deleted", bool)())
+    raise ArgumentsError(
+        f"the argument {path!r} was deleted, or donated to a step that ran since: donate_argnums= gives its memory away. At "
+        f"{user_line()}. Give what that step returned in its place, or a copy."
+    ) from error
 
 
 def check_keywords(fn: Callable[..., Any], given: Iterable[str], settings: Iterable[str]) -> None:

@@ -194,8 +194,10 @@ def like_of(like: Any, name: str) -> Any:
 
 
 def _is_nested(given: Any) -> bool:
-    """Whether something is given by graph."""
-    return isinstance(given, Mapping) and bool(given) and all(isinstance(own, Mapping) for own in given.values())
+    """Whether something is given by graph; None is nothing for one of them."""
+    if not isinstance(given, Mapping) or not all(own is None or isinstance(own, Mapping) for own in given.values()):
+        return False
+    return any(own is not None for own in given.values())
 
 
 def check_names(
@@ -215,9 +217,11 @@ def one_set_of_options(graphs: Sequence[SharedGraph], source: str) -> None:
     first = graphs[0]
     for graph in graphs:
         if (graph.request.options, graph.stages) != (first.request.options, first.stages):
+            follow = (graph.request.follow is None) != (first.request.follow is None)
             raise AlpaLiteError(
-                f"the graphs {first.name!r} and {graph.name!r} are parallelized with different options. Graphs that share a "
-                f"layout are planned with one set. At {source}. Give options= for all."
+                f"the graphs {first.name!r} and {graph.name!r} are parallelized with different "
+                f"{'follow= (one has none)' if follow else 'options'}. Graphs that share a layout are planned with one set. At "
+                f"{source}. Give {'follow' if follow else 'options'}= for all."
             )
 
 
@@ -283,6 +287,7 @@ def pins_by_graph(graphs: Mapping[str, Any], pins: Any, source: str) -> dict[str
         given = pins
     else:
         given = dict.fromkeys(graphs, pins)
+    given = {name: {} if own is None else own for name, own in given.items()}
     if not all(isinstance(own, Mapping) and all(isinstance(key, str) for key in own) for own in given.values()):
         raise PinError(
             f"pins={pins!r:.80} was given. For several graphs pins are a dict of path or glob -> PartitionSpec, or graph -> "
@@ -323,8 +328,9 @@ def match(graphs: Sequence[SharedGraph], shared: Any, source: str) -> None:
     check_names("shared", by_graph, [g.name for g in graphs], source)
     if set(by_graph) != {g.name for g in graphs}:
         raise AlpaLiteError(
-            f"shared is of the graphs {', '.join(map(repr, by_graph))}. There are {', '.join(repr(g.name) for g in graphs)}, and "
-            f"each needs an entry. At {source}. Correct it, or give one glob for all."
+            f"shared is of the graphs {', '.join(map(repr, by_graph)) or '(none)'}. There are "
+            f"{', '.join(repr(g.name) for g in graphs)}, and each needs an entry. At {source}. Correct it, "
+            "or give one glob for all."
         )
     first: dict[str, int] = {}
     for graph in graphs:

@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
+from alpa_lite._jax_compat import deleted_arrays_crash
 from alpa_lite.api.asked import check_donated
 from alpa_lite.api.bound import JIT_SETTINGS, Parallelized, Trees, staged_for, traced_for, verified
 from alpa_lite.api.checkpoint import argument_tree, check_saved, checked_step, checkpoint_folder
+from alpa_lite.api.given import refuse_deleted
 from alpa_lite.api.request import Request
 from alpa_lite.cluster.cluster import Cluster as ClusterData
 from alpa_lite.errors import AlpaLiteError, ArgumentsError, user_line
@@ -70,7 +72,9 @@ class ParallelStep(Parallelized):
         return f"<al.parallelize of {getattr(self._request.fn, '__qualname__', self._request.fn)}>"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # The fast path leaves every check to jit's own cache; static and keyword arguments need sorting out first.
+        if deleted_arrays_crash():
+            refuse_deleted(args, kwargs)
+        # The fast path leaves every other check to jit's own cache; static and keyword arguments need sorting out first.
         if self._last is not None and not kwargs and not self._request.static_argnums:
             try:
                 with own_mesh():
@@ -78,6 +82,9 @@ class ParallelStep(Parallelized):
             except SignatureChanged:
                 pass
             except AlpaLiteError:  # ours is no complaint of jit's about layouts
+                raise
+            except RuntimeError as error:
+                refuse_deleted(args, kwargs, error)
                 raise
             except (ValueError, TypeError):  # the latter of what is no array
                 if self._key(args, kwargs) == self._last_key:
@@ -89,6 +96,15 @@ class ParallelStep(Parallelized):
         return self._run(step, self._dynamic(args, kwargs))
 
     def _run(self, step: Runnable, dynamic: tuple[Any, ...]) -> Any:
+        try:
+            return self._run_moved(step, dynamic)
+        except AlpaLiteError:
+            raise
+        except (ValueError, RuntimeError) as error:
+            refuse_deleted(dynamic, {}, error)
+            raise
+
+    def _run_moved(self, step: Runnable, dynamic: tuple[Any, ...]) -> Any:
         try:
             with own_mesh():
                 return step.run(*dynamic)

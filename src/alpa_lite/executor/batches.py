@@ -7,7 +7,7 @@ complete checkpoint are kept, and a new process skips those that an earlier one 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -38,6 +38,12 @@ class Batches:
         self.first = 0  # position of the first that is kept
         if callable(data):
             return
+        if isinstance(data, str | bytes | Mapping | np.ndarray | jax.Array):
+            kind = "array" if hasattr(data, "shape") else type(data).__name__
+            raise ArgumentsError(
+                f"data was given one {kind}, which is no series of batches: its rows or keys would each be one. At "
+                f"{user_line()}. Give a list of batches, itertools.repeat(batch), or lambda position: batch."
+            )
         try:
             self.rest = iter(data)
         except TypeError as error:

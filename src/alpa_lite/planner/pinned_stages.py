@@ -81,7 +81,7 @@ def _apart(first: StagePin, second: StagePin) -> str:
 def _in_order(first: StagePin, second: StagePin) -> str:
     """What to do about two pins that data would pass in the wrong order."""
     if first.leaf and second.leaf:
-        return "Read what lies on the earlier stage first, or let one of the two not follow."
+        return "Read what lies on the earlier stage first, or leave one of the two out of follow= or shared=."
     return "Swap the two stages, or drop one of the pins."
 
 

@@ -83,3 +83,41 @@ def test_graphs_share_the_rows_and_follow_the_layout() -> None:
             np.testing.assert_allclose(np.asarray(a), b, rtol=1e-4, atol=1e-5)
     followed = {name: al.plan(fn, *graphs[name][1], follow=layout, **GIVEN) for name, fn in functions.items()}
     assert all(plan.objective <= layout.costs[name] * (1 + 1e-6) for name, plan in followed.items())
+
+
+def alone(params: Any, cache: jax.Array, tokens: jax.Array) -> Any:
+    """What the cache was is of no use: without other graphs it lies in one."""
+    x, rows = params["emb"][tokens], []
+    for i in range(LAYERS):
+        rows.append(jnp.broadcast_to((x @ params["w"][i])[:, None], cache.shape[1:]))
+        x = x + jnp.tanh(x @ params["v"][i])
+    return x @ params["out"], jnp.stack(rows)
+
+
+def scanned(params: Any, cache: jax.Array, tokens: jax.Array) -> Any:
+    def layer(x: jax.Array, row: Any) -> Any:
+        w, v, old = row
+        new = old.at[:, 0].set(x @ w)
+        return x + jnp.tanh(new.mean(1) @ v), new
+
+    x, cache = jax.lax.scan(layer, params["emb"][tokens], (params["w"], params["v"], cache))
+    return x @ params["out"], cache
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("names", [("alone", "scanned", "reorder"), ("alone", "reorder")], ids=len)
+def test_rows_lie_alike_in_all_graphs(names: tuple[str, ...]) -> None:
+    """Also those that a graph's own plan, whose layout is tried, has in one; and where no graph reads any."""
+    layers = {name: jax.ShapeDtypeStruct((LAYERS, 16, 16), jnp.float32) for name in ("w", "v")}
+    params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in (("emb", (32, 16)), ("out", (16, 32)))}
+    cache = jax.ShapeDtypeStruct((LAYERS, SLOTS, LENGTH, 16), jnp.float32)
+    slots = jax.ShapeDtypeStruct((SLOTS,), jnp.int32)
+    functions = {"alone": alone, "scanned": scanned, "reorder": reorder}
+    graphs = {name: (functions[name], (params | layers, cache, slots)) for name in names}
+    layout = al.plan_shared(graphs, shared=("0", "1"), options=OPTIONS, cluster=CLUSTER)
+    assert not list(layout.faults())
+    assert {path: stage for path, (stage, _) in layout.parameter_layout.items() if path.startswith("1")} == {
+        "1[0:1]": 0,
+        "1[1:2]": 1,
+    }
+    assert not layout.plans["reorder"].pipeline.transfers

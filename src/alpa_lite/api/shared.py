@@ -95,8 +95,12 @@ def plan_shared(
         graph.request = replace(graph.request, options=replace(graph.request.options, **graph.stages))
     on_stages = found[0].request.options
     if on_stages.has_stages:
-        return plan_shared_stages(found, cluster, on_stages, source)
-    return _Search(found, cluster, on_stages, source).run()
+        layout = plan_shared_stages(found, cluster, on_stages, source)
+    else:
+        layout = _Search(found, cluster, on_stages, source).run()
+    faults = list(layout.faults())
+    assert not faults, faults
+    return layout
 
 
 @dataclass(eq=False, slots=True)

@@ -34,6 +34,7 @@ from alpa_lite.trace.staged import (
     StagedStep,
     layers_of,
     layers_reading,
+    layers_writing,
     microbatch_loop,
     named_to_be_kept,
     owners_of,
@@ -100,9 +101,9 @@ class LayeredGraph:
         return () if reads and 0 not in homes.values() else (0,)
 
     def readers(self) -> dict[LeafKey, tuple[int, ...]]:
-        """The layers that read each shared leaf."""
-        found = layers_reading(self.flat, self.layered)
-        return {key: found[i] for i, key in self.keys.items()}
+        """The layers that read each shared leaf; of state that none reads, the one that makes its next value."""
+        read, written = layers_reading(self.flat, self.layered), layers_writing(self.flat, self.layered)
+        return {key: read[i] or written[i] for i, key in self.keys.items()}
 
     def stage_pins(self, homes: Mapping[str, int]) -> list[StagePin]:
         """Of its layers, by ``al.pin_stage`` and by the stages of leaves, which ``homes`` has by path."""

@@ -443,14 +443,18 @@ class _StagedSearch:
         """
         costs = list(least or [-math.inf] * len(self.graphs))
         plans: dict[int, Plan] = {}
+        fixed = list(layout)
         for number in sorted(range(len(costs)), key=lambda i: -self.importance(self.graphs[i])):
             if not self.weighted(costs) < self.total:
                 return True
             try:
-                plans[number] = self.layered[number].plan(self.steps[number], cut, self.cluster, layout)
+                plans[number] = self.layered[number].plan(self.steps[number], cut, self.cluster, fixed)
             except (MemoryBudgetError, PinError) as error:
                 self.refused = error
                 return False
+            # Of what the layout does not have, as rows that its graph has in one, the first graph says how it lies.
+            made = self.layered[number].layout_of(plans[number])
+            fixed = [replace(one, specs={**other.specs, **one.specs}) for one, other in zip(fixed, made, strict=True)]
             costs[number] = plans[number].objective
         if self.weighted(costs) < self.total:
             self.total, self.plans = self.weighted(costs), [plans[number] for number in range(len(costs))]

@@ -70,7 +70,10 @@ def _apart(first: StagePin, second: StagePin) -> str:
     """What to do about two pins of one place."""
     whole = split_path(first.leaf)[0]
     if first.leaf and whole == split_path(second.leaf)[0]:
-        return f"It reads rows of {whole!r} that other layers have: read it by layers here too, or make it a leaf per layer."
+        return (
+            f"It reads rows of {whole!r} that other layers have: read it by layers here too (a result is its next value if it is "
+            f"returned at 'out/{whole}'), or make it a leaf per layer."
+        )
     if first.leaf and second.leaf:
         return (
             "Read each in a layer of its own stage: put al.layer_boundary between what reads the two, or move it there."

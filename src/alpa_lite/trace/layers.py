@@ -236,7 +236,7 @@ class _Assignment:
             if self.layer[i] is not None:
                 continue
             readers = [r for o in self.flat.ops[i].outputs if o >= 0 for r in self.readers[o]]
-            readers = [r for r in readers if not self.sums[r] and not self.joins[r]]
+            readers = [r for r in readers if not self.sums[r]]
             alike = [self.layer[r] for r in readers if self.backward[r] == self.backward[i]]
             known = [k for k in alike if k is not None]
             if known:

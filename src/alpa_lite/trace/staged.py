@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from alpa_lite._jax_compat import scan_layout
 from alpa_lite.core.program import Program, Value
 from alpa_lite.core.rule_text import NamedRule
 from alpa_lite.errors import LayerError
@@ -101,6 +102,17 @@ def layers_reading(flat: FlatJaxpr, layered: Layered) -> list[tuple[int, ...]]:
         for value in values_of(op):
             readers.setdefault(value, set()).add(layer)
     return [tuple(sorted(readers.get(inner.get(value), ()))) for value in flat.inputs]
+
+
+def layers_writing(flat: FlatJaxpr, layered: Layered) -> list[tuple[int, ...]]:
+    """Per argument of a step the layer that makes its next value, where the loop carries it; else ()."""
+    loop, body = flat.ops[microbatch_loop(flat)], layered.flat
+    made = {o: (layer,) for op, layer in zip(body.ops, layered.layer, strict=True) for o in op.outputs}
+    num_consts, num_carry = scan_layout(loop.params)
+    after = {
+        v: o for v, o in zip(loop.inputs[num_consts:], body.outputs[:num_carry], strict=False) if isinstance(v, int)
+    }
+    return [made.get(o, ()) if isinstance(o := after.get(value), int) else () for value in flat.inputs]
 
 
 def named_to_be_kept(whole: Program, flat: FlatJaxpr, paths: Iterable[str]) -> tuple[str, ...]:

@@ -72,7 +72,7 @@ class ParallelStep(Parallelized):
         return f"<al.parallelize of {getattr(self._request.fn, '__qualname__', self._request.fn)}>"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if deleted_arrays_crash():
+        if self._ray is None and deleted_arrays_crash():  # workers know more of their arrays
             refuse_deleted(args, kwargs)
         # The fast path leaves every other check to jit's own cache; static and keyword arguments need sorting out first.
         if self._last is not None and not kwargs and not self._request.static_argnums:
@@ -84,7 +84,7 @@ class ParallelStep(Parallelized):
             except AlpaLiteError:  # ours is no complaint of jit's about layouts
                 raise
             except RuntimeError as error:
-                refuse_deleted(args, kwargs, error)
+                self._told_if_deleted(args, error)
                 raise
             except (ValueError, TypeError):  # the latter of what is no array
                 if self._key(args, kwargs) == self._last_key:
@@ -101,8 +101,12 @@ class ParallelStep(Parallelized):
         except AlpaLiteError:
             raise
         except (ValueError, RuntimeError) as error:
-            refuse_deleted(dynamic, {}, error)
+            self._told_if_deleted(dynamic, error)
             raise
+
+    def _told_if_deleted(self, args: tuple[Any, ...], error: Exception) -> None:
+        if self._ray is None:
+            refuse_deleted(args, {}, error)
 
     def _run_moved(self, step: Runnable, dynamic: tuple[Any, ...]) -> Any:
         try:

@@ -442,8 +442,7 @@ def share_pins(graphs: Sequence[SharedGraph], source: str) -> None:
         joined.append((dims, f"{PINNED_ELSEWHERE} {of}"))
     for graph, own in zip(graphs, pinned, strict=True):
         given = zip(graph.shared, graph.leaves, joined, strict=True)
-        fixed = {
-            path: own[i].joined(dims, mesh) or () for path, i, (dims, _) in given
-        }  # as the graph's own pin says it
+        # As the graph's own pin says it, which then agrees also without the mesh.
+        fixed = {path: own[i].joined(dims, mesh) or () for path, i, (dims, _) in given}
         origins = {path: origin for path, (_, origin) in zip(graph.shared, joined, strict=True)}
         graph.request = replace(graph.request, fixed=(fixed, origins, None))

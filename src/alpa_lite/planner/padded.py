@@ -56,7 +56,7 @@ def plan_with_padding(
     Raises:
         AlpaLiteError: what planning without padding raises; uneven pins, clashes and budgets only if padding does not help.
     """
-    groups: Sequence[PadGroup] = _uneven(traced, cluster.num_devices)
+    uneven = groups = _uneven(traced, cluster.num_devices)
     refusal: AlpaLiteError | None = None
     plain: Plan | None = None
     try:
@@ -65,7 +65,7 @@ def plan_with_padding(
         refusal = error
     if plain is not None:
         shares = _shares(groups, traced, plain) if groups else []
-        groups = [g for g, share in zip(groups, shares, strict=True) if share >= WORTH]
+        groups = tuple(g for g, share in zip(groups, shares, strict=True) if share >= WORTH)
     found: tuple[Padded, Plan] | None = None
     if not isinstance(refusal, UnevenPinError):
         search = _Search(traced, cluster.num_devices, pins, (), plan_program, rules)
@@ -74,7 +74,7 @@ def plan_with_padding(
                 found = search.best([g for g in groups if search.waste(g) <= waste]) or found
     # Meshes on which a pin does not divide are planned with padding alone.
     search = _Search(traced, cluster.num_devices, pins, meshes, plan_program, rules)
-    held = search.best([g for g in _uneven(traced, cluster.num_devices) if search.keeps(g, meshes)])
+    held = search.best([g for g in uneven if search.keeps(g, meshes)])
     if held is not None and (found is None or _wins(held[1], found[1])):
         found = held
     if found is None:

@@ -178,7 +178,7 @@ def _final_joins(flat: FlatJaxpr, backward: Sequence[bool]) -> list[bool]:
     found = [False] * len(flat.ops)
     read: set[int] = set()  # by what is no such join
     for i, op in reversed(list(enumerate(flat.ops))):
-        joins = op.name != BOUNDARY and not backward[i] and joins_rows(op.name, op.params)
+        joins = not backward[i] and joins_rows(op.name, op.params)
         found[i] = joins and not any(o in read for o in op.outputs)
         if not found[i]:
             read.update(v for v in op.inputs if not isinstance(v, Literal))

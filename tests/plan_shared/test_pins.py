@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
@@ -59,6 +60,37 @@ def test_pins_that_differ_on_axes_of_one_device_are_the_same() -> None:
     for options in others:
         with pytest.raises(PinError, match=r"pin '0/0' of '.*' fixes the shared leaf '0/0' as .*, and that of '.*'"):
             al.plan_shared(three_graphs(), shared="0", cluster=SLOW_LINKS, options=options, pins=pins)
+
+
+@pytest.mark.medium
+def test_meshes_on_which_padding_keeps_a_pin_are_searched() -> None:
+    """Alone one of the graphs is cheapest where the pin divides, which had ruled the other meshes out for both."""
+
+    def one(params: Any, x: Any) -> Any:
+        y = jnp.tanh(x @ params["w"])
+        return y - y.sum(-1, keepdims=True)
+
+    def two(params: Any, x: Any) -> Any:
+        return jnp.tanh(jnp.tanh(x @ params["w"])) @ params["w"].T
+
+    params, *xs = shapes((1026, 514), (64, 1026), (65536, 1026), dtype=jnp.float32)
+    graphs = {"one": (one, ({"w": params}, xs[0])), "two": (two, ({"w": params}, xs[1]))}
+    given: dict[str, Any] = {"shared": "0", "cluster": SLOW_LINKS, "pins": {"0/w": P("y", "x")}}
+    meshes = [(1, 4), (2, 2), (4, 1)]
+    fixed = {
+        mesh: al.plan_shared(graphs, options=al.PlanOptions(axis_names=("x", "y"), mesh_shape=mesh), **given)
+        for mesh in meshes
+    }
+    layout = al.plan_shared(graphs, options=al.PlanOptions(axis_names=("x", "y")), **given)
+    best = min(fixed.values(), key=lambda layout: layout.objective)
+    assert (layout.objective, layout.mesh) == (best.objective, best.mesh)
+    assert all(plan.paddings for plan in layout.plans.values()), {m: found.objective for m, found in fixed.items()}
+    assert layout.lower_bound <= best.objective
+    for name, (fn, args) in graphs.items():
+        alone = al.plan(
+            fn, *args, cluster=SLOW_LINKS, pins=given["pins"], options=al.PlanOptions(axis_names=("x", "y"))
+        )
+        assert layout.own[name] <= alone.objective
 
 
 def test_pins_of_two_graphs_that_clash_are_named() -> None:

@@ -28,13 +28,13 @@ from alpa_lite.api.shared_stages import plan_shared_stages
 from alpa_lite.cluster.cluster import Cluster
 from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.core.spec import ShardingSpec
-from alpa_lite.errors import AlpaLiteError, MemoryBudgetError, PinError, user_line
+from alpa_lite.errors import AlpaLiteError, MemoryBudgetError, PinError, UnevenPinError, user_line
 from alpa_lite.plan.plan import Plan
 from alpa_lite.planner.collector import collector_paused
 from alpa_lite.planner.explain import explain_sharing
 from alpa_lite.planner.joint import EVERYWHERE, JointAnswer, Region, solve_jointly
 from alpa_lite.planner.options import PlanOptions
-from alpa_lite.planner.plan_step import budget_bytes
+from alpa_lite.planner.plan_step import budget_bytes, mesh_candidates
 
 _CLOSE = 4e-4  # of the best sum so far: a search on a large problem ends where no layout can be so much better
 # Of the budget, by the solver's own count, which may be too high or too low.
@@ -96,11 +96,51 @@ def plan_shared(
     on_stages = found[0].request.options
     if on_stages.has_stages:
         layout = plan_shared_stages(found, cluster, on_stages, source)
+    elif on_stages.padding == "auto" and (meshes := _pinned_apart(found, cluster)):
+        layout = _mesh_by_mesh(found, cluster, on_stages, source, meshes)
     else:
         layout = _Search(found, cluster, on_stages, source).run()
     faults = list(layout.faults())
     assert not faults, faults
     return layout
+
+
+def _pinned_apart(graphs: Sequence[SharedGraph], cluster: Cluster) -> list[DeviceMesh]:
+    """The meshes, if pins divide on some of them and are kept by padding on others, so that programs differ by mesh."""
+    pins = [pin for graph in graphs for pin in graph.pinned()]
+    if not pins:
+        return []
+    first = graphs[0].request
+    meshes = list(mesh_candidates(cluster, first.pins_of(graphs[0].traced, graphs[0].args), first.options))
+    uneven = [any(pin.is_uneven(mesh) for pin in pins) for mesh in meshes]
+    return meshes if any(uneven) and not all(uneven) else []
+
+
+def _mesh_by_mesh(
+    graphs: Sequence[SharedGraph], cluster: Cluster, options: PlanOptions, source: str, meshes: Sequence[DeviceMesh]
+) -> SharedLayout:
+    """The best of the layouts that are searched for on each of the meshes alone.
+
+    Raises:
+        PinError, MemoryBudgetError: if none has any, of the first mesh on which pins can be kept.
+    """
+    found: list[SharedLayout] = []
+    refused: list[AlpaLiteError] = []
+    for mesh in meshes:
+        try:
+            found.append(_Search([g.on_mesh(mesh) for g in graphs], cluster, options, source).run())
+        except (MemoryBudgetError, PinError) as error:
+            refused.append(error)
+    if not found:
+        raise min(refused, key=lambda error: isinstance(error, UnevenPinError))
+    unknown = any(isinstance(error, MemoryBudgetError) and not error.proven for error in refused)
+    for graph in graphs:
+        with suppress(MemoryBudgetError, PinError):  # the layouts say what it costs
+            graph.plan_own(cluster)
+    best = min(found, key=lambda layout: layout.objective)
+    own = {g.name: min(g.least, *(layout.own[g.name] for layout in found)) for g in graphs}
+    bounds = [0.0] if unknown else [layout.lower_bound for layout in found]
+    return replace(best, own=own, lower_bound=min(*bounds, best.objective))
 
 
 @dataclass(eq=False, slots=True)

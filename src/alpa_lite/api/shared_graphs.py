@@ -19,7 +19,7 @@ from alpa_lite.costs.roles import has_gradient
 from alpa_lite.errors import AlpaLiteError, MemoryBudgetError, PinError
 from alpa_lite.numeric import real
 from alpa_lite.plan.identity import close_matches, some
-from alpa_lite.plan.pins import Dims, PinnedDims, without_single
+from alpa_lite.plan.pins import Dims, PinnedDims, parse_dims, without_single
 from alpa_lite.plan.plan import Plan
 from alpa_lite.planner.options import PlanOptions
 from alpa_lite.planner.plan_step import LIMITED, KnownTasks, axis_names_of
@@ -71,6 +71,22 @@ class SharedGraph:
     @property
     def shared(self) -> tuple[str, ...]:
         return tuple(self.paths[i] for i in self.leaves)
+
+    def pinned(self) -> list[PinnedDims]:
+        """What the user pinned of it: leaves, and values by ``al.pin``."""
+        pins, program = self.request.pins_of(self.traced, self.args), self.traced.program
+        inside = [
+            PinnedDims(path=path, shape=owner.values[op.outputs[0]].shape, dims=parse_dims(op.pinned))
+            for path, owner, op in program.walk()
+            if op.primitive == "pin"
+        ]
+        return [pin for pin in (*pins.inputs, *pins.outputs, *inside) if not pin.is_free]
+
+    def on_mesh(self, mesh: DeviceMesh) -> SharedGraph:
+        """The graph, to be planned on one mesh, of which nothing is known yet."""
+        options = replace(self.request.options, mesh_shape=mesh.shape, axis_names=mesh.axis_names)
+        request = replace(self.request, options=options)
+        return SharedGraph(self.name, request, self.args, self.traced, self.weight, self.leaves, stages=self.stages)
 
     def best(self) -> Plan:
         assert self.own is not None

@@ -22,7 +22,8 @@ from itertools import islice
 from typing import Any
 
 from alpa_lite.api.progress import told
-from alpa_lite.api.shared_graphs import PINNED_ELSEWHERE, Globs, Graphs, SharedGraph, given_graphs
+from alpa_lite.api.shared_graph import SharedGraph
+from alpa_lite.api.shared_graphs import PINNED_ELSEWHERE, Globs, Graphs, given_graphs
 from alpa_lite.api.shared_layout import SharedLayout
 from alpa_lite.api.shared_stages import plan_shared_stages
 from alpa_lite.cluster.cluster import Cluster

@@ -12,7 +12,7 @@ from typing import Any
 from alpa_lite.api.bound import with_layers_said
 from alpa_lite.api.follow import read_elsewhere
 from alpa_lite.api.request import VERSIONS
-from alpa_lite.api.shared_graphs import SharedGraph, named
+from alpa_lite.api.shared_graph import SharedGraph, named
 from alpa_lite.api.shared_layout import SharedLayout
 from alpa_lite.cluster.cluster import Cluster
 from alpa_lite.errors import AlpaLiteError, LayerError

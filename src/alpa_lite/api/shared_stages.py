@@ -24,7 +24,8 @@ from typing import Any
 
 from alpa_lite.api.asked import check_stage_count
 from alpa_lite.api.followers import LeafHomes, check_stages
-from alpa_lite.api.shared_graphs import PINNED_ELSEWHERE, SharedGraph, named
+from alpa_lite.api.shared_graph import SharedGraph, named
+from alpa_lite.api.shared_graphs import PINNED_ELSEWHERE
 from alpa_lite.api.shared_layers import (
     LayeredGraph,
     Places,

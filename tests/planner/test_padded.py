@@ -170,22 +170,40 @@ def test_every_uneven_pin_is_kept():
     exact(fn, args, plan, donate=())
 
 
-def test_meshes_that_an_uneven_pin_needs_padding_on_are_searched():
-    """Those on which it divides are dearer."""
+def _product(table, x):
+    return x @ table @ table.T + (table @ table.T)[:1], table[:, ::2] * 2
 
-    def fn(table, x):
-        return x @ table @ table.T + (table @ table.T)[:1], table[:, ::2] * 2
 
-    args = jax.ShapeDtypeStruct((1026, 4096), np.float32), jax.ShapeDtypeStruct((65536, 1026), np.float32)
-    given = {"cluster": al.Cluster.parse("1x4:h100-sxm"), "pins": {"1": P(None, "x")}}
-    shapes = [(1, 4), (2, 2), (4, 1)]
-    fixed = [
-        al.plan(fn, *args, options=al.PlanOptions(mesh_shape=shape, axis_names=("x", "y")), **given) for shape in shapes
-    ]
+def _scaled(table, x, b):
+    return (jax.nn.softmax(x @ table) * 2 + b) @ table.T
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize(
+    ("fn", "shapes", "pins", "taken"),
+    [
+        (_product, [(1026, 4096), (65536, 1026)], {"1": P(None, "x")}, (4, 1)),
+        (_scaled, [(510, 4098), (65536, 510), (4098,)], {"0": P(None, "x")}, (4, 1)),
+        (_product, [(4096, 1026), (64, 4096)], {"0": P("x", "y")}, None),  # the plan of a mesh on which it divides
+    ],
+)
+def test_meshes_that_an_uneven_pin_needs_padding_on_are_searched(fn, shapes, pins, taken):
+    """Where those on which it divides are dearer, and where they are not. In the second case padding also pays on those."""
+    args = [jax.ShapeDtypeStruct(shape, np.float32) for shape in shapes]
+    given = {"cluster": al.Cluster.parse("1x4:h100-sxm"), "pins": pins}
+    fixed = {
+        shape: al.plan(fn, *args, options=al.PlanOptions(mesh_shape=shape, axis_names=("x", "y")), **given)
+        for shape in [(1, 4), (2, 2), (4, 1)]
+    }
     plan = al.plan(fn, *args, options=al.PlanOptions(axis_names=("x", "y")), **given)
-    assert plan.mesh.shape == (4, 1) and plan.paddings
-    assert plan.objective == pytest.approx(min(p.objective for p in fixed))
-    assert plan.objective < min(p.objective for p in fixed if not p.paddings)
+    best = min(fixed.values(), key=lambda p: p.objective)
+    assert plan.objective == pytest.approx(best.objective)
+    assert plan.lower_bound <= best.objective
+    if taken:
+        assert plan.mesh.shape == taken and plan.paddings
+        assert plan.objective < min(p.objective for p in fixed.values() if not p.paddings)
+    tried = {c.mesh.shape: c for c in plan.mesh_table}
+    assert list(tried) == list(fixed) and tried[plan.mesh.shape].objective == plan.objective
 
 
 def test_padding_where_pins_clash_without_it():

@@ -272,8 +272,8 @@ class Request:
             pins, notes = self._pins_and_notes(traced, given.args, given.kwargs)
             settings: dict[str, Any] = {"notes": notes, "progress": given.progress, "known": tasks}
 
-            def plan_program(program: Program, pins: ResolvedPins) -> Plan:
-                return plan_step(program, cluster, pins, options, VERSIONS, **settings)
+            def plan_program(program: Program, pins: ResolvedPins, meshes: Sequence[DeviceMesh] | None = None) -> Plan:
+                return plan_step(program, cluster, pins, options, VERSIONS, meshes=meshes, **settings)
 
             if self.options.padding == "off":
                 return traced, plan_program(traced.program, pins)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from alpa_lite.cluster.cluster import Cluster
 from alpa_lite.core.mesh import DeviceMesh
@@ -33,7 +34,7 @@ _OVERHEAD = ("pad", "slice", "pad_mask")
 
 _NO_WAY = "(It is 'auto', and there is no way to: no op at this tensor can run padded in this dim; docs/uneven.md lists the ops.)"
 
-Planned = Callable[[Program, ResolvedPins], Plan]
+Planned = Callable[..., Plan]  # (program, pins, meshes=None)
 
 
 def plan_with_padding(
@@ -72,17 +73,22 @@ def plan_with_padding(
         for waste in _WASTES:
             if found is None or (plain is not None and not _wins(found[1], plain)):
                 found = search.best([g for g in groups if search.waste(g) <= waste]) or found
-    # Meshes on which a pin does not divide are planned with padding alone.
-    search = _Search(traced, cluster.num_devices, pins, meshes, plan_program, rules)
-    held = search.best([g for g in uneven if search.keeps(g, meshes)])
-    if held is not None and (found is None or _wins(held[1], found[1])):
-        found = held
+    # Meshes on which a pin does not divide are planned with padding alone: if there are others, each for itself.
+    pinned = [g for g in uneven if _is_pinned(g, traced.program, pins, meshes)]
+    apart = [mesh for mesh in meshes if any(_is_pinned(g, traced.program, pins, (mesh,)) for g in pinned)]
+    refused: list[AlpaLiteError] = []
+    for chosen in [meshes] if len(apart) == len(meshes) else [(mesh,) for mesh in apart]:
+        search = _Search(traced, cluster.num_devices, pins, chosen, partial(plan_program, meshes=chosen), rules)
+        held = search.best([g for g in pinned if search.keeps(g, chosen)])
+        refused += search.refused
+        if held is not None and (found is None or _wins(held[1], found[1])):
+            found = held
     if found is None:
         if plain is None:
             assert refusal is not None
             if not isinstance(refusal, UnevenPinError):
                 raise refusal
-            found_out = search.refused[-1] if search.refused else refusal
+            found_out = refused[-1] if refused else refusal
             if isinstance(found_out, UnevenPinError):  # the first pin that padding does not help
                 raise UnevenPinError(f"{found_out} {_NO_WAY}") from refusal
             raise found_out
@@ -90,6 +96,9 @@ def plan_with_padding(
     padded, plan = found
     if plain is not None and not _wins(plan, plain):
         return traced, replace(plain, notes=(*plain.notes, _not_taken(plan, plain)))
+    if plain is not None and len(plan.mesh_table) < len(plain.mesh_table):
+        table = tuple(next((c for c in plan.mesh_table if c.mesh == one.mesh), one) for one in plain.mesh_table)
+        plan = replace(plan, mesh_table=table, lower_bound=min(plan.lower_bound, plain.lower_bound))
     without = None if plain is None else plain.objective
     return padded.traced, replace(plan, paddings=tuple(replace(p, without=without) for p in plan.paddings))
 

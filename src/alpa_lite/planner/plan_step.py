@@ -91,8 +91,10 @@ def plan_step(
     notes: tuple[str, ...] = (),
     progress: Callable[[str], None] | None = None,
     known: KnownTasks | None = None,
+    meshes: Sequence[DeviceMesh] | None = None,
 ) -> Plan:
-    """The cheapest plan over the candidate meshes; ``known``: what was planned before with the same options but for meshes.
+    """The cheapest plan over the candidate meshes, or those given; ``known``: what was planned before with the same options but
+    for meshes.
 
     Raises:
         PinError, PinClashError: pins that no mesh can hold, or that clash (with the smallest clashing set).
@@ -105,7 +107,7 @@ def plan_step(
     results: list[MeshResult] = []
     tried: dict[DeviceMesh, MeshCandidate] = {}
     refused: list[PinError] = []
-    meshes = list(mesh_candidates(cluster, pins, options))
+    meshes = list(mesh_candidates(cluster, pins, options)) if meshes is None else meshes
     for mesh in sorted(meshes, key=lambda mesh: sum(mesh.shape)):  # squarest first: mostly the best, so others end soon
         tell(f"planning {len(program.ops)} ops on mesh {mesh}")
         try:

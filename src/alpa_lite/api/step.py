@@ -15,7 +15,7 @@ from alpa_lite._jax_compat import deleted_arrays_crash
 from alpa_lite.api.asked import check_donated
 from alpa_lite.api.bound import JIT_SETTINGS, Parallelized, Trees, staged_for, traced_for, verified
 from alpa_lite.api.checkpoint import argument_tree, check_saved, checked_step, checkpoint_folder
-from alpa_lite.api.given import refuse_deleted
+from alpa_lite.api.given import are_deleted, refuse_deleted
 from alpa_lite.api.request import Request
 from alpa_lite.cluster.cluster import Cluster as ClusterData
 from alpa_lite.errors import AlpaLiteError, ArgumentsError, user_line
@@ -72,7 +72,14 @@ class ParallelStep(Parallelized):
         return f"<al.parallelize of {getattr(self._request.fn, '__qualname__', self._request.fn)}>"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._ray is None and deleted_arrays_crash():  # workers know more of their arrays
+        donated = self._request.donate_argnums
+        # Workers know more of their arrays.
+        if (
+            donated
+            and self._ray is None
+            and deleted_arrays_crash()
+            and are_deleted(args[i] for i in donated if i < len(args))
+        ):
             refuse_deleted(args, kwargs)
         # The fast path leaves every other check to jit's own cache; static and keyword arguments need sorting out first.
         if self._last is not None and not kwargs and not self._request.static_argnums:

@@ -40,6 +40,33 @@ def test_plans_are_ordinary_agree_and_are_the_same_again() -> None:
     assert list(layout.parameter_layout) == ["0/0", "0/1"]
 
 
+@pytest.mark.parametrize(
+    ("pins", "shown"),
+    [
+        ({}, None),
+        ({"0/w": P(None, "x")}, "0/w"),
+        ({"b": {"0/w": P(None, "x")}}, "the shared pin '0/w' of the graph 'b'"),
+        ({"0/w": P("x")}, "[x,_] when padded"),
+    ],
+)
+def test_text_says_which_leaves_are_pinned(pins: dict[str, Any], shown: str | None) -> None:
+    """Also that one of 10 rows over 4 devices is, which lies whole at the border; not that plans are held in the layout."""
+
+    def times(params: Any, x: Any) -> Any:
+        return x @ params["w"] + params["b"]
+
+    params = dict(zip(("w", "b"), shapes((10, 64), (64,), dtype=jnp.float32), strict=True))
+    graphs = {name: (times, (params, *shapes((size, 10), dtype=jnp.float32))) for name, size in (("a", 8), ("b", 4096))}
+    layout = al.plan_shared(graphs, shared="0", cluster=al.Cluster.parse("1x4:h100-sxm"), pins=pins)
+    table = str(layout).partition("Shared leaves\n")[2]
+    rows = {line.split()[0]: line for line in table.splitlines()}
+    assert ("pin" in rows["leaf"].split()) == (shown is not None)
+    assert rows["0/b"].endswith("]")
+    assert rows["0/w"].endswith(shown or "]")
+    of_plan = next(line for line in str(layout.plans["a"]).splitlines() if line.split()[:1] == ["0/w"])
+    assert shown is None or of_plan.endswith(shown)
+
+
 def test_bound_of_an_optimum_is_no_larger_than_the_sum_of_three_costs(tmp_path: Path) -> None:
     """Sums in another order differ in their last digit, which made the file one that ``load`` refuses."""
     float32 = {"dtype": jnp.float32}

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from alpa_lite.api.request import Request
+from alpa_lite.api.shared_layout import AS_SHARED
 from alpa_lite.cluster.cluster import Cluster
 from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.core.spec import ShardingSpec
@@ -135,7 +136,7 @@ class SharedGraph:
     ) -> Plan:
         dims = {path: spec.dims for path, spec in zip(self.shared, specs, strict=True)}
         options = replace(self.request.options, mesh_shape=mesh.shape, axis_names=mesh.axis_names)
-        request = replace(self.request, options=options, fixed=(dims, "the shared layout", mesh))
+        request = replace(self.request, options=options, fixed=(dims, AS_SHARED, mesh))
         self.tasks.explains = explains  # most layouts are refused for another to be taken
         with named(f"the graph {self.name!r} in the layout that it would share"):
             return request.plan_known(self.traced, self.args, cluster, self.tasks)[1]

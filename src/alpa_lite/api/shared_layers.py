@@ -13,7 +13,7 @@ from alpa_lite.api.bound import with_layers_said
 from alpa_lite.api.follow import read_elsewhere
 from alpa_lite.api.request import VERSIONS
 from alpa_lite.api.shared_graph import SharedGraph, named
-from alpa_lite.api.shared_layout import SharedLayout
+from alpa_lite.api.shared_layout import AS_SHARED, SharedLayout
 from alpa_lite.cluster.cluster import Cluster
 from alpa_lite.errors import AlpaLiteError, LayerError
 from alpa_lite.intraop.strategies import KnownStrategies
@@ -40,8 +40,6 @@ from alpa_lite.trace.staged import (
     owners_of,
     staged_step,
 )
-
-_ORIGIN = "the shared layout"
 
 
 @dataclass(eq=False, slots=True)
@@ -147,7 +145,7 @@ class LayeredGraph:
         pins = self.pins
         for stage in layout:
             found = {i: stage.specs[key] for i, key in self.keys.items() if key in stage.specs}
-            pins = pins.with_fixed({i: (spec.dims, _ORIGIN) for i, spec in found.items() if spec.rank}, stage.mesh)
+            pins = pins.with_fixed({i: (spec.dims, AS_SHARED) for i, spec in found.items() if spec.rank}, stage.mesh)
         if layout:
             cut = replace(cut, mesh_shapes=tuple(stage.mesh.shape for stage in layout))
         request = self.graph.request

@@ -24,11 +24,12 @@ from alpa_lite.plan.json_text import json_text
 from alpa_lite.plan.load import read_plan
 from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.records import Leaf
-from alpa_lite.plan.summary import Section
+from alpa_lite.plan.summary import Section, pins_shown
 from alpa_lite.plan.text import section_lines
 from alpa_lite.units import format_bytes, format_cost
 
 FORMAT, FORMAT_VERSION = LAYOUT_FORMAT, 1
+AS_SHARED = "the shared layout"  # what plans call the pins that hold their leaves in it
 _PRICE_DIGITS = 2
 _ROUNDING = 1e-12  # of an objective: sums in another order differ by less
 
@@ -230,6 +231,16 @@ class SharedLayout:
         found = [leaves[path] for path in self.shared[name] if path in leaves]
         return [(leaf.path, leaf.value, leaf.stage, leaf.spec) for leaf in found]
 
+    def _pins(self) -> dict[str, str]:
+        """Path of a shared leaf, as in the first graph, to the pin that it has in the first of those that pin it; else ""."""
+        pins = dict.fromkeys(self.shared[next(iter(self.plans))], "")
+        for name, plan in self.plans.items():
+            shown = zip((leaf.path for leaf in plan.inputs), pins_shown(plan), strict=False)
+            given = {path: pin for path, pin in shown if pin != AS_SHARED}
+            for path, own in zip(pins, self.shared[name], strict=True):
+                pins[path] = pins[path] or given.get(own, "")
+        return pins
+
     def _sections(self) -> Iterator[Section]:
         unit = self._first.unit
         total = format_cost(self.objective, unit)
@@ -249,12 +260,16 @@ class SharedLayout:
             yield Section(title="Stages", columns=("stage", "submesh", "mesh"), rows=tuple(of_stages))
         rows = []
         leaves = self._leaves(next(iter(self.plans)))
-        for group in group_paths([path for path, *_ in leaves], [tuple(what) for _, *what in leaves]):
-            value, stage, spec = group.key
+        pins = self._pins()
+        for group in group_paths([path for path, *_ in leaves], [(*what, pins[path]) for path, *what in leaves]):
+            value, stage, spec, pin = group.key
             count = f"x{len(group.members)}" if len(group.members) > 1 else ""
             at = f" on stage {stage}" if len(stages) > 1 else ""
-            rows.append((group.label, count, str(value), f"{spec}{at}"))
-        yield Section(title="Shared leaves", columns=("leaf", "count", "type", "spec"), rows=tuple(rows), right=(1,))
+            rows.append((group.label, count, str(value), f"{spec}{at}", pin))
+        columns = ("leaf", "count", "type", "spec", "pin")
+        shown = len(columns) if any(pins.values()) else len(columns) - 1
+        rows = [row[:shown] for row in rows]
+        yield Section(title="Shared leaves", columns=columns[:shown], rows=tuple(rows), right=(1,))
 
 
 def _is_plan(file: Path) -> bool:

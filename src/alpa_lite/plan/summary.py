@@ -145,24 +145,33 @@ def _stage_counts(plan: Plan) -> Section:
     )
 
 
+def pins_shown(plan: Plan) -> list[str]:
+    """Of every argument, then of every result: the key of its pin, or how its padded form is pinned; "" without one."""
+    inside = {position: text for p in plan.paddings for position, text in p.pins}
+    ends = enumerate((*plan.inputs, *plan.outputs))
+    return [f"{inside[position]} when padded" if position in inside else leaf.pin for position, leaf in ends]
+
+
 def _arguments(plan: Plan) -> Section:
     columns = ("argument", "count", "tensor", "spec", "per device", "role", "pin")
-    return Section(title="Arguments", columns=columns, rows=_leaf_rows(plan, plan.inputs), right=(1, 4))
+    rows = _leaf_rows(plan, zip(plan.inputs, pins_shown(plan), strict=False))
+    return Section(title="Arguments", columns=columns, rows=rows, right=(1, 4))
 
 
 def _results(plan: Plan) -> Section:
-    own = [leaf for leaf in plan.outputs if leaf.role is LeafRole.OUTPUT]
+    results = zip(plan.outputs, pins_shown(plan)[len(plan.inputs) :], strict=True)
+    own = [(leaf, pin) for leaf, pin in results if leaf.role is LeafRole.OUTPUT]
     columns = ("result", "count", "tensor", "spec", "per device", "role", "pin")
     state = len(plan.outputs) - len(own)
     footer = f"and {state} leaves of new state, laid out as the arguments they replace" if state else ""
     return Section(title="Results", columns=columns, rows=_leaf_rows(plan, own), right=(1, 4), footer=footer)
 
 
-def _leaf_rows(plan: Plan, leaves: Iterable[Leaf]) -> tuple[tuple[str, ...], ...]:
-    leaves = tuple(leaves)
-    keys = [(leaf.value, leaf.spec, leaf.role, leaf.stage, leaf.pin) for leaf in leaves]
+def _leaf_rows(plan: Plan, pinned: Iterable[tuple[Leaf, str]]) -> tuple[tuple[str, ...], ...]:
+    pinned = tuple(pinned)
+    keys = [(leaf.value, leaf.spec, leaf.role, leaf.stage, pin) for leaf, pin in pinned]
     rows = []
-    for group in group_paths([leaf.path for leaf in leaves], keys):
+    for group in group_paths([leaf.path for leaf, _ in pinned], keys):
         value, spec, role, stage, pin = group.key
         each = spec.local_size_bytes(value.shape, value.itemsize, plan.stages[stage].mesh)
         count = f"x{len(group.members)}" if len(group.members) > 1 else ""

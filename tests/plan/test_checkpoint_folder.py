@@ -132,6 +132,14 @@ def refused(root: CheckpointFolder, *parts: str, verify: bool = False) -> None:
     assert not missing, f"the message lacks {missing}:\n{error.value}"
 
 
+def test_a_step_given_for_the_folder_of_all(tmp_path, monkeypatch):
+    written(CheckpointFolder(tmp_path), 4)
+    said = f"It is one itself: give the folder {str(tmp_path)!r}, and step=4."
+    refused(CheckpointFolder(tmp_path / "step_00000004"), "no checkpoint in", said)
+    monkeypatch.chdir(tmp_path / "step_00000004")
+    refused(CheckpointFolder(Path()), said)
+
+
 def test_a_step_that_is_not_there(tmp_path):
     root = CheckpointFolder(tmp_path)
     refused(root, f"no checkpoint in {str(tmp_path)!r}; complete ones: none", "step.save", "Check the folder")

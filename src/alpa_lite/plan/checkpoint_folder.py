@@ -203,9 +203,13 @@ class CheckpointFolder:
         if not complete or step not in {None, *complete}:
             have = f"steps {', '.join(map(str, sorted(complete)))}" if complete else "none"
             asked = "no checkpoint" if step is None else f"no checkpoint of step {step}"
+            remedy = "Check the folder, or take a step that is there."
+            place = self.root.absolute()
+            if (own := _COMPLETE.fullmatch(place.name)) and (place / MANIFEST).is_file():
+                remedy = f"It is one itself: give the folder {str(place.parent)!r}, and step={int(own[1])}."
             raise CheckpointError(
                 f"there is {asked} in {str(self.root)!r}; complete ones: {have}. Checkpoints are written by `step.save` and "
-                "`al.fit`. Check the folder, or take a step that is there."
+                f"`al.fit`. {remedy}"
             )
         return complete[max(complete) if step is None else step]
 

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import itertools
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +24,7 @@ from alpa_lite.plan.checkpoint_folder import CheckpointFolder
 from tests.executor.checkpoint_states import assert_equal, leaves, mesh, placed, saved, structs
 from tests.marks import slow_but
 
+ROOT = Path(__file__).resolve().parents[2]
 ocp = pytest.importorskip("orbax.checkpoint", reason="Orbax is not installed: pip install 'alpa-lite[checkpoint]'")
 
 
@@ -42,6 +47,87 @@ def test_every_kind_of_leaf_comes_back_exactly_in_another_layout(whole):
         assert_equal(got[path], array)
         assert got[path].devices() == set(jax.devices()[2:6])
     assert got["w"].sharding.spec == P("z") and got["keys"].sharding.spec == P("z")
+
+
+@pytest.mark.medium
+def test_every_kind_of_leaf_as_an_array_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint_item, "PACKED_BYTES", -1)
+    folder, other = CheckpointFolder(tmp_path), mesh(2, (4,), ("z",))
+    arrays = leaves(mesh())
+    saved(folder, 1, {"submesh_0": arrays})
+    for on, spec in ((None, P()), (other, P("z")), (other, P(None, "z"))):
+        fitting = {path: a for path, a in arrays.items() if spec in (P(), P("z")) or a.ndim == 2}
+        specs = {path: spec if path.startswith(("kinds", "w")) else P() for path in fitting}
+        for path, array in fitting.items():
+            got = read_leaves(folder.path(), folder.read(), structs({path: array}, on, specs[path]))
+            assert_equal(got[path], array)
+
+
+@pytest.mark.medium
+def test_large_leaves_are_stored_in_chunks_and_read_with_little_beside_them(tmp_path):
+    """A leaf that one device had: as one chunk, and with what was read copied, its size was needed twice."""
+    if not Path("/proc/self/clear_refs").exists():
+        pytest.skip("the peak of a process is read from Linux's /proc")
+    size = 2**13
+    value = np.random.default_rng(0).random((size, size), np.float32)
+    folder = CheckpointFolder(tmp_path)
+    path = saved(folder, 1, {"submesh_0": {"w": jnp.asarray(value), "small": jnp.arange(3.0)}})
+    script = PEAK_OF_READING.replace("SIZE", str(size))
+    command = [sys.executable, "-c", script, str(path)]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=ROOT)
+    assert found.returncode == 0, found.stderr
+    peak, digest = found.stdout.split()
+    assert digest == hashlib.sha256(value).hexdigest()
+    assert int(peak) <= value.nbytes + BUFFER, int(peak) / value.nbytes
+
+
+PEAK_OF_READING = """
+import gc, hashlib, sys
+from pathlib import Path
+import numpy as np, jax
+from alpa_lite.executor import item_reader
+from alpa_lite.plan.checkpoint import read_manifest
+
+def rss(name):
+    return int(Path("/proc/self/status").read_text().split(name + ":")[1].split()[0]) * 1024
+
+folder = Path(sys.argv[1])
+manifest = read_manifest(folder)
+wanted = {"w": jax.ShapeDtypeStruct((SIZE, SIZE), np.float32), "small": jax.ShapeDtypeStruct((3,), np.float32)}
+item_reader.read_leaves(folder, manifest, {"small": wanted["small"]})  # brings the libraries
+request = item_reader._Request.of("w", wanted["w"], manifest, folder)
+gc.collect()
+Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+before = rss("VmRSS")
+(tile,) = request.start(item_reader._Stores(folder)).values()
+value = request._when_read(*tile)
+print(rss("VmHWM") - before, hashlib.sha256(value).hexdigest())
+"""
+# Chunks as they are stored and decoded, as many as are read at once on a few cores, and the allocator's rest.
+BUFFER = 192 * 2**20
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "chunked"),
+    [
+        ((8, 8), "float32", False),
+        ((4096, 2048), "float32", False),  # 32 MiB
+        ((4100, 2048), "float32", True),
+        ((4097, 2048), "float32", False),  # 17 * 241: 1.9 MiB next
+        ((128_256, 4096), "bfloat16", True),
+        ((50_021, 4096), "float32", False),  # a prime: it would be stored row by row
+        ((32, 4096, 14_336), "bfloat16", True),
+    ],
+)
+def test_leaves_are_stored_in_chunks_where_their_dims_can_be_divided(shape, dtype, chunked):
+    subchunking = pytest.importorskip("orbax.checkpoint._src.arrays.subchunking")
+    array = jax.ShapeDtypeStruct(shape, dtype, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+    asked = checkpoint_item.chunk_bytes(array)
+    assert (asked is not None) == chunked
+    chunk = subchunking.choose_chunk_shape(shape, shape, jnp.dtype(dtype), checkpoint_item.CHUNK_BYTES)
+    size = np.prod(chunk) * jnp.dtype(dtype).itemsize
+    assert size <= checkpoint_item.CHUNK_BYTES
+    assert (size < checkpoint_item.CHUNK_BYTES / 16) <= (not chunked)
 
 
 @pytest.mark.medium

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
 import socket
 import time
@@ -34,6 +35,8 @@ from alpa_lite.plan.manifest import digests
 
 PACKED = "packed.bin"
 PACKED_BYTES = 2**20  # up to which a leaf is written together with others
+CHUNK_BYTES = 2**25  # of what is stored in one: whoever reads any of it needs memory for all of it, twice
+_PARTS = 16  # of a chunk that would be too small
 _SEEN_S = 5.0  # until all hosts see a folder that one of them has made
 _TOLD_S = 5.0  # between two looks at how much was written
 _FACT_CHARS = 500
@@ -140,7 +143,9 @@ class ItemWriter:
             ),
             multiprocessing_options=processes,
         )
-        saver.save(folder.resolve(), args=ocp.args.PyTreeSave({path: _words(x) for path, x in leaves.items()}))
+        arrays = {path: _words(x) for path, x in leaves.items()}
+        chunks = {path: ocp.SaveArgs(chunk_byte_size=chunk_bytes(x)) for path, x in arrays.items()}
+        saver.save(folder.resolve(), args=ocp.args.PyTreeSave(arrays, save_args=chunks))
         return saver
 
     def is_writing(self) -> bool:
@@ -202,6 +207,28 @@ def _packed(
             leaf, size = msgspec.structs.replace(leaf, offset=size), size + pieces[-1].size
         described.append(leaf)
     return tuple(described), large, pieces
+
+
+def chunk_bytes(array: jax.Array) -> int | None:
+    """How much of an array Orbax is to store in one; None: all that a device has.
+
+    Orbax makes chunks smaller by the divisors of one dim after another, so that one of a large prime would become single rows.
+    """
+    shape, most = array.sharding.shard_shape(array.shape), CHUNK_BYTES // array.dtype.itemsize
+    if math.prod(shape) <= most:
+        return None
+    # In its order: the longest dim, of those alone that are split already while that goes.
+    chunk = list(shape)
+    split = [here < there for here, there in zip(shape, array.shape, strict=True)]
+    while math.prod(chunk) > most:
+        dims = [dim for dim, size in enumerate(chunk) if split[dim] and size > 1]
+        if not dims:
+            split = [True] * len(chunk)
+            continue
+        dim = max(dims, key=chunk.__getitem__)
+        size = shape[dim]
+        chunk[dim] = size // next(n for n in range(size // chunk[dim] + 1, size + 1) if size % n == 0)
+    return CHUNK_BYTES if math.prod(chunk) * _PARTS >= most else None
 
 
 def _finish(

@@ -25,7 +25,8 @@ from alpa_lite.plan.checkpoint import CheckpointManifest, StoredLeaf, check_file
 from alpa_lite.plan.leaf_rows import rows_path, split_path
 
 _WINDOW_BYTES = 2**30  # of host memory, for what is read and not yet on its device
-_CACHE_BYTES = 2**28  # a stored chunk that several tiles need is decoded once
+_CACHE_BYTES = 2**26  # two stored chunks: one that several tiles need is decoded once
+_AT_ONCE = 4  # chunks that are read, and as many that are decoded: host memory beside what is wanted
 
 
 def read_leaves(
@@ -56,6 +57,7 @@ def read_leaves(
 
 
 Box = tuple[tuple[int, int], ...]  # per dim: first index and the one after the last
+_Tile = tuple[np.ndarray, list[tuple[str, Any]]]  # and what is being read into it: (item, what has a ``result``)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +66,14 @@ class _Unpacked:
 
     file: Path
     offset: int
-    dtype: np.dtype[Any]
     shape: tuple[int, ...]
     index: tuple[slice, ...]
+    target: np.ndarray
 
-    def result(self) -> np.ndarray:
+    def result(self) -> None:
         size = math.prod(self.shape)
-        words = np.fromfile(self.file, np.uint8, size * self.dtype.itemsize, offset=self.offset)
-        return words.view(self.dtype).reshape(self.shape)[self.index]
+        words = np.fromfile(self.file, np.uint8, size * self.target.itemsize, offset=self.offset)
+        self.target[...] = words.view(self.target.dtype).reshape(self.shape)[self.index]
 
 
 class _Stores:
@@ -81,7 +83,14 @@ class _Stores:
         import tensorstore as ts
 
         self._folder, self._open = folder.resolve(), {}
-        self._context = ts.Context({"cache_pool": {"total_bytes_limit": _CACHE_BYTES}})
+        at_once = {"limit": _AT_ONCE}
+        self._context = ts.Context(
+            {
+                "cache_pool": {"total_bytes_limit": _CACHE_BYTES},
+                "file_io_concurrency": at_once,
+                "data_copy_concurrency": at_once,
+            }
+        )
         self._ts = ts
 
     def packed(self, item: str) -> Path:
@@ -101,6 +110,10 @@ class _Stores:
                 raise _unreadable(self._folder, item, name, found)
             self._open[key] = store
         return self._open[key]
+
+    def read(self, store: Any, target: np.ndarray) -> Any:
+        """Begins to read into memory that is there: what is returned has a ``result``, when that is done."""
+        return self._ts.array(target).write(store)
 
 
 def _unreadable(folder: Path, item: str, name: str, fact: str) -> CheckpointError:
@@ -172,11 +185,12 @@ class _Request:
         """Of all distinct tiles."""
         return sum(math.prod(hi - lo for lo, hi in box) for box in set(self.boxes().values())) * self.dtype.itemsize
 
-    def start(self, stores: _Stores) -> dict[Box, list[tuple[Any, Any]]]:
-        """Begins to read every distinct tile: its box -> (where in the tile, the future of a part of it)."""
-        return {box: list(self._parts(box, stores)) for box in set(self.boxes().values())}
+    def start(self, stores: _Stores) -> dict[Box, _Tile]:
+        """Begins to read every distinct tile, by its box."""
+        tiles = {box: np.empty([hi - lo for lo, hi in box], self.dtype) for box in set(self.boxes().values())}
+        return {box: (tile, list(self._parts(box, tile, stores))) for box, tile in tiles.items()}
 
-    def _parts(self, box: Box, stores: _Stores) -> Iterator[tuple[Any, Any]]:
+    def _parts(self, box: Box, tile: np.ndarray, stores: _Stores) -> Iterator[tuple[str, Any]]:
         for piece in self.stored.pieces:
             name, shape = self.stored.path, (*self.stored.shape, *self.shape[len(self.stored.shape) :])
             source, target = [slice(lo, hi) for lo, hi in box], [slice(None)] * len(box)
@@ -189,16 +203,16 @@ class _Request:
                 target[0] = slice(lo - self.first_row - box[0][0], hi - self.first_row - box[0][0])
                 if piece.rows is not None:
                     name, shape = rows_path(name, start, stop), (stop - start, *shape[1:])
+            into = tile[(*target, ...)]  # a view, of no dims too
             if piece.offset is not None:
-                file = stores.packed(piece.item)
-                yield tuple(target), (piece.item, _Unpacked(file, piece.offset, self.dtype, shape, tuple(source)))
+                yield piece.item, _Unpacked(stores.packed(piece.item), piece.offset, shape, tuple(source), into)
                 continue
             store = stores(piece.item, name, shape, self.dtype)
-            yield tuple(target), (piece.item, store[tuple(source)].read())
+            yield piece.item, stores.read(store[tuple(source)], into)
 
-    def array(self, tiles: Mapping[Box, Sequence[tuple[Any, Any]]]) -> jax.Array:
+    def array(self, tiles: Mapping[Box, _Tile]) -> jax.Array:
         """The leaf, when its tiles are read."""
-        values = {box: self._tile(box, parts) for box, parts in tiles.items()}
+        values = {box: self._when_read(*tile) for box, tile in tiles.items()}
         on_devices = [jax.device_put(values[box], device) for device, box in self.boxes().items()]
         array = jax.make_array_from_single_device_arrays(self.shape, self.sharding, on_devices, dtype=self.dtype)
         key = KEY_TYPES.get(self.stored.dtype)
@@ -208,11 +222,10 @@ class _Request:
             array
         )
 
-    def _tile(self, box: Box, parts: Sequence[tuple[Any, Any]]) -> np.ndarray:
-        tile = np.empty([hi - lo for lo, hi in box], self.dtype)
-        for where, (item, future) in parts:
+    def _when_read(self, tile: np.ndarray, parts: Sequence[tuple[str, Any]]) -> np.ndarray:
+        for item, reading in parts:
             try:
-                tile[where] = future.result()
+                reading.result()
             except (OSError, ValueError) as error:
                 raise _unreadable(self.folder, item, self.path, str(error)) from error
         return tile

@@ -56,7 +56,7 @@ def test_what_cannot_be_called_is_no_function(call):
 
 @pytest.mark.parametrize("stages", [1, 2])
 def test_state_that_was_donated_is_told(stages):
-    """Also where it was donated to another step, between two calls."""
+    """Also to a step that donates nothing, in one of several leaves, and by the user's own count of arguments."""
 
     def step(w, x):
         loss, grad = al.value_and_grad(lambda w, x: jnp.mean(al.layer_boundary(x @ w["a"]) @ w["b"]))(w, x)
@@ -76,3 +76,13 @@ def test_state_that_was_donated_is_told(stages):
     x.delete()
     with pytest.raises(ArgumentsError, match=r"the argument '1' was deleted"):
         parallel(state(), x)
+    other = al.parallelize(
+        lambda name, w, x: w["0"].sum() + jnp.mean(x @ w["a"] @ w["b"]),
+        cluster=al.Cluster.parse("1x2:cpu"),
+        static_argnums=0,
+    )
+    live = {"0": floats(4)}
+    other("name", live | state(), x=floats(8, 16))
+    for given, shown in (((live | placed, floats(8, 16)), "1/a"), ((live | state(), x), "x")):
+        with pytest.raises(ArgumentsError, match=f"the argument '{shown}' was deleted, or donated"):
+            other("name", given[0], x=given[1])

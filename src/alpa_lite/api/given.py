@@ -56,25 +56,6 @@ def checked_plan(plan: Any) -> Plan | None:
     return plan
 
 
-def are_deleted(trees: Iterable[Any]) -> bool:
-    """Whether the first array of one of them is gone, as all are of a tree that was donated. To look at all of them in every call
-    would take as long as the call."""
-    return any(getattr(_first_leaf(tree), "is_deleted", bool)() for tree in trees)
-
-
-def _first_leaf(tree: Any) -> Any:
-    """One that is there; None if there is none. Of dicts in their own order, which needs no sorting."""
-    if isinstance(tree, dict):
-        children: Iterable[Any] = tree.values()
-    elif isinstance(tree, list | tuple):
-        children = tree
-    elif (node := jax.tree_util.default_registry.flatten_one_level(tree)) is not None:
-        children = node[0]
-    else:
-        return tree
-    return next((leaf for child in children if (leaf := _first_leaf(child)) is not None), None)
-
-
 def refuse_deleted(args: Sequence[Any], kwargs: Mapping[str, Any], error: Exception | None = None) -> None:
     """Says which argument is gone; with an ``error`` of JAX, if that is what it is about."""
     if error is not None and "deleted" not in str(error):

@@ -15,7 +15,7 @@ from alpa_lite._jax_compat import deleted_arrays_crash
 from alpa_lite.api.asked import check_donated
 from alpa_lite.api.bound import JIT_SETTINGS, Parallelized, Trees, staged_for, traced_for, verified
 from alpa_lite.api.checkpoint import argument_tree, check_saved, checked_step, checkpoint_folder
-from alpa_lite.api.given import are_deleted, refuse_deleted
+from alpa_lite.api.given import refuse_deleted
 from alpa_lite.api.request import Request
 from alpa_lite.cluster.cluster import Cluster as ClusterData
 from alpa_lite.errors import AlpaLiteError, ArgumentsError, user_line
@@ -72,14 +72,7 @@ class ParallelStep(Parallelized):
         return f"<al.parallelize of {getattr(self._request.fn, '__qualname__', self._request.fn)}>"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        donated = self._request.donate_argnums
-        # Workers know more of their arrays.
-        if (
-            donated
-            and self._ray is None
-            and deleted_arrays_crash()
-            and are_deleted(args[i] for i in donated if i < len(args))
-        ):
+        if self._ray is None and deleted_arrays_crash():  # workers know more of their arrays
             refuse_deleted(args, kwargs)
         # The fast path leaves every other check to jit's own cache; static and keyword arguments need sorting out first.
         if self._last is not None and not kwargs and not self._request.static_argnums:
@@ -91,29 +84,29 @@ class ParallelStep(Parallelized):
             except AlpaLiteError:  # ours is no complaint of jit's about layouts
                 raise
             except RuntimeError as error:
-                self._told_if_deleted(args, error)
+                self._told_if_deleted(args, kwargs, error)
                 raise
             except (ValueError, TypeError):  # the latter of what is no array
                 if self._key(args, kwargs) == self._last_key:
                     if self._ray is not None:  # of a function on a worker, no complaint about layouts
                         raise
-                    return self._run(self._last, args)
+                    return self._run(self._last, args, kwargs)
         check_donated(args, self._request.static_argnums, self._request.donate_argnums)
         step = self._step(args, kwargs)
-        return self._run(step, self._dynamic(args, kwargs))
+        return self._run(step, args, kwargs)
 
-    def _run(self, step: Runnable, dynamic: tuple[Any, ...]) -> Any:
+    def _run(self, step: Runnable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
-            return self._run_moved(step, dynamic)
+            return self._run_moved(step, self._dynamic(args, kwargs))
         except AlpaLiteError:
             raise
         except (ValueError, RuntimeError) as error:
-            self._told_if_deleted(dynamic, error)
+            self._told_if_deleted(args, kwargs, error)
             raise
 
-    def _told_if_deleted(self, args: tuple[Any, ...], error: Exception) -> None:
+    def _told_if_deleted(self, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> None:
         if self._ray is None:
-            refuse_deleted(args, {}, error)
+            refuse_deleted(args, kwargs, error)
 
     def _run_moved(self, step: Runnable, dynamic: tuple[Any, ...]) -> Any:
         try:

@@ -34,6 +34,17 @@ def test_pins_hold_in_all_graphs() -> None:
     assert specs == {P("model", None)}
 
 
+def test_none_leaves_a_graph_its_own_pins() -> None:
+    """As leaving it out does: those with which it was parallelized."""
+    graphs = three_graphs()
+    fn, args = graphs["rows"]
+    graphs["rows"] = (al.parallelize(fn, pins={"0/1": P("model", None)}), args)
+    for pins in (None, {"columns": {"1": P("model")}}, {"rows": None, "columns": {"1": P("model")}}):
+        layout = al.plan_shared(graphs, shared="0", cluster=SLOW_LINKS, pins=pins)
+        assert [key for key, _ in layout.plans["rows"].pins] == ["0/1"]
+        assert layout.parameter_layout["0/1"] == (0, P("model", None))
+
+
 def test_pins_on_axes_of_one_device_are_pins_of_whole_dims() -> None:
     """Also for graphs whose own optimum is not what is shared."""
     graphs = three_graphs()
@@ -53,9 +64,15 @@ def test_pins_that_differ_on_axes_of_one_device_are_the_same() -> None:
         "columns": {"0/0": P(None, "y")},
         "product": {"0/0": P(P.UNCONSTRAINED, ("x", "y"))},
     }
-    options = al.PlanOptions(mesh_shape=(1, 4), axis_names=("x", "y"))
-    layout = al.plan_shared(three_graphs(), shared="0", cluster=SLOW_LINKS, options=options, pins=pins)
-    assert {plan.specs_by_path["0/0"] for plan in layout.plans.values()} == {P(None, "y")}
+    one: list[dict[str, Any]] = [
+        {"mesh_shape": (1, 4)},
+        {"mesh_shape": (1, 4), "num_stages": 1},
+        {"stage_mesh_shapes": ((1, 4),)},
+    ]
+    for given in one:
+        options = al.PlanOptions(axis_names=("x", "y"), **given)
+        layout = al.plan_shared(three_graphs(), shared="0", cluster=SLOW_LINKS, options=options, pins=pins)
+        assert {plan.specs_by_path["0/0"] for plan in layout.plans.values()} == {P(None, "y")}
     others = (al.PlanOptions(axis_names=("x", "y")), al.PlanOptions(mesh_shape=(2, 2), axis_names=("x", "y")))
     for options in others:
         with pytest.raises(PinError, match=r"pin '0/0' of '.*' fixes the shared leaf '0/0' as .*, and that of '.*'"):

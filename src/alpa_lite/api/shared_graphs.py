@@ -17,6 +17,7 @@ from alpa_lite.plan.identity import close_matches, some
 from alpa_lite.plan.pins import Dims, PinnedDims, without_single
 from alpa_lite.planner.options import PlanOptions
 from alpa_lite.planner.plan_step import axis_names_of
+from alpa_lite.planner.stage_cut import one_stage
 from alpa_lite.trace.paths import below, is_glob, select
 from alpa_lite.trace.program import Rules
 
@@ -50,9 +51,10 @@ def given_graphs(
             )
             check_options(request.options, source)
             request = request.following(cluster)
-            stages = {
-                word: getattr(request.options, word) for word in ONE_MESH
-            }  # what is shared is found in the whole graph
+            if not request.options.has_stages:
+                request = replace(request, options=one_stage(request.options, cluster, source))
+            # What is shared is found in the whole graph.
+            stages = {word: getattr(request.options, word) for word in ONE_MESH}
             request = replace(request, options=replace(request.options, **ONE_MESH))
             traced = request.trace(tuple(args), {}, known=rules)
         found.append(SharedGraph(name, request, tuple(args), traced, counted[name], stages=stages))
@@ -159,10 +161,9 @@ def pins_by_graph(graphs: Mapping[str, Any], pins: Any, source: str) -> dict[str
         return dict.fromkeys(graphs)
     if _is_nested(pins):
         check_names("pins", pins, graphs, source, PinError)
-        given = pins
+        given = {name: own for name, own in pins.items() if own is not None}
     else:
         given = dict.fromkeys(graphs, pins)
-    given = {name: {} if own is None else own for name, own in given.items()}
     if not all(isinstance(own, Mapping) and all(isinstance(key, str) for key in own) for own in given.values()):
         raise PinError(
             f"pins={pins!r:.80} was given. For several graphs pins are a dict of path or glob -> PartitionSpec, or graph -> "
@@ -281,7 +282,7 @@ def _beginning(glob: str) -> list[str]:
 def _given_mesh(graph: SharedGraph) -> DeviceMesh | None:
     """The one mesh that all graphs are planned on, if options say which."""
     options = graph.request.options
-    if options.mesh_shape is None or options.symbol is not None or graph.stages != ONE_MESH:
+    if options.mesh_shape is None or options.symbol is not None or replace(options, **graph.stages).has_stages:
         return None
     return DeviceMesh(shape=options.mesh_sizes, axis_names=axis_names_of(options, ()))
 

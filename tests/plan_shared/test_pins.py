@@ -170,13 +170,30 @@ def test_graphs_without_a_common_mesh() -> None:
     """The pin of one holds where x has at most 2 devices, that of the other where y has one."""
     graphs = {
         "two": (lambda m, x: m * x.sum(), shapes((64, 64), (2, 64))),
-        "three": (lambda m, x: m * x.sum(), shapes((64, 64), (3, 64))),
+        "one": (lambda m, x: m * x.sum(), shapes((64, 64), (1, 64))),
     }
     options = al.PlanOptions(axis_names=("x", "y"))
-    with pytest.raises(PinError, match=r"no mesh of 1x4:h100-sxm has a layout that all of 'two', 'three' can share"):
+    with pytest.raises(PinError, match=r"no mesh of 1x4:h100-sxm has a layout that all of 'two', 'one' can share"):
         al.plan_shared(
-            graphs, shared="0", cluster=SLOW_LINKS, options=options, pins={"two": {"1": P("x")}, "three": {"1": P("y")}}
+            graphs, shared="0", cluster=SLOW_LINKS, options=options, pins={"two": {"1": P("x")}, "one": {"1": P("y")}}
         )
+
+
+def test_every_mesh_needs_padding_for_a_pin_of_some_graph() -> None:
+    """None can be planned as the graphs are, and on each another one is padded."""
+    graphs = {
+        "two": (lambda m, x: m * x.sum(), shapes((64, 64), (2, 64))),
+        "three": (lambda m, x: m * x.sum(), shapes((64, 64), (3, 64))),
+    }
+    given: dict[str, Any] = {"cluster": SLOW_LINKS, "pins": {"two": {"1": P("x")}, "three": {"1": P("y")}}}
+    layout = al.plan_shared(graphs, shared="0", options=al.PlanOptions(axis_names=("x", "y")), **given)
+    fixed = [
+        al.plan_shared(graphs, shared="0", options=al.PlanOptions(mesh_shape=shape, axis_names=("x", "y")), **given)
+        for shape in ((1, 4), (2, 2))
+    ]
+    assert layout.objective == pytest.approx(min(one.objective for one in fixed))
+    assert layout.lower_bound == pytest.approx(min(one.lower_bound for one in fixed))
+    assert not layout.plans["two"].paddings and layout.plans["three"].paddings
 
 
 def test_parallelized_steps_keep_their_own_pins_and_options() -> None:

@@ -29,7 +29,7 @@ from alpa_lite.api.shared_stages import plan_shared_stages
 from alpa_lite.cluster.cluster import Cluster
 from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.core.spec import ShardingSpec
-from alpa_lite.errors import AlpaLiteError, MemoryBudgetError, PinError, UnevenPinError, user_line
+from alpa_lite.errors import AlpaLiteError, MemoryBudgetError, PinError, SolverError, UnevenPinError, user_line
 from alpa_lite.plan.plan import Plan
 from alpa_lite.planner.collector import collector_paused
 from alpa_lite.planner.explain import explain_sharing
@@ -107,14 +107,14 @@ def plan_shared(
 
 
 def _pinned_apart(graphs: Sequence[SharedGraph], cluster: Cluster) -> list[DeviceMesh]:
-    """The meshes, if pins divide on some of them and are kept by padding on others, so that programs differ by mesh."""
+    """The meshes, if a pin divides on some of them and is kept by padding on others, so that programs differ by mesh."""
     pins = [pin for graph in graphs for pin in graph.pinned()]
     if not pins:
         return []
     first = graphs[0].request
     meshes = list(mesh_candidates(cluster, first.pins_of(graphs[0].traced, graphs[0].args), first.options))
-    uneven = [any(pin.is_uneven(mesh) for pin in pins) for mesh in meshes]
-    return meshes if any(uneven) and not all(uneven) else []
+    uneven = {tuple(pin.is_uneven(mesh) for pin in pins) for mesh in meshes}
+    return meshes if len(uneven) > 1 else []
 
 
 def _mesh_by_mesh(
@@ -123,24 +123,30 @@ def _mesh_by_mesh(
     """The best of the layouts that are searched for on each of the meshes alone.
 
     Raises:
-        PinError, MemoryBudgetError: if none has any, of the first mesh on which pins can be kept.
+        PinError, MemoryBudgetError, SolverError: if none has any: of a graph alone, or of the first mesh that can keep the pins.
     """
     found: list[SharedLayout] = []
     refused: list[AlpaLiteError] = []
+    bounds: list[float] = []
     for mesh in meshes:
+        search = _Search([g.on_mesh(mesh) for g in graphs], cluster, options, source)
         try:
-            found.append(_Search([g.on_mesh(mesh) for g in graphs], cluster, options, source).run())
-        except (MemoryBudgetError, PinError) as error:
+            found.append(search.run())
+            bounds.append(found[-1].lower_bound)
+        except (MemoryBudgetError, PinError, SolverError) as error:
             refused.append(error)
+            bounds.append(search.refused_bound(error))
     if not found:
-        raise min(refused, key=lambda error: isinstance(error, UnevenPinError))
-    unknown = any(isinstance(error, MemoryBudgetError) and not error.proven for error in refused)
+        for graph in graphs:
+            graph.plan_own(cluster)  # raises what one is refused for on all meshes
+        raise next(
+            (error for error in refused if not isinstance(error, UnevenPinError)), _not_shared(graphs, cluster, source)
+        )
     for graph in graphs:
-        with suppress(MemoryBudgetError, PinError):  # the layouts say what it costs
+        with suppress(MemoryBudgetError, PinError, SolverError):  # the layouts say what it costs
             graph.plan_own(cluster)
     best = min(found, key=lambda layout: layout.objective)
     own = {g.name: min(g.least, *(layout.own[g.name] for layout in found)) for g in graphs}
-    bounds = [0.0] if unknown else [layout.lower_bound for layout in found]
     return replace(best, own=own, lower_bound=min(*bounds, best.objective))
 
 
@@ -157,6 +163,7 @@ class _Search:
     refused: tuple[SharedGraph, DeviceMesh, tuple[ShardingSpec, ...]] | None = None  # the last layout, by whom
     fits: dict[tuple[DeviceMesh, tuple[ShardingSpec, ...]], bool] = field(default_factory=dict)  # of what was tried
     tight: set[DeviceMesh] = field(default_factory=set)  # where the budget refused a layout, or made one dearer
+    lower: float | None = None  # what no layout costs less than, once that is known
 
     def run(self) -> SharedLayout:
         for graph in self.graphs:
@@ -169,7 +176,7 @@ class _Search:
         for mesh in sorted(meshes, key=lambda mesh: (bounds[mesh], meshes.index(mesh))):
             if bounds[mesh] < self.total:
                 bounds[mesh] = max(bounds[mesh], self.joint(mesh))
-        lower = min(bounds.values())
+        self.lower = lower = min(bounds.values())
         for graph in others:
             if lower < (1 - _CLOSE) * self.total:
                 self.offer_own(graph)
@@ -182,6 +189,13 @@ class _Search:
             lower_bound=min(lower, self.total),
             shared={g.name: g.shared for g in self.graphs},
         )
+
+    def refused_bound(self, error: AlpaLiteError) -> float:
+        """What no layout costs less than, where ``run`` raised this error: of a graph alone, or after all was tried."""
+        if self.lower is not None:
+            return self.lower
+        proven = not isinstance(error, SolverError) and getattr(error, "proven", True)
+        return math.inf if proven else 0.0
 
     def tell(self, what: str) -> None:
         """What comes next, for people who watch; plans of single graphs tell more of themselves, on any terminal."""
@@ -275,9 +289,10 @@ class _Search:
                 return True
             try:
                 plans[number] = self.graphs[number].planned(self.cluster, mesh, specs)
-            except (MemoryBudgetError, PinError):
+            except (MemoryBudgetError, PinError, SolverError) as error:
                 self.refused = self.graphs[number], mesh, specs
-                self.tight.add(mesh)
+                if not isinstance(error, SolverError):
+                    self.tight.add(mesh)
                 return False
             if SharedGraph.is_limited(plans[number]):
                 self.tight.add(mesh)
@@ -302,8 +317,12 @@ class _Search:
             graph, mesh, specs = self.refused
             if error := graph.why(self.cluster, mesh, specs):
                 return error
-        names = ", ".join(repr(g.name) for g in self.graphs)
-        return PinError(
-            f"no mesh of {self.cluster} has a layout that all of {names} can share. Pins and options must leave one. At "
-            f"{self.source}. Take pins away, or fix PlanOptions.mesh_shape."
-        )
+        return _not_shared(self.graphs, self.cluster, self.source)
+
+
+def _not_shared(graphs: Sequence[SharedGraph], cluster: Cluster, source: str) -> PinError:
+    names = ", ".join(repr(g.name) for g in graphs)
+    return PinError(
+        f"no mesh of {cluster} has a layout that all of {names} can share. Pins and options must leave one. At {source}. Take "
+        "pins away, or fix PlanOptions.mesh_shape."
+    )

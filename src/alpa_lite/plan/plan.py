@@ -64,7 +64,7 @@ class Plan:
         stages: the stages in pipeline order; one without pipelining.
         objective: cost of one step in ``unit``.
         lower_bound: proven bound on the objective of any plan with these options, same unit; where dims do not divide, of the
-            program with the padding that was taken.
+            program with the padding that was taken. Of meshes on which no plan was found it knows nothing (``mesh_table``).
         status: the solver's status, e.g. "optimal" or "time limit".
         unit: "s", or the cost convention's own unit.
         costs: name of the cost convention.

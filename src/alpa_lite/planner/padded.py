@@ -8,7 +8,7 @@ ops that it would help are worth it; groups that the plan then does not split ar
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -17,10 +17,11 @@ from alpa_lite.core.mesh import DeviceMesh
 from alpa_lite.core.program import Op, Program, Value
 from alpa_lite.core.rule_text import NamedRule
 from alpa_lite.core.spec import ShardingSpec
-from alpa_lite.errors import AlpaLiteError, MemoryBudgetError, PinClashError, PinError, UnevenPinError
+from alpa_lite.errors import AlpaLiteError, MemoryBudgetError, PinClashError, PinError, SolverError, UnevenPinError
 from alpa_lite.plan.pins import PinnedDims, ResolvedPins, parse_dims
 from alpa_lite.plan.plan import Plan
-from alpa_lite.plan.records import OpDecision, Padding
+from alpa_lite.plan.records import MeshCandidate, OpDecision, Padding
+from alpa_lite.planner.budget import OVER_BUDGET
 from alpa_lite.trace.flatten import FlatJaxpr
 from alpa_lite.trace.pad_groups import PadGroup, Place, pad_groups, places_of, tied_ops
 from alpa_lite.trace.pad_program import Padded, pad_traced
@@ -73,34 +74,68 @@ def plan_with_padding(
         for waste in _WASTES:
             if found is None or (plain is not None and not _wins(found[1], plain)):
                 found = search.best([g for g in groups if search.waste(g) <= waste]) or found
-    # Meshes on which a pin does not divide are planned with padding alone: if there are others, each for itself.
+    made = [plan for plan in (plain, found and found[1]) if plan is not None]
+    # Meshes on which a pin does not divide are planned with padding alone: if the same ones do on others, each for itself.
     pinned = [g for g in uneven if _is_pinned(g, traced.program, pins, meshes)]
-    apart = [mesh for mesh in meshes if any(_is_pinned(g, traced.program, pins, (mesh,)) for g in pinned)]
-    refused: list[AlpaLiteError] = []
-    for chosen in [meshes] if len(apart) == len(meshes) else [(mesh,) for mesh in apart]:
+    needed = {mesh: frozenset(g for g in pinned if _is_pinned(g, traced.program, pins, (mesh,))) for mesh in meshes}
+    is_split = len(set(needed.values())) > 1
+    refused: dict[DeviceMesh, AlpaLiteError] = {}
+    for chosen in [(mesh,) for mesh in meshes if needed[mesh]] if is_split else [meshes]:
         search = _Search(traced, cluster.num_devices, pins, chosen, partial(plan_program, meshes=chosen), rules)
         held = search.best([g for g in pinned if search.keeps(g, chosen)])
-        refused += search.refused
-        if held is not None and (found is None or _wins(held[1], found[1])):
+        if held is None:
+            refused |= dict.fromkeys(chosen, search.refused[-1]) if search.refused else {}
+            continue
+        made.append(held[1])
+        if found is None or _wins(held[1], found[1]):
             found = held
+
+    def told(plan: Plan) -> Plan:
+        return _of_all_meshes(plan, made, refused, meshes) if is_split else plan
+
     if found is None:
         if plain is None:
             assert refusal is not None
             if not isinstance(refusal, UnevenPinError):
                 raise refusal
-            found_out = refused[-1] if refused else refusal
+            found_out = min(reversed(refused.values()), key=_is_uneven, default=refusal)
             if isinstance(found_out, UnevenPinError):  # the first pin that padding does not help
                 raise UnevenPinError(f"{found_out} {_NO_WAY}") from refusal
             raise found_out
-        return traced, plain
+        return traced, told(plain)
     padded, plan = found
     if plain is not None and not _wins(plan, plain):
-        return traced, replace(plain, notes=(*plain.notes, _not_taken(plan, plain)))
-    if plain is not None and len(plan.mesh_table) < len(plain.mesh_table):
-        table = tuple(next((c for c in plan.mesh_table if c.mesh == one.mesh), one) for one in plain.mesh_table)
-        plan = replace(plan, mesh_table=table, lower_bound=min(plan.lower_bound, plain.lower_bound))
+        return traced, told(replace(plain, notes=(*plain.notes, _not_taken(plan, plain))))
     without = None if plain is None else plain.objective
-    return padded.traced, replace(plan, paddings=tuple(replace(p, without=without) for p in plan.paddings))
+    return padded.traced, told(replace(plan, paddings=tuple(replace(p, without=without) for p in plan.paddings)))
+
+
+def _is_uneven(error: AlpaLiteError) -> bool:
+    return isinstance(error, UnevenPinError)
+
+
+def _of_all_meshes(
+    plan: Plan, made: Sequence[Plan], refused: Mapping[DeviceMesh, AlpaLiteError], meshes: Sequence[DeviceMesh]
+) -> Plan:
+    """The plan with the best of each mesh in its table, and a bound for all, where some meshes were planned each for itself.
+
+    Args:
+        plan: the one that is taken.
+        made: all that were made.
+        refused: why there is no padded plan on a mesh.
+        meshes: all of them.
+    """
+    rows = {row.mesh: row for row in plan.mesh_table}
+    for mesh, error in refused.items():
+        if isinstance(error, MemoryBudgetError | SolverError):
+            status = OVER_BUDGET if isinstance(error, MemoryBudgetError) else "no-solution"
+            rows[mesh] = MeshCandidate(mesh=mesh, status=status, reason="padded, as a pin does not divide there")
+    for row in (row for other in made for row in other.mesh_table):
+        known = rows.setdefault(row.mesh, row)
+        if row.objective is not None and (known.objective is None or row.objective < known.objective):
+            rows[row.mesh] = row
+    bound = min(plan.lower_bound, *(other.lower_bound for other in made))
+    return replace(plan, mesh_table=tuple(rows[mesh] for mesh in meshes if mesh in rows), lower_bound=bound)
 
 
 def _wins(plan: Plan, plain: Plan) -> bool:
@@ -267,7 +302,7 @@ class _Search:
             padded = pad_traced(self.traced, tuple(sizes.items()), moved, self.rules)
             try:
                 plan = self.plan_program(padded.traced.program, _freed(self.pins, moved))
-            except (PinError, MemoryBudgetError) as error:
+            except (PinError, MemoryBudgetError, SolverError) as error:
                 self.refused.append(error)
                 return None
             uneven = _pins_on(sizes, program, self.pins, (plan.mesh,))

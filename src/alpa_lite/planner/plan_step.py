@@ -130,6 +130,9 @@ def plan_step(
         raise no_plan(task, results, cluster) if known.explains else _unexplained(results)
     best = min(solved, key=lambda r: (r.objective, meshes.index(r.mesh)))
     plan = _plan(task, cluster, best, versions, tuple(tried[mesh] for mesh in meshes), notes)
+    bound = min(r.lower_bound for r in results if math.isfinite(r.objective))
+    if bound < plan.lower_bound:  # of a mesh whose plan is dearer, and might not be the best one there
+        plan = replace(plan, lower_bound=bound, status="feasible")
     check_plan(plan, program)
     return plan
 

@@ -41,7 +41,7 @@ def stream(body: dict[str, Any], *, host: str = "127.0.0.1", port: int = 8000, t
         link.request("POST", "/generate", json.dumps(body | {"stream": True}), headers)
         got = link.getresponse()
         if got.status != 200:
-            raise Refused(got.status, json.loads(got.read())["error"])
+            raise Refused(got.status, told(got.read()))
         for line in got:
             if line.startswith(b"data: "):
                 event = json.loads(line.removeprefix(b"data: "))
@@ -53,6 +53,14 @@ def stream(body: dict[str, Any], *, host: str = "127.0.0.1", port: int = 8000, t
         raise ConnectionError("the connection was cut before the end of the answer")
     finally:
         link.close()
+
+
+def told(answer: bytes) -> str:
+    """The server's error; a proxy on the way may answer with something else."""
+    try:
+        return json.loads(answer)["error"]
+    except (ValueError, KeyError, TypeError):
+        return answer.decode(errors="replace")
 
 
 def patient(body: dict[str, Any], **where: Any) -> Iterator[dict]:
@@ -84,7 +92,11 @@ def main() -> None:
     print(given.text, end="", flush=True)
     try:
         for event in patient(body, host=given.host, port=given.port, token=os.environ.get("TOKEN", "")):
-            print(event["text"] if "token" in event else f"\n[{event['finish_reason']}]", end="", flush=True)
+            print(
+                event.get("text", f" {event['token']}") if "token" in event else f"\n[{event['finish_reason']}]",
+                end="",
+                flush=True,
+            )
     except (Refused, OSError, http.client.HTTPException) as error:
         sys.exit(f"\n{given.host}:{given.port}: {error}")
     print()

@@ -16,6 +16,8 @@ import pytest
 
 import alpa_lite as al
 from alpa_lite.errors import RequestError, ServeError
+from alpa_lite.serve import programs
+from alpa_lite.serve.statistics import Histogram
 from tests.marks import slow_but
 from tests.serve.clients import wait_until
 from tests.serve.engines import (
@@ -180,7 +182,18 @@ def test_statistics_and_readiness_of_the_engine(engine: al.serve.Engine) -> None
     assert after.padded_tokens[4] - before.padded_tokens[4] == 1
     assert after.prefills[8] - before.prefills[8] == 1 and after.queued == 0
     wait_until(lambda: engine.statistics().active == 0)  # slots are free with the next step
-    assert after.time_to_first_token.quantile(0.5) < 60.0
+    assert 0 < after.time_to_first_token.quantile(0.5) < 60.0
+    assert Histogram().quantile(0.5) == Histogram().mean == 0
+
+
+def test_few_numbers_stay_on_the_devices(engine: al.serve.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of lengths there may be as many as tokens of the longest prompt."""
+    monkeypatch.setattr(programs, "_MOST_NUMBERS", 4)
+    assert isinstance(engine.programs, programs.Programs)
+    engine.programs._numbers.clear()
+    prompts = prompts_of(*range(1, 9))
+    answers = [engine.generate([prompt], max_tokens=3) for _ in range(2) for prompt in prompts]
+    assert answers[:8] == answers[8:] and len(engine.programs._numbers) == 4
 
 
 def test_numbers_of_numpy_and_jax_are_numbers(engine: al.serve.Engine) -> None:

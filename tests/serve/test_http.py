@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import socket
@@ -25,7 +26,7 @@ starlette = pytest.importorskip(
 )
 uvicorn = pytest.importorskip("uvicorn", reason="Ray Serve is not installed: pip install 'alpa-lite[serve]'")
 
-from alpa_lite.serve.answers import Answers  # noqa: E402
+from alpa_lite.serve.answers import Answers, GenerateBody  # noqa: E402
 from alpa_lite.serve.http import HttpService, _shown, status_of  # noqa: E402 - needs Starlette
 
 PROMPT = [3, 1, 4]
@@ -267,6 +268,46 @@ def test_a_tokenizer_that_fails() -> None:
         server.end()
 
 
+def test_a_text_that_takes_long_to_encode_holds_up_nobody_else() -> None:
+    begun, may_end, running = threading.Event(), threading.Event(), []
+
+    def encode(text: str) -> list[int]:
+        running.append(text)
+        assert len(running) == 1, "two at once"
+        if len(text) == 4000:
+            running.pop()
+            return [1]
+        begun.set()
+        may_end.wait(30)
+        running.pop()
+        return [1, 2]
+
+    async def asked() -> None:
+        answers = Answers(engine, timeout_s=20.0, encode=encode)  # pyrefly: ignore[bad-argument-type]
+        long, gone = (asyncio.create_task(answers.generate(GenerateBody(text="x" * 5000))) for _ in range(2))
+        await asyncio.to_thread(begun.wait, 30)
+        assert (await answers.generate(GenerateBody(tokens=PROMPT, max_tokens=2))).tokens == answer(PROMPT, 2)
+        short = asyncio.create_task(answers.generate(GenerateBody(text="x" * 4000)))
+        gone.cancel()
+        await asyncio.sleep(0.05)
+        long.cancel()  # what it began goes on, and the others wait for it
+        await asyncio.sleep(0.05)
+        assert not short.done() and not long.done()
+        may_end.set()
+        assert (await short).tokens == answer([1], 16)
+        for task in (long, gone):
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+    engine = FakeEngine()
+    try:
+        asyncio.run(asked())
+    finally:
+        may_end.set()
+        engine.close()
+    assert len(engine.requests) == 2
+
+
 @pytest.mark.parametrize(
     ("decode", "words"),
     [
@@ -343,6 +384,11 @@ def test_a_full_queue_is_429_and_a_deadline_504(slow: Server) -> None:
 def wait_for_room(server: Server) -> int:
     wait_until(lambda: server.engine.scheduler.idle)
     return server.generate(tokens=PROMPT, max_tokens=1)[0]
+
+
+def test_the_client_of_the_examples_reads_what_is_no_error_of_the_server() -> None:
+    assert client.told(b'{"error": "no"}') == "no"
+    assert [client.told(x) for x in (b"Service Unavailable", b"[1]", b"{}")] == ["Service Unavailable", "[1]", "{}"]
 
 
 def test_the_client_of_the_examples_knows_a_cut_from_an_end() -> None:
@@ -445,3 +491,6 @@ def test_metrics(server: Server) -> None:
     assert found["alpa_lite_time_per_token_seconds_count"] == 4
     assert found["alpa_lite_queue_seconds_count"] == 1 and found["alpa_lite_queue_seconds_sum"] >= 0
     assert 0 < found["alpa_lite_batch_fill"] <= 1 and found["alpa_lite_padding_waste"] == 0.25
+    assert found["alpa_lite_decoded_rows_total"] == found["alpa_lite_decode_steps_total"] == 4
+    # What never was is 0: Prometheus sees no first one where a series begins with it.
+    assert labelled["alpa_lite_finished_requests_total", "error"] == 0

@@ -152,6 +152,23 @@ def test_where_the_largest_logit_is_no_number_there_is_no_token(temperature: flo
 
 
 @pytest.mark.medium
+@pytest.mark.parametrize(("logit", "temperature"), [(30.0, 1e-7), (3e38, 1.0), (-3e38, 1.0)])
+def test_equal_logits_are_drawn_evenly_however_large_they_are(logit: float, temperature: float) -> None:
+    rows = rows_of(*(Sampling(temperature=temperature, seed=seed) for seed in range(256)))
+    found = np.bincount(np.asarray(run(np.full((256, 4), logit, np.float32), rows)), minlength=4)
+    assert (abs(found - 64) <= 4 * np.sqrt(256 * 0.25 * 0.75)).all()
+
+
+@pytest.mark.medium
+def test_a_seed_gives_the_same_where_64_bits_are_enabled() -> None:
+    rows = rows_of(*(Sampling(temperature=1.5, seed=seed) for seed in range(64)))
+    logits = np.tile(LOGITS, (64, 1))
+    want = np.asarray(run(logits, rows))
+    with jax.enable_x64(True):
+        assert (np.asarray(run(logits, rows)) == want).all()
+
+
+@pytest.mark.medium
 def test_logits_of_64_bits_may_be_beyond_those_of_32() -> None:
     """Only their differences count."""
     rows = rows_of(*(Sampling(temperature=1.0, seed=seed) for seed in range(64)))

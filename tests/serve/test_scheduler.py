@@ -289,6 +289,22 @@ def test_calls_wait_until_no_request_runs() -> None:
         failing.result(1)
 
 
+def test_nobody_enters_while_a_call_waits() -> None:
+    """Where requests came without a pause it waited for good."""
+    scheduler = scheduler_of()
+    requests = [request_of(1, count=3)]
+    scheduler.submit(requests[0])
+    scheduler.step()
+    call = scheduler.call(lambda: None)
+    for number in range(6):
+        requests.append(request_of(number, count=3))
+        scheduler.submit(requests[-1])
+        scheduler.step()
+    assert call.done() and requests[0].done and requests[1].done
+    finish(scheduler)
+    assert all(len(request.result(1)) == 3 for request in requests)
+
+
 def test_a_call_that_ends_the_engine_is_told() -> None:
     """As what may not be caught does: whoever waits for the call must not wait for ever."""
 

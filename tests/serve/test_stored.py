@@ -78,6 +78,10 @@ def test_what_is_not_there_is_told(trained: tuple[Path, Any], tmp_path: Path) ->
     other = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, np.dtype("bfloat16")), shapes)
     with pytest.raises(CheckpointError, match="is wanted as bfloat16"):
         al.serve.StoredParams(folder, other).load(shardings)
+    leaves, tree = jax.tree.flatten(shapes)
+    last = jax.tree.unflatten(tree, [*leaves[:-1], jax.tree.leaves(other)[-1]])
+    with pytest.raises(CheckpointError, match="is wanted as bfloat16"):  # before anything is planned
+        al.serve.StoredParams(folder, last).found()
 
 
 def test_parameters_that_are_picked_keep_their_names(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@
 5. Every graph is planned as a pipeline with these meshes and layouts fixed. Unless the bound says that nothing is better, so are,
    as far as they can win, the layouts of each graph's own plan for these stages.
 6. Where the plan of a graph alone has the shared leaves on other stages, all graphs are planned with that plan's stages and
-   layouts, and if this is cheaper, 4 and 5 follow there: sharing never costs more than with any graph's own plan as pins.
+   layouts, and if this is cheaper, 4 and 5 follow there: sharing never costs more than with a graph's own plan as pins, where
+   that can be followed (a row of a cache that is made with another layer than reads it, cannot).
 7. Every graph is planned as one that follows the layout, which cuts it where that costs least between the same leaves.
 """
 

@@ -56,6 +56,34 @@ def read_leaves(
     return made
 
 
+def check_wanted(folder: Path, manifest: CheckpointManifest, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> None:
+    """Whether leaves could be read, before any is; arguments and errors as of ``read_leaves``."""
+    for path, struct in wanted.items():
+        _check_stored(path, struct, manifest, folder)
+
+
+def _check_stored(path: str, struct: jax.ShapeDtypeStruct, manifest: CheckpointManifest, folder: Path) -> StoredLeaf:
+    """The stored leaf, of which a leaf or rows of it are wanted."""
+    whole, rows = split_path(path)
+    stored = manifest.leaf(whole, folder)
+    available = stored.shape
+    if rows is not None and stored.shape and rows[1] <= stored.shape[0]:
+        available = (rows[1] - rows[0], *stored.shape[1:])
+    if (available, stored.dtype) != (tuple(struct.shape), str(struct.dtype)):
+        raise CheckpointError(
+            f"the leaf {whole!r} of the checkpoint {str(folder)!r} is {stored}, and {path!r} is wanted as "
+            f"{struct.dtype}{list(struct.shape)}. Leaves are restored as they were saved, on any mesh. Restore into the shapes "
+            "and types of the step that saved it, and convert then."
+        )
+    dtype = np.dtype("uint32") if stored.dtype in KEY_TYPES else jnp.dtype(stored.dtype)
+    if (made := jax.dtypes.canonicalize_dtype(dtype)) != dtype:
+        raise CheckpointError(
+            f"the leaf {whole!r} of the checkpoint {str(folder)!r} is {stored}, of which JAX would make {made}. Types of 64 "
+            "bits exist only where they are enabled. Call jax.config.update('jax_enable_x64', True) first."
+        )
+    return stored
+
+
 Box = tuple[tuple[int, int], ...]  # per dim: first index and the one after the last
 _Tile = tuple[np.ndarray, list[tuple[str, Any]]]  # and what is being read into it: (item, what has a ``result``)
 
@@ -143,24 +171,10 @@ class _Request:
 
     @classmethod
     def of(cls, path: str, struct: jax.ShapeDtypeStruct, manifest: CheckpointManifest, folder: Path) -> _Request:
-        whole, rows = split_path(path)
-        stored = manifest.leaf(whole, folder)
-        available = stored.shape
-        if rows is not None and stored.shape and rows[1] <= stored.shape[0]:
-            available = (rows[1] - rows[0], *stored.shape[1:])
-        if (available, stored.dtype) != (tuple(struct.shape), str(struct.dtype)):
-            raise CheckpointError(
-                f"the leaf {whole!r} of the checkpoint {str(folder)!r} is {stored}, and {path!r} is wanted as "
-                f"{struct.dtype}{list(struct.shape)}. Leaves are restored as they were saved, on any mesh. Restore into the "
-                "shapes and types of the step that saved it, and convert then."
-            )
+        stored = _check_stored(path, struct, manifest, folder)
+        rows = split_path(path)[1]
         key = KEY_TYPES.get(stored.dtype)
         dtype = np.dtype("uint32") if key else jnp.dtype(stored.dtype)
-        if (made := jax.dtypes.canonicalize_dtype(dtype)) != dtype:
-            raise CheckpointError(
-                f"the leaf {whole!r} of the checkpoint {str(folder)!r} is {stored}, of which JAX would make {made}. Types of 64 "
-                "bits exist only where they are enabled. Call jax.config.update('jax_enable_x64', True) first."
-            )
         sharding = struct.sharding or SingleDeviceSharding(jax.devices()[0])
         return cls(
             path=path,

@@ -17,6 +17,8 @@ from alpa_lite.serve.metrics import Metrics
 from alpa_lite.serve.request import Request
 from alpa_lite.serve.sampling import Sampling
 
+_SHORT = 4096  # characters, which take a tokenizer a few milliseconds
+
 
 class GenerateBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What ``POST /generate`` takes.
@@ -82,6 +84,7 @@ class Answers:
     ) -> None:
         self._engine, self._encode, self._decode, self._timeout_s = engine, encode, decode, timeout_s
         self._metrics = Metrics(engine.statistics)
+        self._encoding = asyncio.Lock()
 
     async def generate(self, body: GenerateBody) -> GenerateAnswer:
         """The whole answer.
@@ -89,7 +92,7 @@ class Answers:
         Raises:
             ServeError: as ``Engine.submit`` and ``Request.result``.
         """
-        with self._submitted(body) as running:
+        with await self._submitted(body) as running:
             return self._whole(running, [token async for token in running])
 
     async def stream(self, body: GenerateBody) -> AsyncGenerator[TokenEvent | GenerateAnswer, None]:
@@ -100,7 +103,7 @@ class Answers:
         """
         sent: list[int] = []
         start = shown = 0  # of the tokens that are decoded again, and of those that have not been shown
-        with self._submitted(body) as running:
+        with await self._submitted(body) as running:
             async for token in running:
                 sent.append(token)
                 text = None
@@ -124,7 +127,7 @@ class Answers:
         """For Prometheus."""
         return await asyncio.to_thread(self._metrics.text)
 
-    def _submitted(self, body: GenerateBody) -> Request:
+    async def _submitted(self, body: GenerateBody) -> Request:
         if (body.text is None) == (body.tokens is None):
             raise RequestError(
                 "one of 'text' and 'tokens' must be given, and only one. Send the prompt as one of them."
@@ -136,7 +139,7 @@ class Answers:
                     "'text' was given, and this server has no tokenizer. Send 'tokens', a list of whole numbers."
                 )
             try:
-                tokens = list(self._encode(body.text))
+                tokens = await self._encoded(self._encode, body.text)
             except Exception as error:  # of the user's function, whatever it raises
                 raise RequestError(
                     f"the server's tokenizer cannot encode the text: {type(error).__name__}: {error!s:.200}. Send other text."
@@ -153,6 +156,18 @@ class Answers:
             stop=body.stop,
             timeout_s=body.timeout_s or limit,
         )
+
+    async def _encoded(self, encode: Callable[[str], Sequence[int]], text: str) -> list[int]:
+        """Tokens of a text. Of a long one in a thread, as other requests have their tokens sent meanwhile; one at a time, as many
+        tokenizers can do no more."""
+        async with self._encoding:
+            if len(text) <= _SHORT:
+                return list(encode(text))
+            running = asyncio.ensure_future(asyncio.to_thread(encode, text))
+            try:
+                return list(await asyncio.shield(running))
+            finally:
+                await asyncio.wait([running])  # also where the request is cancelled
 
     def _whole(self, running: Request, tokens: list[int]) -> GenerateAnswer:
         text = None if self._decode is None else self._text(tokens)

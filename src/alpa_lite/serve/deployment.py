@@ -340,11 +340,14 @@ def _check_cluster(settings: ServerSettings) -> None:
             "that one, or start this one on another Ray cluster (--address)."
         )
     has = ray.cluster_resources()
-    for name, wanted in (("CPU", settings.num_cpus), ("GPU", settings.num_gpus)):
+    for name, wanted, option in (
+        ("CPU", settings.num_cpus, "num_cpus"),
+        ("GPU", settings.num_gpus, "num_gpus; --gpus at the command line"),
+    ):
         if wanted > has.get(name, 0.0):
             raise ServeError(
                 f"the engine was to take {wanted:g} {name}s, and this Ray cluster has {has.get(name, 0.0):g}. Ask for fewer "
-                f"(num_{name.lower()}s; --gpus at the command line), or give it a node that has them."
+                f"({option}), or give it a node that has them."
             )
 
 

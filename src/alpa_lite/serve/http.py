@@ -18,6 +18,7 @@ An error is a JSON object, {"error": text}:
 408  the body did not come within its time; the connection is closed
 413  the body is larger than allowed
 429  the queue is full; try again after the seconds of ``Retry-After``
+500  a step of the model failed, its logits are no numbers, the answer cannot be decoded, or a mistake of ours
 503  the engine has ended or was lost; as 429
 504  not finished by the request's deadline
 ===  =======================================================================================================

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from alpa_lite.serve.statistics import Histogram, Statistics
+from alpa_lite.serve.statistics import REASONS, Histogram, Statistics
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -49,10 +49,11 @@ class Metrics:
             ("prompt_tokens", "Tokens of prompts.", now.prompt_tokens),
             ("generated_tokens", "Tokens that were made.", now.generated_tokens),
             ("decode_steps", "Steps that made the next token of all slots in use.", now.decode_steps),
+            ("decoded_rows", "Slots in use in all these steps together.", now.decoded_rows),
         ):
             yield CounterMetricFamily(f"alpa_lite_{name}", text, value=total)
         for name, text, label, counts in (
-            ("finished_requests", "Requests by how they ended.", "reason", now.finished),
+            ("finished_requests", "Requests by how they ended.", "reason", dict.fromkeys(REASONS, 0) | now.finished),
             ("prefills", "Prompts by bucket.", "bucket", now.prefills),
             ("padded_tokens", "Tokens that prompts were padded by, by bucket.", "bucket", now.padded_tokens),
         ):

@@ -36,6 +36,7 @@ from alpa_lite.serve.stored import from_host, placed
 from alpa_lite.trace.program import Traced
 from alpa_lite.units import format_bytes
 
+_MOST_NUMBERS = 1024  # on the devices: slots, and lengths of prompts
 _SHARED = ("parameter", "leaf of the cache")  # arguments 0 and 1 of all graphs
 
 
@@ -149,9 +150,11 @@ class Programs:
         return x if sharding.is_fully_addressable else from_host(x, sharding)
 
     def _number(self, name: str, position: int, value: int) -> jax.Array:
-        """A slot or a length on all devices, put there once: they are few, and each put costs tens of microseconds."""
+        """A slot or a length on all devices, put there once, as each put takes tens of microseconds; of many the last ones."""
         key = name, position, value
         if key not in self._numbers:
+            if len(self._numbers) >= _MOST_NUMBERS:
+                del self._numbers[next(iter(self._numbers))]
             shape = self._graphs[name][1][2 + position].shape
             self._numbers[key] = from_host(np.full(shape, value, np.int32), self.given[name][position])
         return self._numbers[key]

@@ -94,7 +94,10 @@ class Request:
                 f"for as long as it takes. At {user_line()}. Correct it, or leave it out."
             )
         if not self._wait(lambda: self.done, None if timeout_s is None else real(timeout_s)):
-            raise TimeoutError(f"the request was not finished within {timeout_s} s")
+            raise TimeoutError(
+                f"the request was not finished within {timeout_s} s, and goes on. A deadline of its own ends it (timeout_s= of "
+                f"submit). At {user_line()}. Ask again, or cancel() it."
+            )
         self._check()
         return self.tokens
 

@@ -153,9 +153,10 @@ def sample(logits: jax.Array, rows: Rows) -> jax.Array:
     largest = jnp.max(logits, axis=-1, keepdims=True)  # of any and nan it is nan
 
     def drawn() -> jax.Array:
-        # Their differences alone count; numbers of 64 bits need not be numbers of 32.
-        narrow = logits - largest if logits.dtype.itemsize > 4 else logits
-        found = jax.vmap(_draw)(narrow.astype(jnp.float32), *rows)
+        # Their differences alone count; numbers of 64 bits need not be numbers of 32, and of large ones these have few digits.
+        wide = logits.dtype if logits.dtype.itemsize > 4 else jnp.float32
+        narrow = (logits.astype(wide) - largest.astype(wide)).astype(jnp.float32)
+        found = jax.vmap(_draw)(narrow, *rows)
         return jnp.where(rows.temperature > 0, found, greedy)
 
     found = jax.lax.cond(jnp.any(rows.temperature > 0), drawn, lambda: greedy)
@@ -173,7 +174,7 @@ def _draw(
     before = jnp.cumsum(probabilities) - probabilities
     kept &= (before < top_p) | (top_p >= 1)  # a cumulative sum may round to 1 before its end
     own = jax.random.fold_in(jax.random.wrap_key_data(key, impl=_KEY_TYPE), drawn)
-    noise = jax.random.gumbel(own, logits.shape)
+    noise = jax.random.gumbel(own, logits.shape, jnp.float32)  # with 64 bits enabled, too: a seed gives one answer
     return order[jnp.argmax(jnp.where(kept, scaled + noise, -jnp.inf))].astype(jnp.int32)
 
 

@@ -187,7 +187,7 @@ class Scheduler:
         self._answer_calls()
         try:
             for _ in range(self._per_step):
-                if not self._enter():
+                if self._calls or not self._enter():  # calls wait until nobody is in a slot
                     break
             self._decode()
         except Exception as error:  # of the model or its devices: whatever they raise
@@ -266,7 +266,7 @@ class Scheduler:
                 ServeError(
                     f"the model returned logits that are no numbers (nan, inf) after {request.prompt.size} tokens of prompt and "
                     f"{self._rows.drawn[slot]} of answer. The largest logit of a request must be a finite number. Other requests "
-                    "go on. Check the parameters and the model; engine.programs.prefill_logits gives logits."
+                    "go on. Whoever runs the model should check its parameters and its functions on this prompt."
                 ),
             )
             return

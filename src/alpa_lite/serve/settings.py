@@ -6,6 +6,8 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from os import PathLike
+from types import NoneType
 from typing import Any
 
 from alpa_lite.api.shared_layout import SharedLayout
@@ -115,6 +117,15 @@ class ServerSettings:
                 f"host={self.host!r:.60} was given; it must be the name or address of one of this machine's interfaces. Leave it "
                 "out for loopback, or write 0.0.0.0 for all of them (at the command line --host)."
             )
+        for name, kinds, allowed in (
+            ("cluster", (str,), "a str"),
+            ("layout", (str, PathLike, NoneType), "the path of a file, or None"),
+            ("checkpoint", (str, PathLike, NoneType), "the path of a folder, or None"),
+            ("checkpoint_path", (str,), "a str"),
+            ("compile_cache", (str, PathLike, NoneType), "the path of a folder, or None"),
+        ):
+            if not isinstance(getattr(self, name), kinds):
+                raise ServeError(f"{name}={getattr(self, name)!r:.60} was given; it must be {allowed}. Correct it.")
         slots, max_length, buckets = checked_sizes(
             self.slots, self.max_length, (1,) if self.buckets is None else self.buckets
         )

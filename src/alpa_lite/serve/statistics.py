@@ -36,7 +36,9 @@ class Histogram:
         return self.total / self.count if self.count else 0.0
 
     def quantile(self, share: float) -> float:
-        """The bound below which this share of the values lies; inf where that is above all bounds."""
+        """The bound below which this share of the values lies; inf where that is above all bounds, 0 where there was nothing."""
+        if not self.count:
+            return 0.0
         seen, bounds = 0, (*self.bounds, float("inf"))
         for bound, count in zip(bounds, self.counts, strict=True):
             seen += count

@@ -20,7 +20,7 @@ import numpy as np
 
 from alpa_lite.errors import CheckpointError, ServeError, user_line
 from alpa_lite.executor.host_tiles import raw_values, whole_tiles
-from alpa_lite.executor.item_reader import read_leaves
+from alpa_lite.executor.item_reader import check_wanted, read_leaves
 from alpa_lite.executor.places import Place, whole_tree
 from alpa_lite.executor.state_rows import rows_of
 from alpa_lite.numeric import whole
@@ -78,12 +78,14 @@ class StoredParams:
         Another one is looked for where that has been removed meanwhile.
 
         Raises:
-            CheckpointError: there is none.
+            CheckpointError: there is none, or it holds other parameters.
         """
         if self.place and (Path(self.place) / MANIFEST).is_file():
             return self
+        place = self._newest().absolute()
+        self._check_leaves(read_manifest(place), place)
         # Absolute: others that read of it may run elsewhere.
-        return replace(self, dir=Path(self.dir).absolute(), place=str(self._newest().absolute()))
+        return replace(self, dir=Path(self.dir).absolute(), place=str(place))
 
     def _newest(self) -> Path:
         return CheckpointFolder(Path(self.dir)).path(self.step)
@@ -124,7 +126,7 @@ class StoredParams:
         manifest = read_manifest(place)
         shapes = jax.tree_util.tree_leaves(self.shapes)
         names = self._names()
-        self._check_path(manifest, place)
+        self._check_leaves(manifest, place)
         wanted = dict.fromkeys(names[number] for number, _, _ in places)
         items = {piece.item for name in wanted for piece in manifest.leaf(name, place).pieces}
         if self.verify:
@@ -139,8 +141,13 @@ class StoredParams:
             jax.block_until_ready(made[-1])  # until then the host's copy stays
         return made
 
+    def _check_leaves(self, manifest: CheckpointManifest, place: Path) -> None:
+        """That all of them are there, before any of them is read."""
+        self._check_path(manifest, place)
+        check_wanted(place, manifest, dict(zip(self._names(), jax.tree_util.tree_leaves(self.shapes), strict=True)))
+
     def _check_path(self, manifest: CheckpointManifest, place: Path) -> None:
-        """That ``path`` leads to something in the saved state; which leaves are there is checked as they are read."""
+        """That ``path`` leads to something in the saved state."""
         known = [leaf.path for leaf in manifest.leaves]
         if self.names or not self.path or any(name == self.path or name.startswith(f"{self.path}/") for name in known):
             return

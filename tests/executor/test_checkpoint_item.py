@@ -116,6 +116,8 @@ BUFFER = 192 * 2**20
         ((4097, 2048), "float32", False),  # 17 * 241: 1.9 MiB next
         ((128_256, 4096), "bfloat16", True),
         ((50_021, 4096), "float32", False),  # a prime: it would be stored row by row
+        ((7_000_000_001,), "float32", False),  # another
+        ((7_000_000_000,), "float32", True),
         ((32, 4096, 14_336), "bfloat16", True),
     ],
 )

@@ -226,9 +226,14 @@ def chunk_bytes(array: jax.Array) -> int | None:
             split = [True] * len(chunk)
             continue
         dim = max(dims, key=chunk.__getitem__)
-        size = shape[dim]
-        chunk[dim] = size // next(n for n in range(size // chunk[dim] + 1, size + 1) if size % n == 0)
+        chunk[dim] = max(n for n in _divisors(shape[dim]) if n < chunk[dim])
     return CHUNK_BYTES if math.prod(chunk) * _PARTS >= most else None
+
+
+@functools.cache
+def _divisors(size: int) -> list[int]:
+    small = [n for n in range(1, math.isqrt(size) + 1) if size % n == 0]
+    return [*small, *(size // n for n in small)]
 
 
 def _finish(

@@ -71,7 +71,7 @@ __all__ = [
 @cache
 def deleted_arrays_crash() -> bool:
     """Whether a program on several CPU devices that is given a deleted array ends the process: seen in 0.10.2, not in 0.12."""
-    return jax.__version_info__ < (0, 12) and jax.default_backend() == "cpu" and jax.local_device_count() > 1
+    return jax.__version_info__ < (0, 12) and jax.default_backend() == "cpu" and jax.device_count() > 1
 
 
 def source_of(eqn: JaxprEqn) -> str:

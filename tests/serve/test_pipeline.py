@@ -13,7 +13,6 @@ import pytest
 
 import alpa_lite as al
 from alpa_lite.errors import ServeError
-from alpa_lite.plan.checkpoint import MANIFEST
 from alpa_lite.serve.picked import check_all_picked
 from alpa_lite.serve.pipeline import Pipeline, cut_by_model
 from examples.serving_models import GPT, MODELS
@@ -97,9 +96,11 @@ def test_what_cannot_be_cut_is_refused(tmp_path: Path) -> None:
         cut_by_model(model, params, num_stages=2, num_groups=3, **SIZES)
 
     llama = MODELS["llama"]("small")
-    (tmp_path / "step_00000001").mkdir()
-    (tmp_path / "step_00000001" / MANIFEST).touch()
-    stored = al.serve.StoredParams(tmp_path, jax.eval_shape(llama.init_params, jax.random.key(0)))
+    made = llama.init_params(jax.random.key(0))
+    keep = al.parallelize(lambda state: state)
+    keep.plan({"params": made})
+    keep.save(tmp_path, {"params": made})
+    stored = al.serve.StoredParams(tmp_path, jax.eval_shape(lambda: made), path="params")
     with pytest.raises(
         ServeError, match=r"cannot be picked of shapes alone: TypeError.*test_pipeline.*Load the parameters"
     ):

@@ -168,8 +168,12 @@ class ItemWriter:
             tell: told every few seconds how many bytes of the item lie in its folder, of all processes that write it.
         """
         assert self._running is not None, "nothing was started"
+        written = 0
         while tell is not None and not futures.wait([self._running], timeout=_TOLD_S).done:
-            tell(self._written_bytes())
+            written = max(
+                written, self._written_bytes()
+            )  # a folder that is renamed meanwhile may be seen in neither place
+            tell(written)
         return self._running.result()
 
     def _written_bytes(self) -> int:

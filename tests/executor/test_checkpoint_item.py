@@ -103,7 +103,7 @@ before = rss("VmRSS")
 value = request._when_read(*tile)
 print(rss("VmHWM") - before, hashlib.sha256(value).hexdigest())
 """
-# Chunks as they are stored and decoded, as many as are read at once on a few cores, and the allocator's rest.
+# 64 MiB of chunks as they are stored, as much decoded, one in the cache, and the allocator's rest.
 BUFFER = 192 * 2**20
 
 

@@ -7,7 +7,9 @@ stored one only what this process's devices hold is read.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,8 +27,10 @@ from alpa_lite.plan.checkpoint import CheckpointManifest, StoredLeaf, check_file
 from alpa_lite.plan.leaf_rows import rows_path, split_path
 
 _WINDOW_BYTES = 2**30  # of host memory, for what is read and not yet on its device
-_CACHE_BYTES = 2**26  # two stored chunks: one that several tiles need is decoded once
-_AT_ONCE = 4  # chunks that are read, and as many that are decoded: host memory beside what is wanted
+_CACHE_BYTES = 2**25  # a stored chunk that several tiles need is decoded once
+_AT_ONCE_BYTES = (
+    2**26
+)  # of chunks that are being read: host memory beside what is wanted, as they are stored and decoded
 
 
 def read_leaves(
@@ -111,15 +115,10 @@ class _Stores:
         import tensorstore as ts
 
         self._folder, self._open = folder.resolve(), {}
-        at_once = {"limit": _AT_ONCE}
-        self._context = ts.Context(
-            {
-                "cache_pool": {"total_bytes_limit": _CACHE_BYTES},
-                "file_io_concurrency": at_once,
-                "data_copy_concurrency": at_once,
-            }
-        )
+        self._context = ts.Context({"cache_pool": {"total_bytes_limit": _CACHE_BYTES}})
         self._ts = ts
+        self._reading: deque[tuple[int, Any]] = deque()  # bytes, and what ends when they are read
+        self._reading_bytes = 0
 
     def packed(self, item: str) -> Path:
         """The bytes of an item's small leaves."""
@@ -139,9 +138,35 @@ class _Stores:
             self._open[key] = store
         return self._open[key]
 
-    def read(self, store: Any, target: np.ndarray) -> Any:
-        """Begins to read into memory that is there: what is returned has a ``result``, when that is done."""
-        return self._ts.array(target).write(store)
+    def read(self, store: Any, box: Box, target: np.ndarray) -> Iterator[Any]:
+        """Begins to read a box into memory that is there, chunk by chunk, and waits where many are on their way.
+
+        TensorStore, asked for all of it, has all chunks as they are stored in memory where decoding is slow.
+
+        Yields:
+            What has a ``result``, when it is read.
+        """
+        into, chunk = self._ts.array(target), store.chunk_layout.read_chunk.shape or ()
+        size = math.prod(chunk) * target.itemsize
+        is_large = size > _AT_ONCE_BYTES  # of all that one device had: it is decoded once for all who ask at once
+        for part in (box,) if is_large else itertools.product(*map(_cut, box, chunk)):
+            while self._reading and not is_large and self._reading_bytes + size > _AT_ONCE_BYTES:
+                done, reading = self._reading.popleft()
+                reading.commit.exception()  # waits; whoever reads it is told
+                self._reading_bytes -= done
+            source = tuple(slice(lo, hi) for lo, hi in part)
+            place = tuple(slice(lo - first, hi - first) for (lo, hi), (first, _) in zip(part, box, strict=True))
+            reading = into[place].write(store[source])
+            self._reading.append((size, reading))
+            self._reading_bytes += size
+            yield reading
+
+
+def _cut(part: tuple[int, int], size: int) -> list[tuple[int, int]]:
+    """What of a dim is wanted, cut where chunks of a size begin."""
+    lo, hi = part
+    starts = [lo, *range((lo // size + 1) * size, hi, size)]
+    return list(zip(starts, [*starts[1:], hi], strict=True))
 
 
 def _unreadable(folder: Path, item: str, name: str, fact: str) -> CheckpointError:
@@ -222,7 +247,9 @@ class _Request:
                 yield piece.item, _Unpacked(stores.packed(piece.item), piece.offset, shape, tuple(source), into)
                 continue
             store = stores(piece.item, name, shape, self.dtype)
-            yield piece.item, stores.read(store[tuple(source)], into)
+            own = tuple(s.indices(size)[:2] for s, size in zip(source, shape, strict=True))
+            for reading in stores.read(store, own, into):
+                yield piece.item, reading
 
     def array(self, tiles: Mapping[Box, _Tile]) -> jax.Array:
         """The leaf, when its tiles are read."""

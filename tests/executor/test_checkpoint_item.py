@@ -68,11 +68,11 @@ def test_large_leaves_are_stored_in_chunks_and_read_with_little_beside_them(tmp_
     """A leaf that one device had: as one chunk, and with what was read copied, its size was needed twice."""
     if not Path("/proc/self/clear_refs").exists():
         pytest.skip("the peak of a process is read from Linux's /proc")
-    size = 2**13
-    value = np.random.default_rng(0).random((size, size), np.float32)
+    shape = (12_288, 8192)  # 384 MiB
+    value = np.random.default_rng(0).random(shape, np.float32)
     folder = CheckpointFolder(tmp_path)
     path = saved(folder, 1, {"submesh_0": {"w": jnp.asarray(value), "small": jnp.arange(3.0)}})
-    script = PEAK_OF_READING.replace("SIZE", str(size))
+    script = PEAK_OF_READING.replace("SHAPE", str(shape))
     command = [sys.executable, "-c", script, str(path)]
     found = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=ROOT)
     assert found.returncode == 0, found.stderr
@@ -93,7 +93,7 @@ def rss(name):
 
 folder = Path(sys.argv[1])
 manifest = read_manifest(folder)
-wanted = {"w": jax.ShapeDtypeStruct((SIZE, SIZE), np.float32), "small": jax.ShapeDtypeStruct((3,), np.float32)}
+wanted = {"w": jax.ShapeDtypeStruct(SHAPE, np.float32), "small": jax.ShapeDtypeStruct((3,), np.float32)}
 item_reader.read_leaves(folder, manifest, {"small": wanted["small"]})  # brings the libraries
 request = item_reader._Request.of("w", wanted["w"], manifest, folder)
 gc.collect()
@@ -103,8 +103,8 @@ before = rss("VmRSS")
 value = request._when_read(*tile)
 print(rss("VmHWM") - before, hashlib.sha256(value).hexdigest())
 """
-# 64 MiB of chunks as they are stored, as much decoded, one in the cache, and the allocator's rest.
-BUFFER = 192 * 2**20
+# 64 MiB of chunks as they are stored, as much decoded, one in the cache, and what the allocator keeps of them for each thread.
+BUFFER = 256 * 2**20
 
 
 @pytest.mark.parametrize(

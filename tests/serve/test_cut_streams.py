@@ -15,7 +15,7 @@ starlette = pytest.importorskip(
 
 from alpa_lite.serve.answers import Answers  # noqa: E402
 from alpa_lite.serve.http import HttpService  # noqa: E402 - needs Starlette
-from tests.serve.test_http import PROMPT, FakeEngine  # noqa: E402
+from tests.serve.http_server import PROMPT, FakeEngine  # noqa: E402
 
 
 @pytest.mark.parametrize("sent", ["http.response.start", "http.response.body"])

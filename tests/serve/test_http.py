@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import http.client
 import json
 import socket
@@ -11,107 +10,19 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import unquote
 
-import numpy as np
 import pytest
 
-from alpa_lite.errors import EngineClosed, EngineLost, RequestError, ServeError
-from alpa_lite.serve.request import Request
-from alpa_lite.serve.scheduler import Scheduler
+from alpa_lite.errors import EngineClosed, EngineLost, ServeError
 from examples import client
 from tests.serve.clients import wait_until
-from tests.serve.fake_runner import FakeRunner, answer
+from tests.serve.fake_runner import answer
 
 starlette = pytest.importorskip(
     "starlette.requests", reason="Ray Serve is not installed: pip install 'alpa-lite[serve]'"
 )
-uvicorn = pytest.importorskip("uvicorn", reason="Ray Serve is not installed: pip install 'alpa-lite[serve]'")
 
-from alpa_lite.serve.answers import Answers, GenerateBody  # noqa: E402
-from alpa_lite.serve.http import HttpService, _shown, status_of  # noqa: E402 - needs Starlette
-
-PROMPT = [3, 1, 4]
-
-
-class FakeEngine:
-    """What the service needs of an engine, over a runner without a model."""
-
-    def __init__(self, **settings: Any) -> None:
-        self.scheduler = Scheduler(FakeRunner(**settings), queue_limit=2, prefills_per_step=4)
-        self.thread = threading.Thread(target=self.scheduler.run, daemon=True)
-        self.thread.start()
-        self.requests: list[Request] = []
-
-    def submit(self, prompt: list[int], **asked: Any) -> Request:
-        if not 0 < len(prompt) <= 16:
-            raise RequestError(
-                f"a prompt of {len(prompt)} tokens was given; the largest bucket holds 16. At file.py:3 (f). Change it."
-            )
-        request = Request(np.asarray(prompt, np.int32), **asked | {"stop": frozenset(asked["stop"])})
-        self.scheduler.submit(request)
-        self.requests.append(request)
-        return request
-
-    def statistics(self) -> Any:
-        return self.scheduler.statistics()
-
-    @property
-    def closed(self) -> bool:
-        return self.scheduler.shut
-
-    def close(self) -> None:
-        self.scheduler.close("it was asked to")
-        self.thread.join()
-
-
-class Server:
-    """An engine behind uvicorn on a free port of loopback."""
-
-    def __init__(
-        self, engine: FakeEngine, token: str | None = None, body_timeout_s: float = 20.0, **settings: Any
-    ) -> None:
-        self.engine = engine
-        answers = Answers(engine, timeout_s=20.0, **settings)  # pyrefly: ignore[bad-argument-type]
-        service = HttpService(answers, token=token, body_bytes=4096, body_timeout_s=body_timeout_s)
-
-        async def app(scope: Any, receive: Any, send: Any) -> None:
-            response = await service(starlette.Request(scope, receive))
-            await response(scope, receive, send)
-
-        self.server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", lifespan="off"))
-        self.thread = threading.Thread(target=self.server.run, daemon=True)
-        self.thread.start()
-        wait_until(lambda: self.server.started)
-        self.port = self.server.servers[0].sockets[0].getsockname()[1]
-
-    def ask(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any, Any]:
-        """Status, decoded body and headers."""
-        link = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
-        data = json.dumps(body) if isinstance(body, dict) else body
-        link.request(method, path, data, headers)
-        got = link.getresponse()
-        raw = got.read()
-        link.close()
-        is_json = raw and got.getheader("content-type") == "application/json"
-        return got.status, json.loads(raw) if is_json else raw.decode(), got
-
-    def generate(self, **body: Any) -> tuple[int, Any]:
-        return self.ask("POST", "/generate", body)[:2]
-
-    def begin(self, receive_bytes: int = 0, **body: Any) -> socket.socket:
-        """Sends a request and reads nothing; ``receive_bytes``: that this end may hold unread."""
-        data = json.dumps(body).encode()
-        link = socket.socket()
-        if receive_bytes:
-            link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
-        link.settimeout(30)
-        link.connect(("127.0.0.1", self.port))
-        link.sendall(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(data) + data)
-        return link
-
-    def end(self) -> None:
-        self.engine.close()
-        self.server.should_exit = True
-        self.thread.join()
+from alpa_lite.serve.http import _shown, status_of  # noqa: E402
+from tests.serve.http_server import PROMPT, FakeEngine, Server, wait_for_room  # noqa: E402 - needs Starlette
 
 
 @pytest.fixture
@@ -207,134 +118,6 @@ def test_paths_and_methods(server: Server) -> None:
     assert server.ask("GET", "/any/where/health")[0] == server.ask("POST", "/v1/generate", {})[0] == 404
 
 
-def characters(tokens: list[int]) -> str:
-    """Bytes of UTF-8; more than a byte is a mistake."""
-    return bytes(tokens).decode(errors="replace")
-
-
-def cleaned(tokens: list[int]) -> str:
-    """Goes back on a space before a comma, as tokenizers may."""
-    return "".join(("Hello", " ", ",", " world")[token % 4] for token in tokens).replace(" ,", ",")
-
-
-class Says(FakeEngine):
-    """Its runner's tokens are replaced by those given."""
-
-    def __init__(self, tokens: list[int]) -> None:
-        super().__init__()
-        self.said = tokens
-
-    def submit(self, prompt: list[int], **asked: Any) -> Request:
-        request = super().submit(prompt, **asked)
-        request._append, append = lambda token: append(self.said[len(request.tokens)]), request._append
-        return request
-
-
-@pytest.mark.parametrize(
-    ("decode", "tokens", "texts", "whole"),
-    [
-        (characters, list("aé€b".encode()), ["a", "", "é", "", "", "€", "b"], "aé€b"),
-        (characters, list("a€".encode())[:3], ["a", "", "\ufffd"], "a\ufffd"),
-        (characters, [0xFF, 0x61], ["", "\ufffda"], "\ufffda"),
-        (cleaned, [0, 1, 2, 3, 0], ["Hello", " ", "", " world", "Hello"], "Hello, worldHello"),
-    ],
-    ids=["characters of several bytes", "one that does not end", "no character", "one that goes back"],
-)
-def test_texts_of_a_stream(decode: Any, tokens: list[int], texts: list[str], whole: str) -> None:
-    server = Server(Says(tokens), decode=decode)
-    try:
-        _, raw, _ = server.ask("POST", "/generate", {"tokens": PROMPT, "max_tokens": len(tokens), "stream": True})
-        *events, last = [json.loads(line.removeprefix("data: ")) for line in raw.strip().split("\n\n")]
-        assert [event["text"] for event in events] == texts
-        assert last["text"] == whole
-    finally:
-        server.end()
-
-
-def test_a_tokenizer_that_fails() -> None:
-    def encode(text: str) -> list[int]:
-        return [{"a": 1}[c] for c in text]
-
-    server = Server(Says([1, 300]), encode=encode, decode=characters)
-    try:
-        status, got = server.generate(text="b")
-        assert status == 400 and "cannot encode the text: KeyError: 'b'" in got["error"]
-        status, got = server.generate(text="a", max_tokens=2)
-        assert status == 500 and "cannot decode the answer: ValueError" in got["error"]
-        _, raw, _ = server.ask("POST", "/generate", {"text": "a", "max_tokens": 2, "stream": True})
-        assert json.loads(raw.strip().rsplit("data: ", 1)[1])["status"] == 500
-        assert wait_for_room(server) == 200
-    finally:
-        server.end()
-
-
-def test_a_text_that_takes_long_to_encode_holds_up_nobody_else() -> None:
-    begun, may_end, running = threading.Event(), threading.Event(), []
-
-    def encode(text: str) -> list[int]:
-        running.append(text)
-        assert len(running) == 1, "two at once"
-        if len(text) == 4000:
-            running.pop()
-            return [1]
-        begun.set()
-        may_end.wait(30)
-        running.pop()
-        return [1, 2]
-
-    async def asked() -> None:
-        answers = Answers(engine, timeout_s=20.0, encode=encode)  # pyrefly: ignore[bad-argument-type]
-        long, gone = (asyncio.create_task(answers.generate(GenerateBody(text="x" * 5000))) for _ in range(2))
-        await asyncio.to_thread(begun.wait, 30)
-        assert (await answers.generate(GenerateBody(tokens=PROMPT, max_tokens=2))).tokens == answer(PROMPT, 2)
-        short = asyncio.create_task(answers.generate(GenerateBody(text="x" * 4000)))
-        gone.cancel()
-        await asyncio.sleep(0.05)
-        long.cancel()  # what it began goes on, and the others wait for it
-        await asyncio.sleep(0.05)
-        assert not short.done() and not long.done()
-        may_end.set()
-        assert (await short).tokens == answer([1], 16)
-        for task in (long, gone):
-            with pytest.raises(asyncio.CancelledError):
-                await task
-
-    engine = FakeEngine()
-    try:
-        asyncio.run(asked())
-    finally:
-        may_end.set()
-        engine.close()
-    assert len(engine.requests) == 2
-
-
-@pytest.mark.parametrize(
-    ("decode", "words"),
-    [
-        (lambda tokens: bytes(tokens).decode(errors="surrogateescape"), "UnicodeEncodeError"),
-        (lambda tokens: None, "it returned NoneType instead of str"),
-        (lambda tokens: bytes(tokens), "it returned bytes instead of str"),
-    ],
-    ids=["half of a pair", "nothing", "bytes"],
-)
-def test_a_tokenizer_that_makes_no_text(decode: Any, words: str) -> None:
-    def encode(text: str) -> list[int]:
-        raise ValueError("no \ud800")
-
-    server = Server(Says([0xFF, 0xFE]), encode=encode, decode=decode)
-    try:
-        status, got = server.generate(tokens=PROMPT, max_tokens=2)
-        assert status == 500 and "cannot decode the answer: " in got["error"] and words in got["error"]
-        status, got, _ = server.ask("POST", "/generate", {"tokens": PROMPT, "max_tokens": 2, "stream": True})
-        assert status == 500 and words in got["error"]
-        status, got = server.generate(text="a")
-        assert status == 400 and got["error"].startswith(
-            "the server's tokenizer cannot encode the text: ValueError: no ?"
-        )
-    finally:
-        server.end()
-
-
 @pytest.mark.parametrize(
     "place",
     ["At file.py:3 (f).", "At /my files/b.py:10 (<lambda>).", "At <stdin>:1 (<module>).", "At the command line."],
@@ -379,11 +162,6 @@ def test_a_full_queue_is_429_and_a_deadline_504(slow: Server) -> None:
         link.close()
     assert wait_for_room(slow) == 200
     assert slow.generate(tokens=PROMPT, max_tokens=50, timeout_s=0.2)[0] == 504
-
-
-def wait_for_room(server: Server) -> int:
-    wait_until(lambda: server.engine.scheduler.idle)
-    return server.generate(tokens=PROMPT, max_tokens=1)[0]
 
 
 def test_the_client_of_the_examples_reads_what_is_no_error_of_the_server() -> None:

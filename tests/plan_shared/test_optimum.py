@@ -226,6 +226,7 @@ def test_a_plan_alone_bounds_the_meshes_that_it_does_not_write_out(name: str) ->
     cluster = al.Cluster.parse("1x8:h100-sxm")  # two axes are tried first
     (graph,) = given_graphs({name: (fn, args)}, "0", None, None, (None, (), (), 0, None, None), cluster, "here")
     graph.plan_own(cluster)
+    graph.planned(cluster, graph.optimum.mesh, graph.own_layout())
     whole = al.plan(fn, *args, cluster=cluster, donate_argnums=0)
     assert graph.best().objective == whole.objective and graph.best().mesh == whole.mesh
     left_out = {row.mesh for row in graph.best().mesh_table if row.reason == DEARER}

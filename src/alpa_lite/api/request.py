@@ -27,9 +27,10 @@ from alpa_lite.plan.pins import Dims, ResolvedPins
 from alpa_lite.plan.plan import Plan
 from alpa_lite.planner.collector import collector_paused
 from alpa_lite.planner.options import PlanOptions
-from alpa_lite.planner.padded import plan_with_padding
+from alpa_lite.planner.padded import plan_with_padding, uneven_groups
 from alpa_lite.planner.pipeline import plan_pipeline
 from alpa_lite.planner.plan_step import KnownTasks, Versions, mesh_candidates, mesh_task, plan_step
+from alpa_lite.planner.price_step import StepPrice, price_step
 from alpa_lite.planner.remat import plan_recomputing
 from alpa_lite.planner.searched import SearchTask, is_searched, plan_with_stages_searched
 from alpa_lite.planner.stage_cut import StageCut, asked_schedule, given_cut, one_stage
@@ -294,6 +295,22 @@ class Request:
         with told(self.options.verbose) as progress:
             found, made = self._on_one_mesh(_Planning(args, {}, cluster, progress), traced, tasks)
         return found, self.finished(made, found)
+
+    @collector_paused()
+    def price_known(
+        self, traced: Traced, args: tuple[Any, ...], cluster: ClusterData, tasks: KnownTasks
+    ) -> StepPrice | None:
+        """What ``plan_known`` comes to, if that is known without the plan; ``tasks`` keeps what was searched for it."""
+        check_cluster(self.options, cluster, self.source)
+        options = one_stage(self.options, cluster, self.source)
+        # Where nothing limits memory, "auto" recomputes nothing.
+        as_it_is = options.padding == "off" or not uneven_groups(traced, cluster.num_devices)
+        if options.remat not in ("auto", "none") or not as_it_is:
+            return None
+        pins, _ = self._pins_and_notes(traced, args, {})
+        meshes = tuple(mesh_candidates(cluster, pins, options))
+        with told(self.options.verbose) as progress:
+            return price_step(traced.program, cluster, pins, options, tasks, meshes, progress)
 
     def pins_of(self, traced: Traced, args: tuple[Any, ...]) -> ResolvedPins:
         """What the user pinned of a step, without what is followed and fixed beside it."""

@@ -146,7 +146,7 @@ def _mesh_by_mesh(
         with suppress(MemoryBudgetError, PinError, SolverError):  # the layouts say what it costs
             graph.plan_own(cluster)
     best = min(found, key=lambda layout: layout.objective)
-    own = {g.name: min(g.least, *(layout.own[g.name] for layout in found)) for g in graphs}
+    own = {g.name: min(g.cost_alone, *(layout.own[g.name] for layout in found)) for g in graphs}
     return replace(best, own=own, lower_bound=min(*bounds, best.objective))
 
 
@@ -171,7 +171,7 @@ class _Search:
             graph.plan_own(self.cluster)
         first, *others = sorted(self.graphs, key=self.importance)
         self.offer_own(first)
-        meshes = [c.mesh for c in self.graphs[0].best().mesh_table]
+        meshes = [c.mesh for c in self.graphs[0].optimum.mesh_table]
         bounds = {mesh: self.weighted([g.bound(mesh) for g in self.graphs]) for mesh in meshes}
         for mesh in sorted(meshes, key=lambda mesh: (bounds[mesh], meshes.index(mesh))):
             if bounds[mesh] < self.total:
@@ -185,7 +185,7 @@ class _Search:
         return SharedLayout(
             plans={g.name: plan for g, plan in zip(self.graphs, self.plans, strict=True)},
             weights={g.name: g.weight for g in self.graphs},
-            own={g.name: g.least for g in self.graphs},
+            own={g.name: g.cost_alone for g in self.graphs},
             lower_bound=min(lower, self.total),
             shared={g.name: g.shared for g in self.graphs},
         )
@@ -206,15 +206,14 @@ class _Search:
 
     def offer_own(self, graph: SharedGraph) -> None:
         """The layout of a graph's own optimum."""
-        own = graph.best()
-        self.offer(own.mesh, tuple(own.inputs[i].spec for i in graph.leaves))
+        self.offer(graph.optimum.mesh, graph.own_layout())
 
     def weighted(self, costs: Sequence[float]) -> float:
         return math.fsum(g.weight * cost for g, cost in zip(self.graphs, costs, strict=True))
 
     def importance(self, graph: SharedGraph) -> float:
         """Sorts graphs that count most first."""
-        return -graph.weight * graph.best().objective
+        return -graph.weight * graph.optimum.objective
 
     def joint(self, mesh: DeviceMesh) -> float:
         """Tries what the joint problem proposes on a mesh; what no layout there costs less than."""
@@ -308,7 +307,7 @@ class _Search:
                 return graph.refused
         tasks = {g.name: g.task for g in self.graphs if g.task is not None}
         leaves = [g.leaves for g in self.graphs]
-        for candidate in self.graphs[0].best().mesh_table:
+        for candidate in self.graphs[0].optimum.mesh_table:
             with suppress(PinError):  # pins that this mesh cannot hold
                 if clash := explain_sharing(tasks, leaves, self.cluster, candidate.mesh, PINNED_ELSEWHERE):
                     return clash

@@ -21,6 +21,7 @@ from alpa_lite.plan.pins import PinnedDims, parse_dims
 from alpa_lite.plan.plan import Plan
 from alpa_lite.planner.plan_step import LIMITED, KnownTasks
 from alpa_lite.planner.posing import MeshTask, task_costs
+from alpa_lite.planner.price_step import StepPrice
 from alpa_lite.trace.program import Traced
 
 
@@ -28,6 +29,7 @@ from alpa_lite.trace.program import Traced
 class SharedGraph:
     """One graph; ``leaves``: positions of the shared ones among its arguments, ``own`` and ``task`` of its own optimum.
 
+    ``price``: all that is known of its own optimum before a plan of it is asked for, where that can be.
     ``stages``: the options about stages, which ``request`` is without. ``least`` is the cost of the cheapest plan that was made.
     ``unbounded``: its own optimum bounds nothing, as in a layout fixed leaves may lie as it may not have them, or other layers be
     recomputed; ``recomputes``: whether layers may be at all; ``kept``: the task without that, where its own optimum does so.
@@ -42,6 +44,7 @@ class SharedGraph:
     leaves: list[int] = field(default_factory=list)
     tasks: KnownTasks = field(default_factory=partial(KnownTasks, compares=False))
     own: Plan | None = None
+    price: StepPrice | None = None
     task: MeshTask | None = None
     stages: dict[str, Any] = field(default_factory=dict)
     least: float = math.inf
@@ -75,33 +78,58 @@ class SharedGraph:
         return SharedGraph(self.name, request, self.args, self.traced, self.weight, self.leaves, stages=self.stages)
 
     def best(self) -> Plan:
+        """Its own optimum, as a plan."""
         assert self.own is not None
         return self.own
 
+    @property
+    def cost_alone(self) -> float:
+        """Of the best plan that is known of it."""
+        return min(self.least, math.inf if self.price is None else self.price.objective)
+
+    @property
+    def optimum(self) -> Plan | StepPrice:
+        """Its own optimum."""
+        return self.price or self.best()
+
+    def own_layout(self) -> tuple[ShardingSpec, ...]:
+        """Of the shared leaves in its own optimum."""
+        specs = self.price.in_specs if self.price else [leaf.spec for leaf in self.best().inputs]
+        return tuple(specs[i] for i in self.leaves)
+
     def plan_own(self, cluster: Cluster) -> None:
-        """Its plan alone."""
-        request = self.request
+        """Finds its own optimum."""
+        with named(f"the graph {self.name!r}"), suppress(PinError):  # which planning raises with what else is known
+            self.price = self.request.price_known(self.traced, self.args, cluster, self.tasks)
+        if self.price is not None:
+            self.task = self.tasks.last(self.traced.program)
+        else:
+            self.task = self._planned_own(cluster)
+        self.recomputes = self.request.options.remat == "auto" and has_gradient(self.task.program)
+        free_ends = task_costs(self.task, cluster, self.optimum.mesh).rules.replicated_ends
+        if self.recomputes and self.own is not None and self.own.remat is not None:
+            self.kept = self.tasks.last(self.traced.program)
+        self.unbounded = free_ends or self.kept is not None
+
+    def _planned_own(self, cluster: Cluster) -> MeshTask:
+        """Makes the plan of its own optimum."""
+        request, self.tasks.explains = self.request, True
         try:
             with named(f"the graph {self.name!r}"):
                 traced, self.own = request.plan_known(self.traced, self.args, cluster, self.tasks)
-            self.least = self.own.objective
+            self.least = min(self.least, self.own.objective)
         except MemoryBudgetError as error:
             if error.proven:
                 raise
             # In a layout that is fixed the search may find one.
-            self.refused = error
+            self.refused, self.price = error, None
             request = replace(request, options=replace(request.options, memory_budget_bytes=math.inf))
             traced, self.own = request.plan_known(self.traced, self.args, cluster, self.tasks)
-        self.task = self.tasks.last(traced.program)
-        self.recomputes = request.options.remat == "auto" and has_gradient(traced.program)
-        free_ends = task_costs(self.task, cluster, self.own.mesh).rules.replicated_ends
-        if self.recomputes and self.own.remat is not None:
-            self.kept = self.tasks.last(self.traced.program)
-        self.unbounded = free_ends or self.kept is not None
+        return self.tasks.last(traced.program)
 
     def bound(self, mesh: DeviceMesh) -> float:
         """What no plan of it on a mesh costs less than; inf where there is none."""
-        found = next((c for c in self.best().mesh_table if c.mesh == mesh and c.status != "ruled out"), None)
+        found = next((c for c in self.optimum.mesh_table if c.mesh == mesh and c.status != "ruled out"), None)
         if found is None or (found.status == "infeasible" and not self.recomputes):
             return math.inf
         # Where nothing was found within the budget, there may be a plan in a layout that is fixed.
@@ -109,13 +137,16 @@ class SharedGraph:
 
     def planned(self, cluster: Cluster, mesh: DeviceMesh, specs: Sequence[ShardingSpec]) -> Plan:
         """Its plan with the shared leaves in a layout."""
-        own = self.best()
-        alike = own.mesh == mesh and all(own.inputs[i].spec == spec for i, spec in zip(self.leaves, specs, strict=True))
-        made = own if alike and self.refused is None else self._fixed(cluster, mesh, specs)
-        if made is own and own.gap and self.is_limited(own):  # the search may find more where it has less to choose
+        if self.optimum.mesh != mesh or self.own_layout() != tuple(specs):
+            return self._fixed(cluster, mesh, specs)
+        if self.own is None:
+            self._planned_own(cluster)
+        if self.refused is not None:
+            return self._fixed(cluster, mesh, specs)
+        made = self.best()
+        if made.gap and self.is_limited(made):  # the search may find more where it has less to choose
             with suppress(MemoryBudgetError, PinError):
-                made = min(own, self._fixed(cluster, mesh, specs), key=lambda plan: plan.objective)
-        self.least = min(self.least, made.objective)
+                made = min(made, self._fixed(cluster, mesh, specs), key=lambda plan: plan.objective)
         return made
 
     @staticmethod
@@ -139,7 +170,9 @@ class SharedGraph:
         request = replace(self.request, options=options, fixed=(dims, AS_SHARED, mesh))
         self.tasks.explains = explains  # most layouts are refused for another to be taken
         with named(f"the graph {self.name!r} in the layout that it would share"):
-            return request.plan_known(self.traced, self.args, cluster, self.tasks)[1]
+            made = request.plan_known(self.traced, self.args, cluster, self.tasks)[1]
+        self.least = min(self.least, made.objective)
+        return made
 
 
 class named:

@@ -34,7 +34,7 @@ _BEAM_GAP = 0.1  # above it a beam finds nothing better than what is known
 _ANYTHING = 1e300  # a slack that keeps out what is forbidden alone
 _LATE = 60  # sweeps after which thin cores are searched along the frontier as well
 _HASTE = 0.8  # of what a sweep over thin cores changed, by which messages are moved on
-_CLOSE_HASTE = 0.7  # the same over large cores of which a close bound is wanted: a third of the sweeps
+_CLOSE_HASTE = 0.7  # the same over cores, tied or not, of which a close bound is wanted: a third of the sweeps
 _GUESS = 0.4  # of what five such sweeps added to the bound, for what it lacks still
 _PATIENT = 30  # sweeps before which no choice is looked for in thin cores but by elimination
 _QUICK_ENTRIES = 8_000_000  # of the tables of an elimination that takes less time than a search
@@ -97,7 +97,10 @@ def search_core(
 
 def _start_tied(search: Search, tied: Tie, *, proof: bool) -> Messages:
     """An incumbent from the tied problem, memory prices to start from, and messages that start with its."""
-    inner = Search.of(tied_core(search.core, tied), search.deadline, search.cutoff, search.unit)
+    # Where a close bound is wanted, messages go on past a cutoff, which they say nothing about: the untied problem starts closer.
+    cutoff = math.inf if search.large_gap < LARGE_GAP else search.cutoff
+    inner = Search.of(tied_core(search.core, tied), search.deadline, cutoff, search.unit)
+    inner.large_gap = search.large_gap
     messages = Messages.zero(inner.core, inner.unary, inner.costs, tie(inner.core, None))
     if inner.core.memory is None:
         started = _settle_tied(search, tied, inner, messages, beams=proof)
@@ -214,7 +217,7 @@ def _sweep(
     wanted, every = (rel_gap, 5) if small else (search.large_gap, 4)
     before = -math.inf
     waits = beams and small and search.core.memory is None and search.picks is None and _is_thin(search.core)
-    close = not small and search.core.memory is None and search.large_gap < LARGE_GAP
+    close = search.core.memory is None and search.large_gap < LARGE_GAP
     haste = _HASTE if waits else _CLOSE_HASTE if close else 0.0
     for count in range(1, most + 1):
         if haste and count <= _PATIENT:
@@ -228,7 +231,7 @@ def _sweep(
         else:
             value = messages.sweep() + search.core.constant
         search.bound = max(search.bound, value)
-        if count % every and not search.out_of_time:
+        if count % every and not search.out_of_time and not search.too_dear:
             continue
         if waits:
             if prove_rest(search, messages, _GUESS * (value - before)) or search.gap <= search.tolerance(wanted):

@@ -59,6 +59,7 @@ def plan_on_mesh(
     cutoff: float = math.inf,
     dearest: float = math.inf,
     begun: Begun | None = None,
+    priced: MeshResult | None = None,
 ) -> MeshResult:
     """Solve one mesh. Infeasible and unsolved are results, not errors; bad pins raise ``PinError``.
 
@@ -68,6 +69,7 @@ def plan_on_mesh(
         cutoff: the search of a large problem may end once it is known to cost more than this.
         dearest: what must cost more than this, whatever the budget, is not written out.
         begun: what has been done of it (``begin_together``; no rent), so that it is not done again.
+        priced: what was found without a limit, and not written out.
     """
     begin = time.perf_counter()
     costs, pricer, problem_within = begun.posed if begun else pose(task, cluster, mesh)
@@ -78,6 +80,8 @@ def plan_on_mesh(
 
     def solved(limit: int | None, proof: bool) -> MeshResult:
         """The best plan by the solver's own count of memory, written out."""
+        if priced and limit is None:
+            return _written(task, costs, pricer, priced, begin, dearest)
         if begun and limit is None:  # once, as it is changed
             return _found(task, costs, pricer, begun.problem, begun.problem, begin, cutoff, begun.reduced, dearest)
         problem = problem_within(limit)
@@ -153,19 +157,28 @@ def _found(
         check_problem(problem)
     known = task.shared.shape
     solution = solve_in_units(charged, costs, task.options, cutoff, proof=task.proof, shape=known, reduced=reduced)
-    if not len(solution.choice) or solution.lower_bound > dearest:
-        return MeshResult(
-            mesh=pricer.graph.conversions.mesh,
-            status=solution.status,
-            objective=solution.objective,
-            lower_bound=solution.lower_bound,
-            solution=solution,
-            problem=problem,
-            seconds=time.perf_counter() - begin,
-            unit=costs.unit,
-            budgeted=costs.rules.budget,
-        )
-    return write_out(task, costs, pricer.graph, problem, solution, begin)
+    result = MeshResult(
+        mesh=pricer.graph.conversions.mesh,
+        status=solution.status,
+        objective=solution.objective,
+        lower_bound=solution.lower_bound,
+        solution=solution,
+        problem=problem,
+        seconds=time.perf_counter() - begin,
+        unit=costs.unit,
+        budgeted=costs.rules.budget,
+    )
+    return _written(task, costs, pricer, result, begin, dearest)
+
+
+def _written(
+    task: MeshTask, costs: CostModel, pricer: Pricer, result: MeshResult, begin: float, dearest: float
+) -> MeshResult:
+    """A search, with its plan written out unless there is none or it must cost more than ``dearest``."""
+    assert result.solution is not None and result.problem is not None
+    if not len(result.solution.choice) or result.lower_bound > dearest:
+        return result
+    return write_out(task, costs, pricer.graph, result.problem, result.solution, begin)
 
 
 def _choices(results: Sequence[MeshResult]) -> list[np.ndarray]:

@@ -58,7 +58,7 @@ def plan_with_padding(
     Raises:
         AlpaLiteError: what planning without padding raises; uneven pins, clashes and budgets only if padding does not help.
     """
-    uneven = groups = _uneven(traced, cluster.num_devices)
+    uneven = groups = uneven_groups(traced, cluster.num_devices)
     refusal: AlpaLiteError | None = None
     plain: Plan | None = None
     try:
@@ -154,7 +154,7 @@ def padded_like(traced: Traced, paddings: Sequence[Padding], rules: tuple[NamedR
     return pad_traced(traced, groups, pins, rules).traced
 
 
-def _uneven(traced: Traced, devices: int) -> tuple[PadGroup, ...]:
+def uneven_groups(traced: Traced, devices: int) -> tuple[PadGroup, ...]:
     """Groups that do not divide over the devices and are large enough to give most of them something."""
     return pad_groups(traced.flat, traced.program, lambda size: bool(size % devices) and 2 * size > devices)
 

@@ -38,6 +38,7 @@ from alpa_lite.units import format_cost
 BUDGET_SHARE = 0.9
 LIMITED = "limited by the memory budget"
 DEARER = "dearer than another mesh, and not written out"
+NOT_WRITTEN = "not written out"
 _MARGIN = 1.02  # a mesh that must cost more than this times the cheapest so far is not searched to the end
 HANDED_ON = (
     "the lower bound is of plans in which a value that three or more ops read is handed to them in one layout "
@@ -65,6 +66,7 @@ class KnownTasks:
     explains: bool = True
     compares: bool = True
     _found: dict[int, MeshTask] = field(default_factory=dict)
+    _priced: dict[int, tuple[ResolvedPins, dict[DeviceMesh, MeshResult]]] = field(default_factory=dict)
 
     def task(self, program: Program, cluster: Cluster, pins: ResolvedPins, options: PlanOptions) -> MeshTask:
         """To be planned now; for one cluster and one set of rules and conventions only."""
@@ -79,6 +81,18 @@ class KnownTasks:
     def last(self, program: Program) -> MeshTask:
         """As the program was planned last."""
         return self._found[id(program)]
+
+    def keep_priced(self, task: MeshTask, result: MeshResult) -> None:
+        """For when the same is to be written out."""
+        pins, results = self._priced.get(id(task.program), (None, {}))
+        self._priced[id(task.program)] = task.pins, {**(results if pins == task.pins else {}), result.mesh: result}
+
+    def priced(self, task: MeshTask, mesh: DeviceMesh) -> MeshResult | None:
+        """What was found on a mesh with these pins, not written out and without a limit; not what ended as another mesh was
+        cheaper, as long as nobody asked for its memory."""
+        pins, results = self._priced.get(id(task.program), (None, {}))
+        found = results.get(mesh) if pins == task.pins else None
+        return None if found is None or (found.solution and found.solution.limit_used == "cutoff") else found
 
 
 def plan_step(
@@ -103,26 +117,8 @@ def plan_step(
     """
     known = KnownTasks() if known is None else known
     task = known.task(program, cluster, pins, options)
-    tell = progress or (lambda text: None)
-    results: list[MeshResult] = []
-    tried: dict[DeviceMesh, MeshCandidate] = {}
-    refused: list[PinError] = []
     meshes = list(mesh_candidates(cluster, pins, options)) if meshes is None else meshes
-    for mesh in sorted(meshes, key=lambda mesh: sum(mesh.shape)):  # squarest first: mostly the best, so others end soon
-        tell(f"planning {len(program.ops)} ops on mesh {mesh}")
-        try:
-            cheapest = min((r.objective for r in results if r.realised is not None), default=math.inf)
-            dearest = math.inf if known.compares else cheapest
-            result = plan_on_mesh(task, cluster, mesh, cutoff=_MARGIN * cheapest, dearest=dearest)
-        except PinError as error:
-            refused.append(error)
-            reason = str(error).replace(f" At {pins.source}.", "")  # a plan does not depend on where it was asked for
-            tried[mesh] = MeshCandidate(mesh=mesh, status="ruled out", reason=reason)
-            tell(f"mesh {mesh}: ruled out by a pin")
-            continue
-        results.append(result)
-        tried[mesh] = _candidate(result)
-        tell(_outcome(result))
+    results, tried, refused = search_meshes(known, task, cluster, meshes, progress)
     solved = [r for r in results if r.realised is not None]
     if not solved:
         if not results:
@@ -137,14 +133,54 @@ def plan_step(
     return plan
 
 
-def _outcome(result: MeshResult) -> str:
-    """One mesh in a line, for people who watch."""
+def search_meshes(
+    known: KnownTasks,
+    task: MeshTask,
+    cluster: Cluster,
+    meshes: Sequence[DeviceMesh],
+    progress: Callable[[str], None] | None,
+    *,
+    writes: bool = True,
+) -> tuple[list[MeshResult], dict[DeviceMesh, MeshCandidate], list[PinError]]:
+    """What was found on each mesh, the same as rows of a table, and the pins that ruled meshes out.
+
+    Without ``writes`` no plan is written out, so that nobody looks whether one fits the memory; ``known`` keeps what was found.
+    """
+    tell = progress or (lambda text: None)
+    results: list[MeshResult] = []
+    tried: dict[DeviceMesh, MeshCandidate] = {}
+    refused: list[PinError] = []
+    for mesh in sorted(meshes, key=lambda mesh: sum(mesh.shape)):  # squarest first: mostly the best, so others end soon
+        tell(f"planning {len(task.program.ops)} ops on mesh {mesh}")
+        try:
+            cheapest = min((r.objective for r in results), default=math.inf)
+            dearest = -math.inf if not writes else math.inf if known.compares else cheapest
+            result = plan_on_mesh(
+                task, cluster, mesh, cutoff=_MARGIN * cheapest, dearest=dearest, priced=known.priced(task, mesh)
+            )
+        except PinError as error:
+            refused.append(error)
+            # A plan does not depend on where it was asked for.
+            reason = str(error).replace(f" At {task.pins.source}.", "")
+            tried[mesh] = MeshCandidate(mesh=mesh, status="ruled out", reason=reason)
+            tell(f"mesh {mesh}: ruled out by a pin")
+            continue
+        if not writes:
+            known.keep_priced(task, result)
+        results.append(result)
+        tried[mesh] = _candidate(result, DEARER if writes else NOT_WRITTEN)
+        tell(_outcome(result, DEARER if writes else NOT_WRITTEN))
+    return results, tried, refused
+
+
+def _outcome(result: MeshResult, why: str) -> str:
+    """One mesh in a line, for people who watch; ``why``: a plan that was found is not written out."""
     found = "no plan"
     if result.realised is not None:
         costs = (format_cost(cost, result.unit) for cost in (result.objective, result.lower_bound))
         found = "objective {}, lower bound {}".format(*costs)
     elif math.isfinite(result.objective):
-        found = f"lower bound {format_cost(result.lower_bound, result.unit)}, {DEARER}"
+        found = f"lower bound {format_cost(result.lower_bound, result.unit)}, {why}"
     return f"mesh {result.mesh}: {result.status}, {found}, after {result.seconds:.1f} s"
 
 
@@ -217,9 +253,10 @@ def axis_names_of(options: PlanOptions, pinned: Sequence[str]) -> tuple[str, ...
     return (*names, *extra)[:count]
 
 
-def _candidate(result: MeshResult) -> MeshCandidate:
+def _candidate(result: MeshResult, why: str = DEARER) -> MeshCandidate:
+    """``why``: a plan that was found is not written out."""
     if result.realised is None and math.isfinite(result.objective):
-        return MeshCandidate(mesh=result.mesh, lower_bound=result.lower_bound, status=result.status, reason=DEARER)
+        return MeshCandidate(mesh=result.mesh, lower_bound=result.lower_bound, status=result.status, reason=why)
     if result.realised is None or result.peak is None:
         reason = result.solution.message if result.solution else "the peak stays above the budget"
         return MeshCandidate(mesh=result.mesh, status=result.status, reason=reason)

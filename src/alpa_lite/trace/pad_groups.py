@@ -56,6 +56,9 @@ class PadGroup:
 
 def pad_groups(flat: FlatJaxpr, program: Program, is_wanted: Callable[[int], bool]) -> tuple[PadGroup, ...]:
     """All groups of dims whose size is wanted, bodies included, in program order."""
+    rules = {id(op.rule): op.rule for _, _, op in program.walk()}
+    if not any(is_wanted(factor.size) for rule in rules.values() for factor in rule.factors):
+        return ()  # as in most programs
     return tuple(_groups(flat, program, "", is_wanted, {}))
 
 

@@ -11,6 +11,7 @@ import pytest
 import alpa_lite as al
 from alpa_lite.api.shared_graph import SharedGraph
 from alpa_lite.api.shared_graphs import given_graphs
+from alpa_lite.core.spec import ShardingSpec
 from alpa_lite.planner import price_step
 from tests.plan_shared.graphs import SLOW_LINKS, keep, shapes, softmax, three_graphs
 
@@ -56,6 +57,17 @@ def test_layouts_are_those_of_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     for layout, other in zip(priced, layouts(), strict=True):
         assert (layout.plans, layout.lower_bound) == (other.plans, other.lower_bound)
         assert layout.own == pytest.approx(other.own, rel=1e-12) and str(layout) == str(other)
+
+
+def test_a_plan_in_a_layout_is_on_its_mesh() -> None:
+    """Of meshes that are equal but for the last digit, the price may name another one than the plan."""
+    graph = graph_of(GRAPHS["product"])
+    assert graph.price is not None
+    (other,) = [row.mesh for row in graph.price.mesh_table if row.mesh != graph.price.mesh]
+    whole = tuple(ShardingSpec(((),) * len(spec.dims)) for spec in graph.price.in_specs)
+    graph.price = replace(graph.price, mesh=other, in_specs=whole)
+    made = graph.planned(EIGHT, other, graph.own_layout())
+    assert made.mesh == other and tuple(made.inputs[i].spec for i in graph.leaves) == graph.own_layout()
 
 
 @pytest.mark.parametrize(

@@ -141,9 +141,9 @@ class SharedGraph:
             return self._fixed(cluster, mesh, specs)
         if self.own is None:
             self._planned_own(cluster)
-        if self.refused is not None:
-            return self._fixed(cluster, mesh, specs)
         made = self.best()
+        if self.refused is not None or made.mesh != mesh:  # meshes may be equal but for the last digit of a sum
+            return self._fixed(cluster, mesh, specs)
         if made.gap and self.is_limited(made):  # the search may find more where it has less to choose
             with suppress(MemoryBudgetError, PinError):
                 made = min(made, self._fixed(cluster, mesh, specs), key=lambda plan: plan.objective)
